@@ -78,7 +78,7 @@ COMMANDS = (
     ),
     Command(
         "serve",
-        "serve an OpenAI- and Anthropic-compatible HTTP API",
+        "serve an HTTP API: OpenAI's, Anthropic's, Ollama's and Gemini's",
         "[MODEL] [flags]",
         "serve:serve",
         "flags:add_verbose",

@@ -58,27 +58,13 @@ async def _run(
     options: Mapping[str, Any],
 ) -> int:
     from ..dialects import BATCH_PATHS, open_dialects
-    from ..dialects.batches.lines import (
-        LineCheck,
-        LineRunner,
-        decode_line,
-        numbered_lines,
-        write_line,
-    )
+    from ..dialects.batches.lines import LineRunner, decode_line, numbered_lines, write_line
     from ..runtime.interrupts import ending_at_once
     from ..sdk.async_llm import AsyncLLM
     from ..serving.serving_context import Service
     from ..serving.settings import Settings
 
-    check = LineCheck(None, BATCH_PATHS)
-    check.add(numbered_lines(source))
-    check.end()
-    if check.errors:
-        if not check.count:
-            raise InvalidRequest(f"{source}: {check.errors[0].message}", param="input")
-        first = check.errors[:TOLD_ERRORS]
-        told = "\n".join(f"  line {each.line}: {each.message}" for each in first)
-        raise InvalidRequest(f"{source} has lines that are no requests:\n{told}", param="input")
+    num_lines = _checked(source)
     counts = {True: 0, False: 0}
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
@@ -108,9 +94,26 @@ async def _run(
         os.close(descriptor)
     failed_before = [*done.values()].count(False)
     left_out = f", {len(done)} were there, {failed_before} of them failed" if done else ""
-    answered = f"{counts[True]} of {check.count} requests answered"
+    answered = f"{counts[True]} of {num_lines} requests answered"
     print(f"{target}: {answered}, {counts[False]} failed{left_out}", file=sys.stderr)
     return FAILED if counts[False] or failed_before else 0
+
+
+def _checked(source: Path) -> int:
+    """Return the number of requests in a file; raises `InvalidRequest` telling its bad lines."""
+    from ..dialects import BATCH_PATHS
+    from ..dialects.batches.lines import LineCheck, numbered_lines
+
+    check = LineCheck(None, BATCH_PATHS)
+    check.add(numbered_lines(source))
+    check.end()
+    if not check.errors:
+        return check.count
+    if not check.count:
+        raise InvalidRequest(f"{source}: {check.errors[0].message}", param="input")
+    first = check.errors[:TOLD_ERRORS]
+    told = "\n".join(f"  line {each.line}: {each.message}" for each in first)
+    raise InvalidRequest(f"{source} has lines that are no requests:\n{told}", param="input")
 
 
 def _size(target: Path) -> int:

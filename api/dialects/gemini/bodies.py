@@ -145,8 +145,8 @@ class GenerationConfig(GeminiStruct, kw_only=True):
     image_config: Empty = None
 
 
-class CountBody(GeminiStruct, kw_only=True):
-    """The conversation of a body."""
+class GenerateBody(GeminiStruct, kw_only=True):
+    """Body of generateContent and streamGenerateContent."""
 
     contents: Annotated[list[Content], Meta(min_length=1)]
     system_instruction: Content | None = None
@@ -163,15 +163,11 @@ class CountBody(GeminiStruct, kw_only=True):
     stream: bool | None = None
 
 
-class GenerateBody(CountBody, kw_only=True):
-    """Body of generateContent and streamGenerateContent."""
-
-
 class CountTokensBody(GeminiStruct, kw_only=True):
     """Body of countTokens: contents, or a whole request."""
 
     contents: list[Content] | None = None
-    generate_content_request: CountBody | None = None
+    generate_content_request: GenerateBody | None = None
     model: str | None = None
     stream: bool | None = None
     deadline_ms: Zero = None

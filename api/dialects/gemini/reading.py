@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ....core.errors import InvalidRequest
 from ...media.sources import ImageSource, file_text, join_parts, unread_file
@@ -21,10 +21,10 @@ from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import SamplingParams
 from .bodies import (
     Content,
-    CountBody,
     FunctionCallingConfig,
     FunctionDeclaration,
     FunctionResponse,
+    GenerateBody,
     GenerationConfig,
     Part,
     Schema,
@@ -42,7 +42,7 @@ JSON, ENUM, TEXT = "application/json", "text/x.enum", "text/plain"
 COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
-def read_chat(body: CountBody) -> ChatInput:
+def read_chat(body: GenerateBody) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
     config = body.generation_config or GenerationConfig()
     tools = read_tools(body.tools or ())
@@ -58,7 +58,7 @@ def read_chat(body: CountBody) -> ChatInput:
     )
 
 
-def read_params(body: CountBody, config: GenerationConfig) -> SamplingParams:
+def read_params(body: GenerateBody, config: GenerationConfig) -> SamplingParams:
     """Sampling parameters; raises `InvalidRequest`."""
     given: dict[str, Any] = {name: getattr(config, name) for name in SAME_NAME}
     given |= {"cache_salt": body.cache_salt, "speculation": body.speculation}
@@ -122,11 +122,12 @@ def _parameters(function: FunctionDeclaration) -> Schema | None:
     return None if function.parameters is None else json_schema(function.parameters)
 
 
-def read_choice(body: CountBody, tools: Sequence[Tool]) -> ToolChoice:
+def read_choice(body: GenerateBody, tools: Sequence[Tool]) -> ToolChoice:
     """Read which functions may or must be called; raises `InvalidRequest`."""
     config = body.tool_config and body.tool_config.function_calling_config
     config = config or FunctionCallingConfig()
     field = "toolConfig.functionCallingConfig"
+    mode: Literal["auto", "required"] = "auto"
     match (config.mode or "AUTO").upper():
         case "NONE":
             return ToolChoice(mode="none")
@@ -135,16 +136,14 @@ def read_choice(body: CountBody, tools: Sequence[Tool]) -> ToolChoice:
             if not tools:
                 raise InvalidRequest(f"{field}.mode: ANY needs tools", param=f"{field}.mode")
         case "AUTO" | "VALIDATED" | "MODE_UNSPECIFIED":
-            mode = "auto"
+            pass
         case _:
             message = f"{field}.mode must be AUTO, ANY, NONE or VALIDATED"
             raise InvalidRequest(message, param=f"{field}.mode")
     names = config.allowed_function_names
     if not names:
-        return ToolChoice(mode="required" if mode == "required" else "auto")
-    return allowed_choice(
-        names, tools, mode="required" if mode == "required" else "auto", parallel=True
-    )
+        return ToolChoice(mode=mode)
+    return allowed_choice(names, tools, mode=mode, parallel=True)
 
 
 def json_schema(schema: Schema) -> Schema:
@@ -160,8 +159,6 @@ def json_schema(schema: Schema) -> Schema:
         made["type"] = kind.lower()
         if kind == "TYPE_UNSPECIFIED":
             del made["type"]
-        elif schema.get("nullable"):
-            made["type"] = [kind.lower(), "null"]
     for name in COUNTS:
         if isinstance(count := made.get(name), str) and count.isascii() and count.isdigit():
             made[name] = int(count)
@@ -181,13 +178,17 @@ def json_schema(schema: Schema) -> Schema:
         }
     if made.get("format") == "enum":
         del made["format"]
-    return made
+    if not schema.get("nullable"):
+        return made
+    if "type" not in made or "enum" in made:
+        return {"anyOf": [made, {"type": "null"}]}
+    return {**made, "type": [made["type"], "null"]}
 
 
 # -- messages --------------------------------------------------------------------------------------
 
 
-def plain_messages(body: CountBody) -> tuple[list[Plain], list[ImageSource], list[str]]:
+def plain_messages(body: GenerateBody) -> tuple[list[Plain], list[ImageSource], list[str]]:
     """Messages for the chat template, their images, and their places in the body.
 
     Raises `InvalidRequest` naming a part that cannot be served.

@@ -16,7 +16,7 @@ from ...serving.sse import ReadyReply, Reply
 from ...types.request_context import random_id
 from ...types.sampling_params import num_stop_bytes
 from .answers import ERRORS, GeminiModel, GeminiModels, GenerateAnswer, TokensCounted
-from .bodies import CountBody, CountTokensBody, GenerateBody, GenerationConfig, gemini_decoder
+from .bodies import CountTokensBody, GenerateBody, GenerationConfig, gemini_decoder
 from .reading import read_chat
 from .writing import GeminiReply
 
@@ -52,7 +52,7 @@ class GeminiDialect(Dialect[B]):
         return body
 
 
-def check_limits(limits: Limits, body: CountBody) -> None:
+def check_limits(limits: Limits, body: GenerateBody) -> None:
     """Raise `InvalidRequest` for a body that exceeds a limit of the server."""
     limits.check("contents", len(body.contents), "max_messages")
     functions = [each for group in body.tools or () for each in group.function_declarations or ()]
@@ -122,7 +122,7 @@ class CountTokens(GeminiDialect[CountTokensBody]):
         request = body.generate_content_request
         if request is None and not body.contents:
             raise InvalidRequest("contents must not be empty", param="contents")
-        counted = request or CountBody(contents=body.contents or [])
+        counted = request or GenerateBody(contents=body.contents or [])
         check_limits(self.service.settings.limits, counted)
         chat = await self.service.apart(partial(read_chat, counted))
         prompt = await self.service.chat.render(chat)

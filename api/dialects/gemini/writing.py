@@ -72,7 +72,7 @@ class GeminiReply(Reply):
         )
 
     def _candidate(self, choice: Choice) -> Candidate:
-        self._refuse_aborted(choice.finish_reason, len(choice.token_ids))
+        refuse_aborted(self._service, choice.finish_reason, len(choice.token_ids))
         calls = whole_calls(choice.tool_calls)
         made = self._made(choice.index, choice.reasoning, choice.text, calls)
         made.finish_reason = REASONS.get(choice.finish_reason, "STOP")
@@ -84,7 +84,7 @@ class GeminiReply(Reply):
         calls = self._calls[delta.index].take(delta.tool_calls)
         made = self._made(delta.index, delta.reasoning, delta.text, calls)
         if delta.finish_reason is not None:
-            self._refuse_aborted(delta.finish_reason, self._answer.num_tokens(delta.index))
+            refuse_aborted(self._service, delta.finish_reason, self._answer.num_tokens(delta.index))
             made.finish_reason = REASONS.get(delta.finish_reason, "STOP")
         if delta.logprobs:
             made.logprobs_result = self._logprobs(delta.logprobs)
@@ -129,6 +129,3 @@ class GeminiReply(Reply):
             cached_content_token_count=usage.cached_tokens,
             speculation=speculation_body(usage),
         )
-
-    def _refuse_aborted(self, reason: str, num_tokens: int) -> None:
-        refuse_aborted(self._service, reason, num_tokens)

@@ -63,7 +63,6 @@ def _deepseek_name(call: CallState) -> Reading[str]:
     return name
 
 
-# DeepSeek: each call between marks, all of them between marks; V3 and V3.1 differ inside.
 DEEPSEEK = tuple(
     Beginning(mark=mark, read=_deepseek, ends=(DEEPSEEK_END, DEEPSEEK_CALLS_END))
     for mark in (DEEPSEEK_CALLS_BEGIN, DEEPSEEK_BEGIN)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 
 
-# Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 HERMES = (Beginning(mark=HERMES_BEGIN, read=read_block, ends=(HERMES_END,)),)
 
 

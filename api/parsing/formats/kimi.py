@@ -51,7 +51,6 @@ def _kimi(call: CallState) -> Reading[None]:
     yield from source.close(KIMI_SECTION_END)
 
 
-# Kimi K2: each call between marks, behind ``functions.name:index``; all between marks.
 KIMI = tuple(
     Beginning(mark=mark, read=_kimi, ends=(KIMI_CALL_END, KIMI_SECTION_END))
     for mark in (KIMI_SECTION, KIMI_CALL)

@@ -30,7 +30,6 @@ def _llama3(call: CallState) -> Reading[None]:
     yield from json_calls(call, Ends(begins={PYTHON_TAG: ()}))
 
 
-# Llama 3: the whole answer is ``{"name": ..., "parameters": {...}}``, or several with ";".
 LLAMA3 = (
     Beginning(mark="{", read=_llama3, where=Where.START, ends=(";",), is_plain=True),
     Beginning(mark=PYTHON_TAG, read=_llama3, ends=(";",)),

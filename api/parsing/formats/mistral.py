@@ -56,7 +56,6 @@ def _is_mistral_name(source: Source) -> Reading[bool]:
     return True
 
 
-# Mistral: ``[TOOL_CALLS][{...}, ...]``, or ``[TOOL_CALLS]name[ARGS]{...}`` for each call.
 MISTRAL = (Beginning(mark=MISTRAL_CALLS, read=_mistral),)
 
 

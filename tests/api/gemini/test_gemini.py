@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from foretoken.api.dialects.gemini.bodies import CountBody, gemini_decoder
+from foretoken.api.dialects.gemini.bodies import GenerateBody, gemini_decoder
 from foretoken.api.dialects.gemini.reading import json_schema, read_chat
 from foretoken.core.errors import InvalidRequest
 
@@ -27,7 +27,7 @@ PNG = base64.b64encode(b"\x89PNG").decode()
 
 
 def chat(**body):
-    return read_chat(gemini_decoder(CountBody)(json.dumps({"contents": HI} | body).encode()))
+    return read_chat(gemini_decoder(GenerateBody)(json.dumps({"contents": HI} | body).encode()))
 
 
 def post(server, method="generateContent", *, query="", headers=None, **body):
@@ -159,17 +159,21 @@ def test_a_schema_of_googles_is_a_json_schema():
             "a": {"type": "ARRAY", "items": {"type": "NUMBER", "nullable": True}, "minItems": "2"},
             "b": {"anyOf": [{"type": "INTEGER"}, {"type": "TYPE_UNSPECIFIED"}]},
             "c": {"type": "STRING", "format": "enum", "enum": ["x"]},
+            "d": {"anyOf": [{"type": "INTEGER"}, {"type": "STRING"}], "nullable": True},
+            "e": {"type": "STRING", "enum": ["x"], "nullable": True},
         },
         "required": ["a"],
     }
-    made = json_schema(schema)
-    assert list(made["properties"]) == ["b", "a", "c"]
+    made, null = json_schema(schema), {"type": "null"}
+    assert list(made["properties"]) == ["b", "a", "c", "d", "e"]
     assert made == {
         "type": "object",
         "properties": {
             "b": {"anyOf": [{"type": "integer"}, {}]},
             "a": {"type": "array", "items": {"type": ["number", "null"]}, "minItems": 2},
             "c": {"type": "string", "enum": ["x"]},
+            "d": {"anyOf": [{"anyOf": [{"type": "integer"}, {"type": "string"}]}, null]},
+            "e": {"anyOf": [{"type": "string", "enum": ["x"]}, null]},
         },
         "required": ["a"],
     }
