@@ -276,8 +276,8 @@ def _described(report: ModelReport, path: str, images: str) -> str:
     weights = f"{format_size(report.weight_bytes)}, {report.dtype}, {report.file_format}"
     if report.quantization:
         weights = (
-            f"{format_size(report.weight_bytes)}, {report.file_format}, {report.quantization};"
-            f" at most {format_size(report.most_bytes)} in memory, computed in {report.dtype}"
+            f"{format_size(report.weight_bytes)}, {report.file_format}, {report.quantization},"
+            f" computed in {report.dtype}"
         )
     return (
         f"model     {report.model_type}, {report.num_parameters / 1e9:.2f} billion parameters"

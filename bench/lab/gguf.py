@@ -35,6 +35,7 @@ from ..common.report import Spread, heading, table, write_json
 from ..load.figures import Record
 from ..load.http import Failure, Http
 from ..load.openai import Answer
+from ..load.server import environment
 
 START_SECONDS = 300.0
 ANSWER_TOKENS = 128
@@ -90,8 +91,12 @@ def started(name: str, command: Sequence[str]) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     began = time.perf_counter()
-    output = subprocess.DEVNULL
-    process = subprocess.Popen([*command, "--port", str(port)], stdout=output, stderr=output)
+    process = subprocess.Popen(
+        [*command, "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+    )
     try:
         server = Server(name, process, f"http://127.0.0.1:{port}")
         asyncio.run(_healthy(server))

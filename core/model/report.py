@@ -46,7 +46,6 @@ class ModelReport:
     num_parameters: int = 0
     weight_bytes: int = 0  # as the files hold them; without files, in the config's dtype
     dtype: str = ""
-    most_bytes: int = 0  # of weights in memory: fewer where quantised ones stay packed
     used_bytes: int = 0  # of `weight_bytes` about, without towers and layers that are not loaded
     num_embedding: int = 0  # parameters of the embedding
     is_tied: bool = False  # the embedding stands for an output matrix, which is packed besides
@@ -185,7 +184,6 @@ def _report(
         quantization=quantization,
         num_parameters=num_parameters,
         weight_bytes=size or num_parameters * item.itemsize,
-        most_bytes=num_parameters * item.itemsize,
         dtype=dtype,
         kv_bytes_per_token=None if page is None else page // _PAGE,
         has_latents=path == "own" and config.latent is not None,

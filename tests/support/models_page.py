@@ -105,7 +105,7 @@ def _known_row(name: str, report: ModelReport) -> str:
     return (
         f"| {name} | {report.path} | {report.quantization or 'plain'}"
         f" | {report.num_parameters / 1e9:.2f} B"
-        f" | {report.most_bytes / 2**30:.1f} GiB | {kv / 2**10:.0f} KiB | {state}"
+        f" | {2 * report.num_parameters / 2**30:.1f} GiB | {kv / 2**10:.0f} KiB | {state}"
         f" | {report.max_model_len:,} |"
     )
 
