@@ -70,8 +70,7 @@ class MessageWriter:
             async for last in deltas:
                 self._take(answer, last, blocks)
         blocks.end()
-        content = [block.content for block in blocks.builders]
-        message = self._ended(self._end(answer, last), answer.usage, content)
+        message = self._ended(self._end(answer, last), answer.usage, blocks.contents)
         message.token_ids = self._message_ids(last, blocks)
         if self.returns_ids:
             message.prompt_token_ids = list(answer.prompt_token_ids)
@@ -81,8 +80,8 @@ class MessageWriter:
         """The ids of the message; none where the client does not get all of it."""
         if not self.returns_ids or last.message_ids is None:
             return UNSET
-        has_hidden = any(block.kind == "thinking" for block in blocks.builders)
-        return UNSET if has_hidden and not self.shows_thoughts else last.message_ids
+        is_hidden = blocks.has_thoughts and not self.shows_thoughts
+        return UNSET if is_hidden else last.message_ids
 
     # -- streamed -------------------------------------------------------------------------------
 

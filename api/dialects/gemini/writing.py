@@ -11,10 +11,11 @@ from msgspec import UNSET
 from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Usage
 from ...runtime.chat import ChatAnswer
+from ...runtime.segments import Segments
 from ...serving.answers import refuse_aborted, speculation_body
 from ...serving.serving_context import Service
 from ...serving.sse import Reply, event
-from ...serving.whole_calls import WholeCall, WholeCalls, whole_calls
+from ...serving.whole_calls import WholeCall, closed_calls, whole_calls
 from ...types.results import Choice, TextDelta
 from .answers import (
     AnsweredContent,
@@ -41,7 +42,7 @@ class GeminiReply(Reply):
     ) -> None:
         self._service, self._answer, self._id = service, answer, answer_id
         self._shows_thoughts = shows_thoughts
-        self._calls: defaultdict[int, WholeCalls] = defaultdict(WholeCalls)  # by choice
+        self._segments: defaultdict[int, Segments] = defaultdict(Segments)  # by choice
 
     async def whole(self) -> object:
         """All candidates in one body."""
@@ -81,7 +82,7 @@ class GeminiReply(Reply):
         return made
 
     def _step(self, delta: TextDelta) -> Candidate:
-        calls = self._calls[delta.index].take(delta.tool_calls)
+        calls = closed_calls(self._segments[delta.index].take(delta))
         made = self._made(delta.index, delta.reasoning, delta.text, calls)
         if delta.finish_reason is not None:
             refuse_aborted(self._service, delta.finish_reason, self._answer.num_tokens(delta.index))

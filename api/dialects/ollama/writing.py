@@ -10,10 +10,11 @@ from typing import Protocol
 from msgspec import UNSET
 
 from ....core.interface.request import Usage
+from ...runtime.segments import Segments
 from ...serving.answers import refuse_aborted
 from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply, encode
-from ...serving.whole_calls import WholeCalls
+from ...serving.whole_calls import closed_calls
 from ...types.results import TextDelta
 from .answers import (
     AnsweredCall,
@@ -43,7 +44,7 @@ class AnswerWriter:
 
     def __init__(self, service: Service, *, is_chat: bool) -> None:
         self._service, self._is_chat = service, is_chat
-        self._calls = WholeCalls()
+        self._segments = Segments()
 
     def part(
         self, content: str = "", thinking: str = "", calls: list[AnsweredCall] | None = None
@@ -86,7 +87,7 @@ class AnswerWriter:
                     AnsweredCall(
                         function=AnsweredFunction(name=each.name, arguments=each.arguments)
                     )
-                    for each in self._calls.take(delta.tool_calls)
+                    for each in closed_calls(self._segments.take(delta))
                 ]
                 if delta.text or delta.reasoning or calls:
                     yield self.part(delta.text, delta.reasoning, calls)
