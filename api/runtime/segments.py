@@ -68,6 +68,10 @@ class Segments:
         self._is_open = False
         self._logprobs: list[TokenLogprob] = []  # of tokens that have shown no text yet
 
+    def joined(self, kind: Kind) -> str:
+        """Return the text of all segments of a kind."""
+        return "".join([each.text for each in self.all if each.kind == kind])
+
     def take(self, delta: TextDelta) -> list[Change]:
         """Return the changes by a step: of the open call, by reasoning, text, then new calls."""
         changes: list[Change] = []
