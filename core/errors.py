@@ -13,6 +13,8 @@ ForetokenError
 
 from __future__ import annotations
 
+import re
+
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "Cannot allocate memory",
@@ -52,6 +54,13 @@ class InvalidRequest(ForetokenError, ValueError):  # noqa: N818 - the public con
         super().__init__(message)
         self.param = param
 
+    def rename(self, name: str) -> None:
+        """Name the field as the caller does, also where it is the first word of the message."""
+        message, old, self.param = str(self), self.param or "", name
+        text = message.removeprefix(old)
+        if text != message and not re.match(r"\w", text):
+            self.args = (f"{name}{text}",)
+
 
 class PromptTooLong(InvalidRequest):
     """The prompt does not fit the model's context or the KV pool."""
@@ -67,6 +76,10 @@ class PromptTooLong(InvalidRequest):
             f"This model's maximum context length is {self.context} tokens.",
             param=param,
         )
+
+    def rename(self, name: str) -> None:
+        """Name the field; the words stay."""
+        self.param = name
 
 
 class QueueFull(ForetokenError):  # noqa: N818

@@ -95,8 +95,8 @@ def _checked(
     try:
         found = SamplingDefaults(**values, origin=origin)
     except InvalidRequest as error:
-        field = error.param or ""
-        problem = f"{(names or {}).get(field, field)}{str(error).removeprefix(field)}"
+        if (name := (names or {}).get(error.param or "")) is not None:
+            error.rename(name)
         remedy = "correct it, or ignore the model's own sampling with --generation-config none"
-        raise ModelLoadError(f"{file}: {problem}; {remedy}") from None
+        raise ModelLoadError(f"{file}: {error}; {remedy}") from None
     return found if found.given else NO_DEFAULTS

@@ -12,6 +12,10 @@ from .grammars import Lark, arguments
 if TYPE_CHECKING:
     from ..types.results import Tool
 
+MAX_CALLS = 32
+"""Most calls that a grammar forces into one answer. A small model that must call, and may not write
+words behind a call, otherwise goes on calling up to the end of its context."""
+
 # What stands behind the first mark, for calls of these tools, one of them or (True) more.
 Block = Callable[[Lark, "Sequence[Tool]", bool], str]
 
@@ -38,8 +42,8 @@ class Marked:
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Calls and nothing else."""
         one = lark.rule("call", f"{lark.mark(self.mark)} {self.block(lark, tools, parallel)}")
-        more = f"{lark_text(self.between)} {one}" if self.between else one
-        return lark.rule("calls", f"{one} ({more})*" if parallel and self.repeats else one)
+        parallel = parallel and self.repeats
+        return lark.rule("calls", several(one, self.between, parallel=parallel))
 
     def mixed(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Words as the model likes; where it begins a call, a valid one."""
@@ -63,6 +67,14 @@ class Bare:
         """Words that do not begin like calls, or calls."""
         words = lark.not_beginning(self.beginnings, "words")
         return lark.rule("mixed", f"{self.calls(lark, tools, parallel=parallel)} | {words}")
+
+
+def several(one: str, between: str = "", *, parallel: bool) -> str:
+    """One call, or up to `MAX_CALLS` with this text between them."""
+    if not parallel:
+        return one
+    more = f"{lark_text(between)} {one}" if between else one
+    return f"{one} ({more}){{0,{MAX_CALLS - 1}}}"
 
 
 def between(before: str, after: str) -> Callable[[Tool], str]:

@@ -476,5 +476,4 @@ def _name_field(error: InvalidRequest, chat: ChatInput) -> None:
     if error.param == "prompt":
         error.param = "messages"
     elif error.param == "grammar" and chat.params.grammar is None:  # what others became
-        error.param = "tools" if chat.callable_tools else chat.params.structured_field or "tools"
-        error.args = (str(error).replace("grammar", error.param, 1),)
+        error.rename("tools" if chat.callable_tools else chat.params.structured_field or "tools")

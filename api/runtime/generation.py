@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
+from msgspec.structs import replace
+
 from ...core.engine.inbox import TokenStream
 from ...core.errors import DeadlineExceeded, EngineDead, ForetokenError
 from ...core.interface.images import PromptImage
@@ -18,7 +20,7 @@ from ...core.interface.sampling import Pooling
 from ...core.interface.transfers import NO_HANDOVER
 from ..structured.matcher import Grammar, GrammarMatcher
 from ..text.detokenizer import AnswerText
-from ..types.results import Choice, Completion, TextDelta, total_usage
+from ..types.results import Choice, Completion, TextDelta, batch_usage, total_usage
 from ..types.sampling_params import SamplingParams
 from .adapters import ServedAdapter
 from .preprocess import needs_closing
@@ -206,6 +208,61 @@ class Answer:
             usage=self.usage,
             prompt_logprobs=prompt_logprobs,
         )
+
+
+class Answers:
+    """The answers to several prompts as one, whose choices are numbered through."""
+
+    def __init__(self, answers: Sequence[Answer], forget: Callable[[Answer], None]) -> None:
+        self.all = answers
+        self._forget = forget
+        self._n = answers[0].params.n  # choices of each
+
+    @property
+    def request(self) -> Request:
+        """The request of the first choice."""
+        return self.all[0].request
+
+    @property
+    def usage(self) -> Usage:
+        """The usage of all so far."""
+        usages = [answer.usage for answer in self.all]
+        return usages[0] if len(usages) == 1 else batch_usage(usages)
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of all."""
+        return len(self.all) * self._n
+
+    def num_tokens(self, index: int) -> int:
+        """Tokens of one choice so far."""
+        prompt_index, index = divmod(index, self._n)
+        return self.all[prompt_index].generations[index].usage.completion_tokens
+
+    def deltas(self) -> AsyncGenerator[TextDelta]:
+        """The deltas of all choices as they come, each with its index."""
+        if len(self.all) == 1:
+            return self.all[0].deltas()
+        return merge([_shifted(each, self._n * index) for index, each in enumerate(self.all)])
+
+    async def collect(self) -> list[Completion]:
+        """Read all of them and close them; the first that fails raises."""
+        try:
+            return await each_of([answer.collect() for answer in self.all])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Abort what still runs; may be called twice."""
+        for answer in self.all:
+            self._forget(answer)
+
+
+async def _shifted(answer: Answer, first_index: int) -> AsyncGenerator[TextDelta]:
+    """An answer's deltas with the indices that its choices have among those of all answers."""
+    async with aclosing(answer.deltas()) as deltas:
+        async for delta in deltas:
+            yield replace(delta, index=first_index + delta.index)
 
 
 async def _read(generation: Generation) -> Choice:

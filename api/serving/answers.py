@@ -1,17 +1,20 @@
-"""Parts of answers that all APIs share: speculation, prompts that are only cached, aborts."""
+"""Parts of answers that all APIs share: replies, speculation, prompts only cached, aborts."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from ...core.interface.request import Usage
+from ...core.interface.request import Request, Usage
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.conversation.conversation_tokens import PromptTokens
-from ..types.results import Completion
+from ..types.results import Completion, TextDelta
 from .errors import deadline_exceeded, unavailable
 from .serving_context import SHUTTING_DOWN, Service
+from .sse import Reply
 
 Free = dict[str, Any]
 """An object whose fields are not fixed."""
@@ -64,3 +67,94 @@ def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
         raise unavailable(SHUTTING_DOWN)
     if num_tokens == 0:
         raise deadline_exceeded("the request's deadline passed before its first token")
+
+
+class RunningAnswer(Protocol):
+    """The answer to a conversation, or the answers to plain prompts, while they come."""
+
+    @property
+    def request(self) -> Request:
+        """The engine's request of the first choice."""
+
+    @property
+    def usage(self) -> Usage:
+        """The usage so far."""
+
+    def num_tokens(self, index: int) -> int:
+        """Tokens of one choice so far."""
+
+    def deltas(self) -> AsyncGenerator[TextDelta]:
+        """Read it, one delta a step and choice."""
+
+    def close(self) -> None:
+        """Abort what still runs; may be called twice."""
+
+
+A = TypeVar("A", bound=RunningAnswer)
+
+
+class AnswerWriter(Generic[A]):
+    """Encodes one answer: either as a stream, or by `take` and `whole` as one body."""
+
+    def begin(self, answer: A) -> Iterable[bytes]:  # noqa: ARG002
+        """Return what a stream has before the first step."""
+        return ()
+
+    def write(self, delta: TextDelta) -> Iterable[bytes]:
+        """Return what a stream has of a step."""
+        raise NotImplementedError
+
+    def end(self, answer: A) -> Iterable[bytes]:  # noqa: ARG002
+        """Return what a stream has after the last step."""
+        return ()
+
+    def take(self, delta: TextDelta) -> object:
+        """Keep what `whole` needs of a step."""
+        raise NotImplementedError
+
+    def whole(self, answer: A) -> object:
+        """Return the body, after the last step."""
+        raise NotImplementedError
+
+
+class AnswerReply(Reply, Generic[A]):
+    """A running answer as a reply; one that is given up raises `ApiError`."""
+
+    def __init__(self, service: Service, writer: AnswerWriter[A], answer: A) -> None:
+        self._service, self._writer, self._answer = service, writer, answer
+
+    @property
+    def request(self) -> Request:
+        """The engine's request of the first choice."""
+        return self._answer.request
+
+    async def whole(self) -> object:
+        """Read the answer and write it as one body."""
+        async with aclosing(self._deltas()) as deltas:
+            async for delta in deltas:
+                self._writer.take(delta)
+        return self._writer.whole(self._answer)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Write the answer as it comes; its beginning waits for the first step."""
+        writer, has_begun = self._writer, False
+        async with aclosing(self._deltas()) as deltas:
+            async for delta in deltas:
+                first = () if has_begun else writer.begin(self._answer)
+                has_begun = True
+                if data := b"".join([*first, *writer.write(delta)]):
+                    yield data
+        if data := b"".join(writer.end(self._answer)):
+            yield data
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._answer.close()
+
+    async def _deltas(self) -> AsyncGenerator[TextDelta]:
+        async with aclosing(self._answer.deltas()) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason is not None:
+                    num_tokens = self._answer.num_tokens(delta.index)
+                    refuse_aborted(self._service, delta.finish_reason, num_tokens)
+                yield delta

@@ -16,7 +16,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.routing import Route
 
-from ...core.errors import InvalidRequest, PromptTooLong
+from ...core.errors import InvalidRequest
 from ..types.fields import name_as_given
 from ..types.request_context import CONTEXT
 from .decoding import decoder
@@ -145,10 +145,8 @@ class Dialect(Generic[B]):
 
     def rename(self, error: InvalidRequest, body: B) -> None:  # noqa: ARG002
         """Let an error name the field as this body calls it."""
-        name = error.param or ""
-        if name in self.names and not isinstance(error, PromptTooLong):
-            error.args = (str(error).replace(name, self.names[name], 1),)
-            error.param = self.names[name]
+        if (name := self.names.get(error.param or "")) is not None:
+            error.rename(name)
 
     def error_event(self, error: ApiError) -> bytes:
         """An error inside a stream."""

@@ -1,12 +1,13 @@
-"""WholeCalls: calls of an answer for APIs that send a call in one piece."""
+"""Calls of an answer for APIs that send a call in one piece."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ...core.errors import ForetokenError
-from ..types.results import CallDelta, ToolCall
+from ..runtime.segments import Change, Close
+from ..types.results import ToolCall
 
 
 class WholeCall(NamedTuple):
@@ -17,23 +18,13 @@ class WholeCall(NamedTuple):
     arguments: dict[str, Any]
 
 
-class WholeCalls:
-    """Puts the deltas of calls together, of one choice."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, ToolCall] = {}  # by index
-
-    def take(self, deltas: Sequence[CallDelta]) -> Iterator[WholeCall]:
-        """Yield the calls that these deltas complete."""
-        for delta in deltas:
-            new = ToolCall(id=delta.id, name=delta.name, arguments="")
-            call = self._open.setdefault(delta.index, new)
-            call.arguments += delta.arguments
-            if delta.is_done:
-                yield from whole_calls([self._open.pop(delta.index)])
+def closed_calls(changes: Iterable[Change]) -> Iterator[WholeCall]:
+    """Yield the calls that these changes complete."""
+    closed = [each.segment for each in changes if isinstance(each, Close) and each.is_whole]
+    return whole_calls([segment.call for segment in closed if segment.kind == "call"])
 
 
-def whole_calls(calls: Sequence[ToolCall]) -> Iterator[WholeCall]:
+def whole_calls(calls: Iterable[ToolCall]) -> Iterator[WholeCall]:
     """Yield calls. One whose arguments are no object, because the answer was cut, is left out."""
     for call in calls:
         try:

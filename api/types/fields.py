@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec import Struct
 
-from ...core.errors import InvalidRequest, PromptTooLong
+from ...core.errors import InvalidRequest
 
 M = TypeVar("M")
 
@@ -132,12 +132,11 @@ def settle(body: Struct, path: str = "") -> None:
 
 def name_as_given(error: InvalidRequest, body: object) -> None:
     """Let an error of a field name it as the body does, where that has it under another name."""
-    if not isinstance(body, Struct) or isinstance(error, PromptTooLong):
+    if not isinstance(body, Struct):
         return
     for name, other in marks_of(type(body)).same:
         if other.name == error.param and getattr(body, name) is not None:
-            error.args = (str(error).replace(other.name, name, 1),)
-            error.param = name
+            error.rename(name)
             return
 
 

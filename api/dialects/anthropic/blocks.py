@@ -6,13 +6,13 @@ The answer that is not streamed is made from the same blocks, so both hold the s
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from ...parsing.reading.json_text import INVALID
-from ...types.results import CallDelta, TextDelta
+from ...runtime.segments import Change, Close, Grow, Kind, Open, Segment, Segments
+from ...types.results import TextDelta
 from .answers import (
     Addition,
     BlockDelta,
@@ -33,125 +33,81 @@ BlockEvent = BlockStart | BlockDelta | BlockStop
 SIGNATURE = "unsigned"  # clients send no reasoning back that has none
 
 
-@dataclass(slots=True)
-class BlockBuilder:
-    """One content block while it grows.
-
-    ``text``: its text, its thinking, or its arguments as JSON text.
-    """
-
-    kind: Literal["thinking", "text", "tool_use"]
-    text: str = ""
-    id: str = ""
-    name: str = ""
-
-    @property
-    def opening(self) -> ContentBlock:
-        """The empty block, as ``content_block_start`` carries it."""
-        match self.kind:
-            case "thinking":
-                return ThinkingContent()
-            case "text":
-                return TextContent()
-            case "tool_use":
-                return ToolUseContent(id=self.id, name=self.name)
-
-    @property
-    def content(self) -> ContentBlock:
-        """The complete block, as an answer that is not streamed carries it."""
-        match self.kind:
-            case "thinking":
-                return ThinkingContent(thinking=self.text, signature=SIGNATURE)
-            case "text":
-                return TextContent(text=self.text)
-            case "tool_use":
-                return ToolUseContent(id=self.id, name=self.name, input=read_arguments(self.text))
+ADDITIONS: Mapping[Kind, Callable[[str], Addition]] = {
+    "reasoning": lambda text: ThinkingAddition(thinking=text),
+    "text": lambda text: TextAddition(text=text),
+    "call": lambda text: InputAddition(partial_json=text),
+}
 
 
 class Blocks:
-    """Splits the deltas of an answer into content blocks.
+    """Encodes the deltas of an answer as events of content blocks.
 
-    White space is held back until text follows: between thinking and a tool call it would be a
-    text block of its own, which Anthropic's API refuses in the next request.
+    White space between thinking and a tool call is left out: it would be a text block of its own,
+    which Anthropic's API refuses in the next request.
     """
 
     def __init__(self, *, shows_thoughts: bool = True) -> None:
-        self.builders: list[BlockBuilder] = []
-        self._is_open = False
-        self._held = ""
+        self._segments = Segments(holds_space=True)
         self._shows_thoughts = shows_thoughts
+
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether a block is thinking."""
+        return any(each.kind == "reasoning" for each in self._segments.all)
+
+    @property
+    def contents(self) -> list[ContentBlock]:
+        """The complete blocks, as an answer that is not streamed carries them."""
+        return [self._content(each) for each in self._segments.all]
 
     def take(self, delta: TextDelta) -> list[BlockEvent]:
         """Return the events of a delta."""
-        events: list[BlockEvent] = []
-        # What goes on with a call came before the text, which came before the next call.
-        going_on = [call for call in delta.tool_calls if not call.id]
-        for call in going_on:
-            self._add_arguments(call, events)
-        self._add_reasoning(delta.reasoning, events)
-        self._add_text(delta.text, events)
-        for call in delta.tool_calls[len(going_on) :]:
-            self._open(BlockBuilder("tool_use", id=tool_use_id(call.id), name=call.name), events)
-            self._add_arguments(call, events)
-        return events
+        return self._events(self._segments.take(delta))
 
     def end(self) -> list[BlockEvent]:
         """Return the events that end the last block; white space alone becomes a text block."""
-        events: list[BlockEvent] = []
-        if self._held and not self.builders:
-            self._show(events)
-        self._close(events)
-        return events
+        return self._events(self._segments.end())
 
-    def _add_reasoning(self, reasoning: str, events: list[BlockEvent]) -> None:
-        if not reasoning:
-            return
-        if not self._goes_on("thinking"):
-            self._open(BlockBuilder("thinking"), events)
-        if self._shows_thoughts:
-            self._grow(reasoning, ThinkingAddition(thinking=reasoning), events)
+    def _content(self, segment: Segment) -> ContentBlock:
+        match segment.kind:
+            case "reasoning":
+                thinking = segment.text if self._shows_thoughts else ""
+                return ThinkingContent(thinking=thinking, signature=SIGNATURE)
+            case "text":
+                return TextContent(text=segment.text)
+            case "call":
+                given = read_arguments(segment.text)
+                return ToolUseContent(id=tool_use_id(segment.id), name=segment.name, input=given)
 
-    def _add_text(self, text: str, events: list[BlockEvent]) -> None:
-        self._held += text
-        if self._held and (self._goes_on("text") or not self._held.isspace()):
-            self._show(events)
+    def _events(self, changes: Sequence[Change]) -> list[BlockEvent]:
+        return [event for change in changes for event in self._events_of(change)]
 
-    def _show(self, events: list[BlockEvent]) -> None:
-        text, self._held = self._held, ""
-        if not self._goes_on("text"):
-            self._open(BlockBuilder("text"), events)
-        self._grow(text, TextAddition(text=text), events)
+    def _events_of(self, change: Change) -> Iterator[BlockEvent]:
+        segment = change.segment
+        is_thinking = segment.kind == "reasoning"
+        match change:
+            case Open():
+                yield BlockStart(index=segment.index, content_block=_opening(segment))
+            case Grow(text=text):
+                if self._shows_thoughts or not is_thinking:
+                    yield BlockDelta(index=segment.index, delta=ADDITIONS[segment.kind](text))
+            case Close():
+                if is_thinking:
+                    signature = SignatureAddition(signature=SIGNATURE)
+                    yield BlockDelta(index=segment.index, delta=signature)
+                yield BlockStop(index=segment.index)
 
-    def _add_arguments(self, call: CallDelta, events: list[BlockEvent]) -> None:
-        if call.arguments:
-            self._grow(call.arguments, InputAddition(partial_json=call.arguments), events)
-        if call.is_done:
-            self._close(events)
 
-    def _goes_on(self, kind: str) -> bool:
-        return self._is_open and self.builders[-1].kind == kind
-
-    def _open(self, block: BlockBuilder, events: list[BlockEvent]) -> None:
-        self._close(events)
-        self._held = ""
-        self.builders.append(block)
-        self._is_open = True
-        events.append(BlockStart(index=len(self.builders) - 1, content_block=block.opening))
-
-    def _grow(self, text: str, delta: Addition, events: list[BlockEvent]) -> None:
-        self.builders[-1].text += text
-        events.append(self._delta(delta))
-
-    def _close(self, events: list[BlockEvent]) -> None:
-        if not self._is_open:
-            return
-        self._is_open = False
-        if self.builders[-1].kind == "thinking":
-            events.append(self._delta(SignatureAddition(signature=SIGNATURE)))
-        events.append(BlockStop(index=len(self.builders) - 1))
-
-    def _delta(self, delta: Addition) -> BlockDelta:
-        return BlockDelta(index=len(self.builders) - 1, delta=delta)
+def _opening(segment: Segment) -> ContentBlock:
+    """The empty block, as ``content_block_start`` carries it."""
+    match segment.kind:
+        case "reasoning":
+            return ThinkingContent()
+        case "text":
+            return TextContent()
+        case "call":
+            return ToolUseContent(id=tool_use_id(segment.id), name=segment.name)
 
 
 def tool_use_id(call_id: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ....core.errors import InvalidRequest
 from ...runtime.conversation.chat_input import ChatInput
-from ...serving.answers import prewarm
+from ...serving.answers import AnswerReply, prewarm
 from ...serving.dialect import READS, Dialect
 from ...serving.render import Rendered, render_chat
 from ...serving.sampling import cache_options, is_prewarm, sampling_params
@@ -21,7 +21,7 @@ from .bodies import CountRequest, MessagesRequest
 from .breakpoint_locator import BreakpointLocator
 from .breakpoints import Breakpoints, Mark, read_marks
 from .reading import read_conversation
-from .writing import PING, MessageReply, MessageWriter, new_id
+from .writing import PING, MessageWriter, new_id
 
 C = TypeVar("C", bound=CountRequest)
 NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format", "prompt": "messages"}
@@ -81,7 +81,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         answer = await client.open(
             chat, request_id=writer.id, prompt=prompt, hands_out=writer.returns_ids
         )
-        return MessageReply(writer, answer)
+        return AnswerReply(self.service, writer, answer)
 
     async def read(self, body: MessagesRequest) -> tuple[Sequence[Mark], ChatInput]:
         """The marked blocks of a body and its chat request; raises `InvalidRequest`."""

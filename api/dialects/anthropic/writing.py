@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import UNSET, UnsetType
@@ -12,7 +11,7 @@ from msgspec.structs import asdict, replace
 from ....core.interface.request import Usage
 from ...runtime.cache_diagnostics import anthropic_diagnostics
 from ...runtime.chat import ChatAnswer
-from ...serving.answers import Free, refuse_aborted, speculation_body
+from ...serving.answers import AnswerWriter, Free, speculation_body
 from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply, named_event
 from ...types.request_context import random_id
@@ -45,7 +44,7 @@ def new_id() -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class MessageWriter:
+class MessageWriter(AnswerWriter[ChatAnswer]):
     """Writes one answer.
 
     ``previous_id``: the message whose prompt this one is compared with. ``explains``: whether
@@ -60,50 +59,53 @@ class MessageWriter:
     explains: bool = False
     returns_ids: bool = False
     id: str = field(default_factory=new_id)
+    _blocks: Blocks = field(init=False)
+    _last: TextDelta = field(init=False, default_factory=TextDelta)
+
+    def __post_init__(self) -> None:
+        self._blocks = Blocks(shows_thoughts=self.shows_thoughts)
 
     # -- whole ----------------------------------------------------------------------------------
 
-    async def whole(self, answer: ChatAnswer) -> MessageAnswer:
+    def take(self, delta: TextDelta) -> Sequence[StreamEvent]:
+        """Return the events of a step."""
+        self._last = delta
+        return self._blocks.take(delta)
+
+    def whole(self, answer: ChatAnswer) -> MessageAnswer:
         """The answer in one body."""
-        blocks, last = self._blocks(), TextDelta()
-        async with aclosing(answer.deltas()) as deltas:
-            async for last in deltas:
-                self._take(answer, last, blocks)
-        blocks.end()
-        content = [block.content for block in blocks.builders]
-        message = self._ended(self._end(answer, last), answer.usage, content)
-        message.token_ids = self._message_ids(last, blocks)
+        self._blocks.end()
+        message = self._ended(self._end(answer), answer.usage, self._blocks.contents)
+        message.token_ids = self._message_ids
         if self.returns_ids:
             message.prompt_token_ids = list(answer.prompt_token_ids)
         return message
 
-    def _message_ids(self, last: TextDelta, blocks: Blocks) -> list[int] | UnsetType:
+    @property
+    def _message_ids(self) -> list[int] | UnsetType:
         """The ids of the message; none where the client does not get all of it."""
-        if not self.returns_ids or last.message_ids is None:
-            return UNSET
-        has_hidden = any(block.kind == "thinking" for block in blocks.builders)
-        return UNSET if has_hidden and not self.shows_thoughts else last.message_ids
+        ids = self._last.message_ids if self.returns_ids else None
+        is_hidden = self._blocks.has_thoughts and not self.shows_thoughts
+        return UNSET if ids is None or is_hidden else ids
 
     # -- streamed -------------------------------------------------------------------------------
 
-    async def events(self, answer: ChatAnswer) -> AsyncGenerator[bytes]:
-        """The answer as events; the first waits for a step, since it reports cached tokens."""
-        blocks, last = self._blocks(), TextDelta()
-        is_first = True
-        async with aclosing(answer.deltas()) as deltas:
-            async for last in deltas:
-                events = self._take(answer, last, blocks)
-                if is_first:
-                    is_first = False
-                    start = self._message(answer.usage)
-                    if self.returns_ids:
-                        start.prompt_token_ids = list(answer.prompt_token_ids)
-                    events = [MessageStart(message=start), *events]
-                if events:
-                    yield b"".join([named_event(each) for each in events])
-        end, stop = self._ending(self._end(answer, last), answer.usage)
-        end.token_ids = self._message_ids(last, blocks)
-        yield b"".join([named_event(each) for each in [*blocks.end(), end, stop]])
+    def begin(self, answer: ChatAnswer) -> Iterator[bytes]:
+        """The first event, which reports cached tokens."""
+        start = self._message(answer.usage)
+        if self.returns_ids:
+            start.prompt_token_ids = list(answer.prompt_token_ids)
+        yield named_event(MessageStart(message=start))
+
+    def write(self, delta: TextDelta) -> Iterator[bytes]:
+        """The events of a step."""
+        return map(named_event, self.take(delta))
+
+    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
+        """The events that end the last block and the message."""
+        end, stop = self._ending(self._end(answer), answer.usage)
+        end.token_ids = self._message_ids
+        return map(named_event, [*self._blocks.end(), end, stop])
 
     # -- of nothing -----------------------------------------------------------------------------
 
@@ -113,14 +115,6 @@ class MessageWriter:
         return ReadyReply(self._ended(WARMED, usage, []), map(named_event, events))
 
     # -- both -----------------------------------------------------------------------------------
-
-    def _blocks(self) -> Blocks:
-        return Blocks(shows_thoughts=self.shows_thoughts)
-
-    def _take(self, answer: ChatAnswer, delta: TextDelta, blocks: Blocks) -> list[StreamEvent]:
-        if delta.finish_reason is not None:
-            refuse_aborted(self.service, delta.finish_reason, answer.num_tokens(delta.index))
-        return [*blocks.take(delta)]
 
     def _ending(self, end: Ending, usage: Usage) -> tuple[MessageDelta, MessageStop]:
         return MessageDelta(delta=end, usage=self.usage(usage)), MessageStop()
@@ -147,8 +141,9 @@ class MessageWriter:
             self._message(usage), **asdict(end), content=content, usage=self.usage(usage)
         )
 
-    def _end(self, answer: ChatAnswer, last: TextDelta) -> Ending:
-        """Stop reason and stop sequence of a choice."""
+    def _end(self, answer: ChatAnswer) -> Ending:
+        """Stop reason and stop sequence."""
+        last = self._last
         reason, sequence = last.finish_reason or "", None
         stopped = REASONS.get(reason, "tool_use")
         if reason == "stop" and isinstance(last.stop_reason, str):
@@ -179,22 +174,3 @@ class MessageWriter:
             speculation=speculation_body(usage),
             cache_explanation=UNSET if found is None else found.body(),
         )
-
-
-class MessageReply(Reply):
-    """The answer to one conversation."""
-
-    def __init__(self, writer: MessageWriter, answer: ChatAnswer) -> None:
-        self._writer, self._answer = writer, answer
-
-    async def whole(self) -> object:
-        """Write the answer as one body."""
-        return await self._writer.whole(self._answer)
-
-    def events(self) -> AsyncGenerator[bytes]:
-        """Write the answer as events."""
-        return self._writer.events(self._answer)
-
-    def close(self) -> None:
-        """Abort what still runs."""
-        self._answer.close()

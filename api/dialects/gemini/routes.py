@@ -18,7 +18,7 @@ from ...types.sampling_params import num_stop_bytes
 from .answers import ERRORS, GeminiModel, GeminiModels, GenerateAnswer, TokensCounted
 from .bodies import CountTokensBody, GenerateBody, GenerationConfig, gemini_decoder
 from .reading import read_chat
-from .writing import GeminiReply
+from .writing import CandidateWriter, GeminiReply
 
 B = TypeVar("B", GenerateBody, CountTokensBody)
 MODELS = "/v1beta/models"
@@ -86,7 +86,8 @@ class GenerateContent(GeminiDialect[GenerateBody]):
         answer = await self.service.chat.open(chat, request_id=name)
         thinking = body.generation_config and body.generation_config.thinking_config
         shows = bool(thinking and thinking.include_thoughts)
-        return GeminiReply(self.service, answer, name, shows_thoughts=shows)
+        writer = CandidateWriter(self.service, name, shows_thoughts=shows)
+        return GeminiReply(self.service, writer, answer)
 
 
 class StreamGenerateContent(GenerateContent):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import UNSET
 
 from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Usage
 from ...runtime.chat import ChatAnswer
-from ...serving.answers import refuse_aborted, speculation_body
+from ...runtime.segments import Segments
+from ...serving.answers import AnswerReply, AnswerWriter, refuse_aborted, speculation_body
 from ...serving.serving_context import Service
-from ...serving.sse import Reply, event
-from ...serving.whole_calls import WholeCall, WholeCalls, whole_calls
+from ...serving.sse import event
+from ...serving.whole_calls import WholeCall, closed_calls, whole_calls
 from ...types.results import Choice, TextDelta
 from .answers import (
     AnsweredContent,
@@ -33,35 +33,42 @@ REASONS = {"length": "MAX_TOKENS", "abort": "MAX_TOKENS"}  # others are STOP
 LOWEST = -1e9  # for a log-probability that is not finite: JSON has no infinity
 
 
-class GeminiReply(Reply):
-    """A running answer; ``shows_thoughts``: whether it has parts that are thoughts."""
+class GeminiReply(AnswerReply[ChatAnswer]):
+    """A running answer."""
 
-    def __init__(
-        self, service: Service, answer: ChatAnswer, answer_id: str, *, shows_thoughts: bool
-    ) -> None:
-        self._service, self._answer, self._id = service, answer, answer_id
-        self._shows_thoughts = shows_thoughts
-        self._calls: defaultdict[int, WholeCalls] = defaultdict(WholeCalls)  # by choice
+    _writer: CandidateWriter
 
     async def whole(self) -> object:
         """All candidates in one body."""
-        choices = await self._answer.collect()
+        return self._writer.body(self._answer, await self._answer.collect())
+
+
+class CandidateWriter(AnswerWriter[ChatAnswer]):
+    """Encodes one answer; ``shows_thoughts``: whether it has parts that are thoughts."""
+
+    def __init__(self, service: Service, answer_id: str, *, shows_thoughts: bool) -> None:
+        self._service, self._id = service, answer_id
+        self._shows_thoughts = shows_thoughts
+        self._segments: defaultdict[int, Segments] = defaultdict(Segments)  # by choice
+        self._usage_so_far: Callable[[], Usage] = Usage
+
+    def body(self, answer: ChatAnswer, choices: Sequence[Choice]) -> GenerateAnswer:
+        """All candidates in one body."""
         candidates = [self._candidate(each) for each in choices]
-        return self._body(candidates, self._usage(self._answer.usage))
+        return self._body(candidates, self._usage(answer.usage))
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    def begin(self, answer: ChatAnswer) -> Iterable[bytes]:
+        """Nothing, but its usage is known from here."""
+        self._usage_so_far = lambda: answer.usage
+        return ()
+
+    def write(self, delta: TextDelta) -> Iterator[bytes]:
         """An event for each step that adds something; the last of a candidate has a reason."""
-        async with aclosing(self._answer.deltas()) as deltas:
-            async for delta in deltas:
-                candidate = self._step(delta)
-                is_last = delta.finish_reason is not None
-                if candidate.content.parts or is_last:
-                    usage = self._usage(self._answer.usage) if is_last else None
-                    yield event(self._body([candidate], usage))
-
-    def close(self) -> None:
-        """Abort what still runs; may be called twice."""
-        self._answer.close()
+        candidate = self._step(delta)
+        is_last = delta.finish_reason is not None
+        if candidate.content.parts or is_last:
+            usage = self._usage(self._usage_so_far()) if is_last else None
+            yield event(self._body([candidate], usage))
 
     def _body(self, candidates: list[Candidate], usage: UsageMetadata | None) -> GenerateAnswer:
         return GenerateAnswer(
@@ -81,10 +88,9 @@ class GeminiReply(Reply):
         return made
 
     def _step(self, delta: TextDelta) -> Candidate:
-        calls = self._calls[delta.index].take(delta.tool_calls)
+        calls = closed_calls(self._segments[delta.index].take(delta))
         made = self._made(delta.index, delta.reasoning, delta.text, calls)
         if delta.finish_reason is not None:
-            refuse_aborted(self._service, delta.finish_reason, self._answer.num_tokens(delta.index))
             made.finish_reason = REASONS.get(delta.finish_reason, "STOP")
         if delta.logprobs:
             made.logprobs_result = self._logprobs(delta.logprobs)

@@ -9,8 +9,10 @@ from typing import TypeVar
 
 from ....core.errors import InvalidRequest
 from ...runtime.conversation.prompt_history import PromptNote, text_parts
+from ...runtime.generation import Answers
 from ...runtime.pooled.embedder import Embedder, unit_vector
 from ...runtime.pooled.pooled_prompts import Pooled, PooledPrompts, entry_names, pool_params
+from ...serving.answers import AnswerReply
 from ...serving.dialect import Dialect
 from ...serving.pooled import PooledReply
 from ...serving.serving_context import Service
@@ -28,7 +30,7 @@ from .bodies import (
 )
 from .models import own_name
 from .reading import read_chat, read_params, read_prompt
-from .writing import NANO, AnswerWriter, OllamaReply
+from .writing import NANO, PartWriter
 
 B = TypeVar("B", bound=OllamaBody)
 P = TypeVar("P", bound=OllamaPooledBody)
@@ -76,12 +78,12 @@ class OllamaChat(OllamaDialect[OllamaChatBody]):
 
     async def open(self, body: OllamaChatBody) -> Reply:
         """Render and submit; without messages only confirm that the model is loaded."""
-        writer = AnswerWriter(self.service, is_chat=True)
+        writer = PartWriter(self.service, is_chat=True)
         chat = await self.service.apart(partial(read_chat, body))
         if not body.messages:
             return writer.loaded()
         answer = await self.service.chat.open(chat, request_id=f"ollama-{random_id()}")
-        return OllamaReply(writer, answer, answer.close)
+        return AnswerReply(self.service, writer, answer)
 
 
 class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
@@ -94,13 +96,13 @@ class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
 
     async def open(self, body: OllamaGenerateBody) -> Reply:
         """Render with the chat template, unless ``raw`` or there is none, and submit."""
-        writer, request_id = AnswerWriter(self.service, is_chat=False), f"ollama-{random_id()}"
+        writer, request_id = PartWriter(self.service, is_chat=False), f"ollama-{random_id()}"
         if not body.prompt:
             return writer.loaded()
         llm = self.service.llm
         if not body.raw and llm.tokenizer.chat_template:
             chat = await self.service.chat.open(read_prompt(body), request_id=request_id)
-            return OllamaReply(writer, chat, chat.close)
+            return AnswerReply(self.service, writer, chat)
         for name, what in (("system", "a system text"), ("images", "images")):
             if getattr(body, name):
                 where = (
@@ -109,7 +111,7 @@ class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
                 raise InvalidRequest(f"{where} for {what}", param=name)
         note = PromptNote(parts=text_parts(body.prompt))
         answer = await llm.open(body.prompt, read_params(body), request_id=request_id, note=note)
-        return OllamaReply(writer, answer, partial(llm.forget, answer))
+        return AnswerReply(self.service, writer, Answers([answer], llm.forget))
 
 
 class OllamaPooled(Dialect[P]):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Protocol
 
 from msgspec import UNSET
 
 from ....core.interface.request import Usage
-from ...serving.answers import refuse_aborted
+from ...runtime.segments import Segments
+from ...serving.answers import AnswerWriter, RunningAnswer
 from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply, encode
-from ...serving.whole_calls import WholeCalls
+from ...serving.whole_calls import closed_calls
 from ...types.results import TextDelta
 from .answers import (
     AnsweredCall,
@@ -27,23 +26,14 @@ from .answers import (
 NANO = 1_000_000_000
 
 
-class RunningAnswer(Protocol):
-    """The answer to a conversation or to a plain prompt, as a writer reads it."""
-
-    @property
-    def usage(self) -> Usage:
-        """The usage so far."""
-
-    def deltas(self) -> AsyncGenerator[TextDelta]:
-        """Read it, one delta a step."""
-
-
-class AnswerWriter:
+class PartWriter(AnswerWriter[RunningAnswer]):
     """Makes the parts of one answer; ``is_chat``: of /api/chat, else of /api/generate."""
 
     def __init__(self, service: Service, *, is_chat: bool) -> None:
         self._service, self._is_chat = service, is_chat
-        self._calls = WholeCalls()
+        self._segments = Segments()
+        self._calls: list[AnsweredCall] = []
+        self._reason = ""
 
     def part(
         self, content: str = "", thinking: str = "", calls: list[AnsweredCall] | None = None
@@ -78,63 +68,31 @@ class AnswerWriter:
         part.eval_duration = int(max(0.0, usage.total_time - first) * NANO)
         return part
 
-    async def parts(self, answer: RunningAnswer) -> AsyncGenerator[AnswerPart]:
-        """One part for each step that adds something, and the last one."""
-        async with aclosing(answer.deltas()) as deltas:
-            async for delta in deltas:
-                calls = [
-                    AnsweredCall(
-                        function=AnsweredFunction(name=each.name, arguments=each.arguments)
-                    )
-                    for each in self._calls.take(delta.tool_calls)
-                ]
-                if delta.text or delta.reasoning or calls:
-                    yield self.part(delta.text, delta.reasoning, calls)
-                if (reason := delta.finish_reason) is not None:
-                    usage = answer.usage
-                    refuse_aborted(self._service, reason, usage.completion_tokens)
-                    yield self.finish(self.part(), reason, usage)
+    def take(self, delta: TextDelta) -> list[AnsweredCall]:
+        """Return the calls that a step completes."""
+        self._reason = delta.finish_reason or ""
+        calls = [
+            AnsweredCall(function=AnsweredFunction(name=each.name, arguments=each.arguments))
+            for each in closed_calls(self._segments.take(delta))
+        ]
+        self._calls += calls
+        return calls
 
-    async def whole(self, answer: RunningAnswer) -> AnswerPart:
-        """All parts in one."""
-        content, thinking, calls = "", "", list[AnsweredCall]()
-        async with aclosing(self.parts(answer)) as parts:
-            async for part in parts:
-                last = part
-                if isinstance(part, ChatPart):
-                    content += part.message.content
-                    thinking += part.message.thinking or ""
-                    calls += part.message.tool_calls or []
-                elif isinstance(part, GeneratePart):
-                    content += part.response
-                    thinking += part.thinking or ""
-        whole = self.part(content, thinking, calls)
-        for name in AnswerPart.__struct_fields__:
-            setattr(whole, name, getattr(last, name))
-        return whole
+    def write(self, delta: TextDelta) -> Iterator[bytes]:
+        """Make the part of a step that adds something."""
+        calls = self.take(delta)
+        if delta.text or delta.reasoning or calls:
+            yield line(self.part(delta.text, delta.reasoning, calls))
 
+    def end(self, answer: RunningAnswer) -> Iterator[bytes]:
+        """Make the last part."""
+        yield line(self.finish(self.part(), self._reason, answer.usage))
 
-class OllamaReply(Reply):
-    """A running answer as parts."""
-
-    def __init__(
-        self, writer: AnswerWriter, answer: RunningAnswer, close: Callable[[], None]
-    ) -> None:
-        self._writer, self._answer, self._close = writer, answer, close
-
-    async def whole(self) -> object:
-        """The answer in one body."""
-        return await self._writer.whole(self._answer)
-
-    async def events(self) -> AsyncGenerator[bytes]:
-        """The answer line by line."""
-        async with aclosing(self._writer.parts(self._answer)) as parts:
-            async for part in parts:
-                yield line(part)
-
-    def close(self) -> None:
-        """Abort what still runs; may be called twice."""
-        self._close()
+    def whole(self, answer: RunningAnswer) -> AnswerPart:
+        """Make one part of all."""
+        content, thinking = self._segments.joined("text"), self._segments.joined("reasoning")
+        whole = self.part(content, thinking, self._calls)
+        return self.finish(whole, self._reason, answer.usage)
 
 
 def line(part: object) -> bytes:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, Struct
 
 from ....core.interface.output import TokenLogprob
-from ....core.interface.request import Request
 from ...runtime.chat import ChatAnswer
+from ...serving.answers import AnswerReply
 from ...serving.serving_context import Service
 from ...types.results import CallDelta, Choice, TextDelta, ToolCall
 from .answers import (
@@ -27,38 +26,23 @@ from .answers import (
 from .bodies import (
     ChatRequest,
 )
-from .prefill import RequestReply
 from .token_pieces import TokenPieces
 from .writing import Head, Writer, reason_body, token_infos
 
 OPENING = DeltaBody(role="assistant", content="")
 
 
-class ChatReply(RequestReply):
+class ChatReply(AnswerReply[ChatAnswer]):
     """The answer to one chat request."""
 
-    def __init__(self, writer: ChatWriter, answer: ChatAnswer) -> None:
-        self._writer, self._answer = writer, answer
-
-    @property
-    def request(self) -> Request:
-        """The engine's, of the first choice."""
-        return self._answer.request
+    _writer: ChatWriter
 
     async def whole(self) -> object:
         """The n choices in one body."""
-        return self._writer.whole(self._answer, await self._answer.collect())
-
-    def events(self) -> AsyncGenerator[bytes]:
-        """The n choices as events, interleaved."""
-        return self._writer.events(self._answer)
-
-    def close(self) -> None:
-        """Abort what still runs."""
-        self._answer.close()
+        return self._writer.body(self._answer, await self._answer.collect())
 
 
-class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
+class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
     """Encodes one answer."""
 
     whole_kind, whole_type = "chat.completion", ChatBody
@@ -74,7 +58,7 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
 
     # -- whole ----------------------------------------------------------------------------------
 
-    def whole(self, answer: ChatAnswer, choices: Sequence[Choice]) -> Struct:
+    def body(self, answer: ChatAnswer, choices: Sequence[Choice]) -> Struct:
         """The answer in one body."""
         body = ChatBody(
             **self._head.fields(self.whole_kind),
@@ -93,7 +77,7 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
     def nothing_chunks(self, index: int) -> list[bytes]:
         """The same as events."""
         ending = TextDelta(index=index, finish_reason="length")
-        return [self.opening(index), *self._chunks(ending)]
+        return [self.opening(index), *self.write(ending)]
 
     def choice(self, choice: Choice) -> ChatChoiceBody:
         """One of the n answers."""
@@ -126,24 +110,12 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
 
     # -- streamed -------------------------------------------------------------------------------
 
-    async def events(self, answer: ChatAnswer) -> AsyncGenerator[bytes]:
-        """The answer as events."""
-        opened = False
+    def begin(self, answer: ChatAnswer) -> Iterator[bytes]:
+        """The first chunk of each choice: clients number them in the order in which they come."""
         self.follow(lambda: answer.usage)
-        async with aclosing(answer.deltas()) as deltas:
-            async for delta in deltas:
-                if delta.finish_reason is not None:
-                    self.refuse_aborted(delta.finish_reason, answer.num_tokens(delta.index))
-                if not opened:
-                    # Clients number the choices by the order in which they first see them.
-                    opened = True
-                    yield self._first(answer)
-                    for index in range(1, answer.num_choices):
-                        yield self.opening(index)
-                for chunk in self._chunks(delta):
-                    yield chunk
-        for last in self.end(answer.usage, answer.num_choices):
-            yield last
+        yield self._first(answer)
+        for index in range(1, answer.num_choices):
+            yield self.opening(index)
 
     def _first(self, answer: ChatAnswer) -> bytes:
         """The first chunk of all, with the prompt's token ids if they are asked for."""
@@ -152,7 +124,7 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
             return self.chunk(first)
         return self.event([first], prompt_token_ids=list(answer.prompt_token_ids))
 
-    def _chunks(self, delta: TextDelta) -> list[bytes]:
+    def write(self, delta: TextDelta) -> list[bytes]:
         """The chunks of a delta: one for its content, and one for the end."""
         self.tell(delta)
         chunks = []

@@ -15,7 +15,7 @@ from ....core.errors import (
     InvalidRequest,
     Unavailable,
 )
-from ....core.interface.request import Request
+from ...serving.answers import AnswerReply
 from ...serving.errors import ApiError, unavailable
 from ...serving.sampling import is_prewarm
 from ...serving.serving_context import Service
@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from ....core.tiers.transfer_params import TransferParams
 
 NO_ROOM = "the pages of earlier prompts wait to be read by other servers"
-
-
-class RequestReply(Reply):
-    """A reply to requests of the engine."""
-
-    @property
-    def request(self) -> Request:
-        """The first one."""
-        raise NotImplementedError
 
 
 def transfer_of(body: OpenAISampling, *, num_prompts: int = 1) -> Mapping[str, Any] | None:
@@ -50,7 +41,7 @@ def transfer_of(body: OpenAISampling, *, num_prompts: int = 1) -> Mapping[str, A
 async def handing_over(
     service: Service,
     transfer: Mapping[str, Any] | None,
-    open_reply: Callable[[], Awaitable[RequestReply]],
+    open_reply: Callable[[], Awaitable[AnswerReply[Any]]],
 ) -> Reply:
     """Open a reply; that of a prompt for another server gets parameters.
 
@@ -68,7 +59,7 @@ async def handing_over(
 class PrefillReply(Reply):
     """The answer to a prompt for another server: where its KV is to be read."""
 
-    def __init__(self, reply: RequestReply, transfers: TransferParams) -> None:
+    def __init__(self, reply: AnswerReply[Any], transfers: TransferParams) -> None:
         self._reply, self._transfers = reply, transfers
         self._is_answered = False
 

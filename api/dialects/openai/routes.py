@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ....core.errors import InvalidRequest
 from ...runtime.conversation.chat_input import ChatInput
 from ...runtime.conversation.prompt_history import PromptNote, text_parts
-from ...runtime.generation import Answer
+from ...runtime.generation import Answer, Answers
 from ...runtime.preprocess import Prompt, warm_params
 from ...serving.answers import prewarm, warm_usage
 from ...serving.dialect import READS, Dialect
@@ -62,7 +62,7 @@ class ChatRoute(Dialect[ChatRequest]):
             hands_out=bool(body.return_token_ids),
             transfer=transfer_of(body),
         )
-        return ChatReply(writer, answer)
+        return ChatReply(self.service, writer, answer)
 
     async def read(self, body: ChatRequest) -> ChatInput:
         """The chat request of a body, within the server's room; raises `InvalidRequest`."""
@@ -111,8 +111,8 @@ class CompletionsRoute(Dialect[CompletionRequest]):
         writer = CompletionWriter(self.service, head, body, echoed)
         writer.prompt_ids = prompt_ids(head, len(prompts))
         if is_prewarm(body):
-            reply = TextReply(writer, await self._open(head, prompts, params, body))
-            return writer.warmed([warm_usage(self.service, each) for each in await reply.read()])
+            done = await (await self._open(head, prompts, params, body)).collect()
+            return writer.warmed([warm_usage(self.service, each) for each in done])
         transfer = transfer_of(body, num_prompts=len(prompts))
         open_reply = partial(self._reply, writer, head, prompts, params, body)
         return await handing_over(self.service, transfer, open_reply)
@@ -125,7 +125,8 @@ class CompletionsRoute(Dialect[CompletionRequest]):
         params: SamplingParams,
         body: CompletionRequest,
     ) -> TextReply:
-        return TextReply(writer, await self._open(head, prompts, params, body))
+        answers = await self._open(head, prompts, params, body)
+        return TextReply(self.service, writer, answers)
 
     async def read(
         self, body: CompletionRequest
@@ -152,7 +153,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
 
     async def _open(
         self, head: Head, prompts: list[Prompt], params: SamplingParams, body: CompletionRequest
-    ) -> list[Answer]:
+    ) -> Answers:
         answers: list[Answer] = []
         transfer = transfer_of(body, num_prompts=len(prompts))
         try:
@@ -162,7 +163,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
             for answer in answers:
                 self.service.llm.forget(answer)
             raise
-        return answers
+        return Answers(answers, self.service.llm.forget)
 
 
 class CompletionsRender(CompletionsRoute):

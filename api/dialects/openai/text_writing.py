@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, Struct, UnsetType
-from msgspec.structs import replace
 
 from ....core.interface.output import TokenLogprob
-from ....core.interface.request import Request
-from ...runtime.generation import Answer, each_of, merge
+from ...runtime.generation import Answer, Answers
+from ...serving.answers import AnswerReply
 from ...serving.serving_context import Service
 from ...text.tokenizer import Tokenizer
 from ...types.results import Choice, Completion, TextDelta, batch_usage
 from .answers import TextBody, TextChoiceBody, TextLogprobs
 from .bodies import CompletionRequest
-from .prefill import RequestReply
 from .writing import Head, Writer, finite, reason_body, token_name
 
 
@@ -84,39 +81,17 @@ class LegacyLogprobs:
         return offset
 
 
-class TextReply(RequestReply):
+class TextReply(AnswerReply[Answers]):
     """The answers to all prompts of one body."""
 
-    def __init__(self, writer: CompletionWriter, answers: Sequence[Answer]) -> None:
-        self._writer, self._answers = writer, answers
-
-    @property
-    def request(self) -> Request:
-        """The first one's."""
-        return self._answers[0].request
-
-    async def read(self) -> list[Completion]:
-        """All of them, closed at the end; the first that fails raises."""
-        try:
-            return await each_of([answer.collect() for answer in self._answers])
-        finally:
-            self.close()
+    _writer: CompletionWriter
 
     async def whole(self) -> object:
         """All of them in one body."""
-        return self._writer.whole(await self.read())
-
-    def events(self) -> AsyncGenerator[bytes]:
-        """All of them as events, mixed."""
-        return self._writer.events(self._answers)
-
-    def close(self) -> None:
-        """Abort what still runs."""
-        for answer in self._answers:
-            self._writer.forget(answer)
+        return self._writer.body(await self._answer.collect())
 
 
-class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
+class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
     """Encodes the answers to all prompts of a body; ``echoed``: their texts with ``echo``."""
 
     whole_kind = chunk_kind = "text_completion"
@@ -128,6 +103,7 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
         super().__init__(service, head, body)
         self._echoed = echoed
         self._n = body.n or 1
+        self._states: list[_ChoiceWriter] = []  # by choice; of a stream
         self._wants_logprobs = body.logprobs is not None
         self.returns_ids = bool(body.return_token_ids)
 
@@ -140,7 +116,7 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
 
     # -- whole ----------------------------------------------------------------------------------
 
-    def whole(self, completions: list[Completion]) -> Struct:
+    def body(self, completions: list[Completion]) -> Struct:
         """All answers in one body."""
         choices = [
             self._choice(prompt_index, completion, choice)
@@ -157,10 +133,6 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
     def nothing_chunks(self, index: int) -> list[bytes]:
         """The same as events."""
         return [self.chunk(TextChoiceBody(index=index, text="", finish_reason="length"))]
-
-    def forget(self, answer: Answer) -> None:
-        """Abort requests that still run."""
-        self._service.llm.forget(answer)
 
     def _choice(self, prompt_index: int, completion: Completion, choice: Choice) -> TextChoiceBody:
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
@@ -185,35 +157,23 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
 
     # -- streamed -------------------------------------------------------------------------------
 
-    async def events(self, answers: Sequence[Answer]) -> AsyncGenerator[bytes]:
-        """All answers as events."""
-        states = [
-            _ChoiceWriter(self, answer, self._lead(prompt_index) if self._wants_logprobs else None)
-            for prompt_index, answer in enumerate(answers)
+    def begin(self, answer: Answers) -> Iterator[bytes]:
+        """The chunks with the echoed prompts; log-probabilities have their prompt with them."""
+        self.follow(lambda: answer.usage)
+        self._states = [
+            _ChoiceWriter(self, each, self._lead(prompt_index) if self._wants_logprobs else None)
+            for prompt_index, each in enumerate(answer.all)
             for _ in range(self._n)
         ]
-        self.follow(lambda: batch_usage([answer.usage for answer in answers]))
-        opened = False
-        sources = [_shifted(answer, self._n * i) for i, answer in enumerate(answers)]
-        async with aclosing(merge(sources)) as deltas:
-            async for delta in deltas:
-                if not opened:
-                    opened = True
-                    for chunk in self._echoes(len(states)):
-                        yield chunk
-                for chunk in states[delta.index].chunks(delta):
-                    yield chunk
-        usage = batch_usage([answer.usage for answer in answers])
-        for last in self.end(usage, len(states)):
-            yield last
-
-    def _echoes(self, count: int) -> Iterator[bytes]:
-        """The chunks with the echoed prompts; log-probabilities have their prompt with them."""
         if self._echoed is None or self._wants_logprobs:
             return
-        for index in range(count):
+        for index in range(answer.num_choices):
             text = self._echoed[index // self._n]
             yield self.chunk(TextChoiceBody(index=index, text=text))
+
+    def write(self, delta: TextDelta) -> Iterator[bytes]:
+        """The chunk of a delta; none if the delta is empty."""
+        return self._states[delta.index].chunks(delta)
 
 
 class _ChoiceWriter:
@@ -224,14 +184,12 @@ class _ChoiceWriter:
         self._legacy = writer.legacy_logprobs(answer.prompt_token_ids, echoed)
         self._lead: list[TokenLogprob | None] = [] if echoed is None else [None]
         self._echoed = echoed or ""
-        self._num_tokens = 0
         self._prompt_ids: list[int] | UnsetType = UNSET  # told once
         if writer.returns_ids:
             self._prompt_ids = list(answer.prompt_token_ids)
 
     def chunks(self, delta: TextDelta) -> Iterator[bytes]:
         """The chunk of a delta; none if the delta is empty."""
-        self._num_tokens += len(delta.token_ids)
         self._writer.tell(delta)
         if self._lead:
             self._lead += delta.prompt_logprobs
@@ -240,8 +198,6 @@ class _ChoiceWriter:
         logprobs = self._logprobs(delta)
         text, self._echoed = self._echoed + delta.text, ""
         reason = delta.finish_reason
-        if reason is not None:
-            self._writer.refuse_aborted(reason, self._num_tokens)
         if text or logprobs or reason is not None or self._writer.returns_ids:
             choice = TextChoiceBody(
                 index=delta.index,
@@ -260,13 +216,6 @@ class _ChoiceWriter:
         entries = [*self._lead, *(delta.logprobs or ())]
         self._lead = []
         return self._legacy.body(entries) if entries else None
-
-
-async def _shifted(answer: Answer, first_index: int) -> AsyncGenerator[TextDelta]:
-    """An answer's deltas with the indices that its choices have in the body."""
-    async with aclosing(answer.deltas()) as deltas:
-        async for delta in deltas:
-            yield replace(delta, index=first_index + delta.index)
 
 
 def prompt_ids(head: Head, count: int) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import time
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace as replace_fields
@@ -14,7 +14,7 @@ from msgspec.structs import replace as replace_fields
 from ...._version import __version__
 from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Usage
-from ...serving.answers import refuse_aborted, speculation_body
+from ...serving.answers import AnswerWriter, RunningAnswer, refuse_aborted, speculation_body
 from ...serving.serving_context import Service
 from ...serving.sse import DONE, ReadyReply, Reply, event
 from ...text.tokenizer import Tokenizer
@@ -31,8 +31,6 @@ from .answers import (
 )
 from .bodies import AnyRequest
 
-C = TypeVar("C", bound=Struct)
-D = TypeVar("D", bound=Struct)
 FINGERPRINT = f"foretoken-{__version__}"
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -153,8 +151,21 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
-class Writer(Generic[C, D]):
-    """Encodes the answer to one request: choices ``C`` in whole, ``D`` in chunks."""
+class Counted(RunningAnswer, Protocol):
+    """An answer of several choices."""
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices."""
+
+
+A = TypeVar("A", bound=Counted)
+C = TypeVar("C", bound=Struct)
+D = TypeVar("D", bound=Struct)
+
+
+class Writer(AnswerWriter[A], Generic[A, C, D]):
+    """Encodes the answer ``A`` to one request: choices ``C`` in whole, ``D`` in chunks."""
 
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -214,8 +225,11 @@ class Writer(Generic[C, D]):
             usage = usage_body(replace(self._usage_so_far(), completion_tokens=self._num_told))
         return self._event(choices, usage, **more)
 
-    def end(self, usage: Usage, num_answers: int = 0) -> Iterator[bytes]:
+    def end(self, answer: A) -> Iterator[bytes]:
         """The events after the last choice."""
+        return self._end(answer.usage, answer.num_choices)
+
+    def _end(self, usage: Usage, num_answers: int = 0) -> Iterator[bytes]:
         if self._include_usage:
             yield self._event([], self.usage(usage), metrics=self.metrics(usage, num_answers))
         yield DONE
@@ -225,7 +239,7 @@ class Writer(Generic[C, D]):
         usage, indices = batch_usage(usages), range(len(usages))
         chunks = [chunk for index in indices for chunk in self.nothing_chunks(index)]
         whole = self.answer([self.nothing(index) for index in indices], usage)
-        return ReadyReply(whole, [*chunks, *self.end(usage)])
+        return ReadyReply(whole, [*chunks, *self._end(usage)])
 
     def usage(self, usage: Usage) -> UsageBody:
         """``usage``, with the reason for a cache miss, or a list of reasons for several prompts."""

@@ -11,8 +11,9 @@ from msgspec import UNSET
 from ....core.interface.output import TokenLogprob
 from ...parsing.reading.json_text import INVALID
 from ...runtime.conversation.tools import plain_arguments
+from ...runtime.segments import Change, Close, Grow, Open, Segment, Segments
 from ...types.request_context import random_id
-from ...types.results import CallDelta, TextDelta
+from ...types.results import TextDelta
 from ..openai.answers import TokenInfo
 from .answers import (
     ArgumentsDelta,
@@ -139,11 +140,11 @@ class MessageBuilder(TextBuilder):
         content = [] if self.status == "in_progress" else [self.part(self.text)]
         return MessageItem(id=self.id, status=self.status, content=content)
 
-    def add(self, text: str, logprobs: list[TokenInfo] | None = None) -> list[Event]:
+    def add(self, text: str, logprobs: Sequence[TokenInfo] = ()) -> list[Event]:
         """Append the text of a step and the log-probabilities of its tokens."""
         self.text += text
-        self.logprobs += logprobs or []
-        return [OutputTextDelta(**self._place, delta=text, logprobs=logprobs or [])]
+        self.logprobs += logprobs
+        return [OutputTextDelta(**self._place, delta=text, logprobs=list(logprobs))]
 
     def _done(self) -> list[Event]:
         done = OutputTextDone(**self._place, text=self.text, logprobs=self.logprobs)
@@ -154,7 +155,7 @@ class MessageBuilder(TextBuilder):
 class CallBuilder(ItemBuilder):
     """A function call item; its text is the arguments."""
 
-    call: CallDelta  # its first delta
+    call_id: str
     name: str
     namespace: str | None = None
     id: str = field(default_factory=lambda: f"fc_{random_id()}")
@@ -176,7 +177,7 @@ class CallBuilder(ItemBuilder):
         return {
             "id": self.id,
             "status": self.status,
-            "call_id": self.call.id,
+            "call_id": self.call_id,
             "name": self.name,
             "namespace": UNSET if self.namespace is None else self.namespace,
         }
@@ -244,15 +245,14 @@ BUILDERS: Mapping[str, type[CallBuilder]] = {
 
 
 class Output:
-    """Builds the output items; at most one item is open at a time, the last."""
+    """Builds the output items, one a segment."""
 
     def __init__(self, spell: Spell, served: Mapping[str, ServedTool] = NO_TOOLS) -> None:
+        self._segments = Segments()
         self._builders: list[ItemBuilder] = []
         self._served = served  # by the names that the model uses
         self.num_reasoning_tokens = 0
         self._spell = spell
-        self._open: ItemBuilder | None = None
-        self._unplaced: list[TokenInfo] = []  # logprobs of tokens that have shown no text yet
 
     @property
     def items(self) -> list[OutputItem]:
@@ -260,81 +260,47 @@ class Output:
         return [builder.item() for builder in self._builders]
 
     def add(self, delta: TextDelta) -> list[Event]:
-        """The events of a step: the open call, then reasoning, then text, then new calls."""
-        events: list[Event] = []
-        if delta.logprobs:
-            self._unplaced += self._spell(delta.logprobs)
-        for call in delta.tool_calls:
-            if not call.id:
-                events += self._continue(call)
+        """The events of a step."""
         if delta.reasoning:
             # A step that ends the thinking counts for it: where in it the end lies is not known.
             self.num_reasoning_tokens += len(delta.token_ids)
-            events += self._think(delta.reasoning)
-        if delta.text or (self._unplaced and isinstance(self._open, MessageBuilder)):
-            events += self._say(delta.text)
-        for call in delta.tool_calls:
-            if call.id:
-                events += self._begin(self._calling(call))
-                events += self._continue(call)
-        return events
+        return self._events(self._segments.take(delta))
 
     def end(self, *, is_whole: bool) -> list[Event]:
         """The events of the end. An answer without text and calls gets an empty message."""
-        events: list[Event] = []
-        if is_whole and all(isinstance(builder, ReasoningBuilder) for builder in self._builders):
-            events += self._say("")
-        return events + self._leave(is_whole=is_whole)
+        return self._events(self._segments.end(is_whole=is_whole, needs_text=is_whole))
 
-    def _think(self, text: str) -> list[Event]:
-        self._unplaced.clear()
-        events: list[Event] = []
-        builder = self._open
-        if not isinstance(builder, ReasoningBuilder):
-            builder = ReasoningBuilder(index=len(self._builders))
-            events += self._begin(builder)
-        return events + builder.add(text)
+    def _events(self, changes: Sequence[Change]) -> list[Event]:
+        return [event for change in changes for event in self._events_of(change)]
 
-    def _say(self, text: str) -> list[Event]:
-        events: list[Event] = []
-        builder = self._open
-        if not isinstance(builder, MessageBuilder):
-            builder = MessageBuilder(index=len(self._builders))
-            events += self._begin(builder)
-        logprobs, self._unplaced = self._unplaced, []
-        if text or logprobs:
-            events += builder.add(text, logprobs)
-        return events
+    def _events_of(self, change: Change) -> list[Event]:
+        match change:
+            case Open(segment):
+                self._builders.append(self._builder(segment))
+                return self._builders[-1].opening()
+            case Grow(segment, text, logprobs):
+                builder = self._builders[segment.index]
+                if isinstance(builder, MessageBuilder):
+                    return builder.add(text, self._spell(logprobs))
+                return builder.add(text)
+            case Close(segment, is_whole):
+                status: Status = "completed" if is_whole else "incomplete"
+                return self._builders[segment.index].closing(status)
 
-    def _continue(self, call: CallDelta) -> list[Event]:
-        """Continue the open call, and end it."""
-        self._unplaced.clear()
-        builder = self._open
-        if not isinstance(builder, CallBuilder):
-            raise RuntimeError("a call goes on that was not begun")
-        events = builder.add(call.arguments) if call.arguments else []
-        return events + (self._close("completed") if call.is_done else [])
+    def _builder(self, segment: Segment) -> ItemBuilder:
+        match segment.kind:
+            case "reasoning":
+                return ReasoningBuilder(index=segment.index)
+            case "text":
+                return MessageBuilder(index=segment.index)
+            case "call":
+                return self._calling(segment)
 
-    def _calling(self, call: CallDelta) -> CallBuilder:
-        """The builder of a new call."""
-        index, served = len(self._builders), self._served.get(call.name)
+    def _calling(self, call: Segment) -> CallBuilder:
+        served = self._served.get(call.name)
         if served is None:
-            return CallBuilder(index=index, call=call, name=call.name)
+            return CallBuilder(index=call.index, call_id=call.id, name=call.name)
         build = BUILDERS[served.kind]
-        return build(index=index, call=call, name=served.name, namespace=served.namespace)
-
-    def _begin(self, builder: ItemBuilder) -> list[Event]:
-        """Close the open item and open the next."""
-        events = self._leave(is_whole=True)
-        self._builders.append(builder)
-        self._open = builder
-        return events + builder.opening()
-
-    def _leave(self, *, is_whole: bool) -> list[Event]:
-        """Close the open item; a complete call is closed already."""
-        is_cut = isinstance(self._open, CallBuilder)
-        return self._close("completed" if is_whole and not is_cut else "incomplete")
-
-    def _close(self, status: Status) -> list[Event]:
-        builder, self._open = self._open, None
-        return [] if builder is None else builder.closing(status)
+        return build(
+            index=call.index, call_id=call.id, name=served.name, namespace=served.namespace
+        )

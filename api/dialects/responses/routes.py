@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -24,10 +25,9 @@ from .answers import Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
 from .bodies import Item, ResponsesRequest
 from .items import kept_items, read_items
 from .reading import check_n, make_chat_input, rename
-from .replies import ResponseReply, ready_reply
 from .store import ResponseStore
 from .tools import ServedTool
-from .writing import ResponseWriter, new_id
+from .writing import ResponseReply, ResponseWriter, new_id
 
 STORED = ("cache_salt",)  # the parameters that name the owner of a response
 
@@ -115,21 +115,18 @@ class ResponsesRoute(ResponsesDialect):
         """Render and submit."""
         chat, served, items = await self.read_chat(body)
         params = self.service.llm.built.sampling_defaults.fill(chat.params)
-        writer = ResponseWriter(self.service, body, params, served)
         owner = owner_of(body.cache_salt)
         is_stored = body.store is not False
 
-        def keep(response: ResponseBody) -> None:
+        def keep(response: ResponseBody, answer_ids: Sequence[int]) -> None:
             if is_stored:
-                self.store.put(owner, response, kept_items(items), writer.answer_ids)
+                self.store.put(owner, response, kept_items(items), answer_ids)
 
+        writer = ResponseWriter(self.service, body, params, served, keep)
         if is_prewarm(body):
-            usage = await prewarm(self.service, chat, request_id=writer.id)
-            response = writer.prewarmed(usage)
-            keep(response)
-            return ready_reply(writer, response)
+            return writer.prewarmed(await prewarm(self.service, chat, request_id=writer.id))
         answer = await self.service.chat.open(chat, request_id=writer.id, hands_out=is_stored)
-        return ResponseReply(writer, answer, keep)
+        return ResponseReply(self.service, writer, answer)
 
 
 class KeptResponses(Endpoints):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from time import time
 
@@ -12,20 +13,25 @@ from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Usage
 from ...runtime.cache_diagnostics import openai_diagnostics
 from ...runtime.chat import ChatAnswer
-from ...serving.answers import refuse_aborted
+from ...serving.answers import AnswerReply, AnswerWriter
+from ...serving.errors import ApiError, to_api_error
 from ...serving.serving_context import Service
+from ...serving.sse import ReadyReply, Reply, named_event
 from ...types.request_context import random_id
 from ...types.results import TextDelta
 from ...types.sampling_params import SamplingParams
 from ..openai.answers import TokenInfo
 from ..openai.writing import FINGERPRINT, token_infos, usage_body
 from .answers import (
+    ENDINGS,
     Event,
     IncompleteDetails,
     OutputDetails,
     ReasoningSettings,
     ResponseBody,
+    ResponseCreated,
     ResponseError,
+    ResponseInProgress,
     ResponseStatus,
     ResponseUsage,
 )
@@ -33,18 +39,25 @@ from .bodies import ResponsesRequest, TextFormat, TextOptions
 from .output import Output
 from .tools import ServedTool, served_tools
 
+logger = logging.getLogger(__name__)
+CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # what clients know, but for the rest
 PLAIN_TEXT = TextFormat(type="text")
 
 
-class ResponseWriter:
-    """One response, from its creation to its end."""
+class ResponseWriter(AnswerWriter[ChatAnswer]):
+    """One response, from its creation to its end.
+
+    ``keep`` is called with the complete response, and with the ids of the whole answer where they
+    can stand for it, before the last event.
+    """
 
     def __init__(
         self,
         service: Service,
         body: ResponsesRequest,
         params: SamplingParams,
-        served: Sequence[ServedTool] = (),
+        served: Sequence[ServedTool],
+        keep: Callable[[ResponseBody, Sequence[int]], None],
     ) -> None:
         options = body.prompt_cache_options
         self._service = service
@@ -52,59 +65,65 @@ class ResponseWriter:
         self._compare_with = None if options is None else options.comparison_response_id
         self._explains = bool(body.explain_cache)
         self._output = Output(self._spell, {each.tool.name: each for each in served})
-        self.answer_ids: Sequence[int] = ()  # of the whole answer, where they can stand for it
-        self._reason = ""
-        self._stop_reason: int | str | None = None
+        self._keep = keep
+        self._last = TextDelta()
+        self._num_events = 0
 
     @property
     def id(self) -> str:
         """Id of the response, and of the request inside the engine."""
         return self._begun.id
 
-    def begun(self) -> ResponseBody:
-        """The response without output."""
-        return self._begun
+    def begun(self) -> bytes:
+        """The events that begin every stream, sent before the prompt is read."""
+        kinds = (ResponseCreated, ResponseInProgress)
+        return b"".join(self._encoded([kind(response=self._begun) for kind in kinds]))
 
-    def add(self, answer: ChatAnswer, delta: TextDelta) -> list[Event]:
-        """The events of a step; raises `ApiError` for an answer that was given up."""
-        reason = delta.finish_reason
-        if reason is not None:
-            refuse_aborted(self._service, reason, answer.num_tokens(delta.index))
+    def take(self, delta: TextDelta) -> list[Event]:
+        """The events of a step."""
+        self._last = delta
         events = self._output.add(delta)
-        if reason is not None:
-            self._reason, self._stop_reason = reason, delta.stop_reason
-            self.answer_ids = delta.message_ids or ()
+        if delta.finish_reason is not None:
             events += self._output.end(is_whole=self._is_whole)
         return events
 
-    async def collect(self, answer: ChatAnswer) -> ResponseBody:
-        """All of it at once; closes the answer."""
-        try:
-            async with aclosing(answer.deltas()) as deltas:
-                async for delta in deltas:
-                    self.add(answer, delta)
-        finally:
-            answer.close()
-        return self.finished(answer)
+    def write(self, delta: TextDelta) -> Iterator[bytes]:
+        """The events of a step, numbered from 0."""
+        return self._encoded(self.take(delta))
 
-    def finished(self, answer: ChatAnswer) -> ResponseBody:
+    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
+        """The event that ends the stream."""
+        return self.ended(self.whole(answer))
+
+    def whole(self, answer: ChatAnswer) -> ResponseBody:
         """The complete response."""
         response = self._ended("completed" if self._is_whole else "incomplete", answer.usage)
-        if self._stop_reason is not None:
-            response.stop_reason = self._stop_reason
+        if self._last.stop_reason is not None:
+            response.stop_reason = self._last.stop_reason
         self._explain(response)
+        self._keep(response, self._last.message_ids or ())
         return response
 
-    def prewarmed(self, usage: Usage) -> ResponseBody:
+    def prewarmed(self, usage: Usage) -> Reply:
         """The response to a prompt that was only cached."""
         response = self._ended("completed", usage)
         self._explain(response)
-        return response
+        self._keep(response, ())
+        return ReadyReply(response, [self.begun(), *self.ended(response)])
 
-    def failed(self, answer: ChatAnswer, error: ResponseError) -> ResponseBody:
-        """The failed response."""
+    def failed(self, answer: ChatAnswer, error: ResponseError) -> Iterator[bytes]:
+        """The event of a response that failed."""
         self._output.end(is_whole=False)
-        return replace(self._ended("failed", answer.usage), error=error)
+        return self.ended(replace(self._ended("failed", answer.usage), error=error))
+
+    def ended(self, response: ResponseBody) -> Iterator[bytes]:
+        """The event that ends a stream with this response."""
+        return self._encoded([ENDINGS[response.status](response=response)])
+
+    def _encoded(self, events: Iterable[Event]) -> Iterator[bytes]:
+        for event in events:
+            event.sequence_number, self._num_events = self._num_events, self._num_events + 1
+            yield named_event(event)
 
     def _ended(self, status: ResponseStatus, usage: Usage) -> ResponseBody:
         return replace(
@@ -128,10 +147,31 @@ class ResponseWriter:
     @property
     def _is_whole(self) -> bool:
         """Whether the model ended the answer, not a limit or the deadline."""
-        return self._reason in {"stop", "tool_calls"}
+        return self._last.finish_reason in {"stop", "tool_calls"}
 
     def _spell(self, logprobs: Sequence[TokenLogprob]) -> list[TokenInfo]:
         return token_infos(self._service.llm.tokenizer, logprobs)
+
+
+class ResponseReply(AnswerReply[ChatAnswer]):
+    """The answer to one request."""
+
+    _writer: ResponseWriter
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Write the answer as events.
+
+        The stream begins before the prompt is read. An error after that is a response that
+        failed: an event of its own would leave clients without an end.
+        """
+        yield self._writer.begun()
+        try:
+            async with aclosing(super().events()) as events:
+                async for each in events:
+                    yield each
+        except Exception as error:
+            last = self._writer.failed(self._answer, response_error(error))
+            yield b"".join(last)
 
 
 def new_id() -> str:
@@ -182,3 +222,12 @@ def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
         evicted_tokens=spent.evicted_tokens,
         speculation=spent.speculation,
     )
+
+
+def response_error(error: Exception) -> ResponseError:
+    """``error`` of a response; its code is one of a closed list."""
+    answer: ApiError = to_api_error(error)
+    if answer.status == 500:
+        logger.error("a stream failed", exc_info=error)
+    code = CODES.get(answer.status, "server_error")
+    return ResponseError(code=code, message=str(answer), type=answer.kind, param=answer.param)

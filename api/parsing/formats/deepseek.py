@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..call_grammars import CallGrammar, Marked, behind_name, between
+from ..call_grammars import CallGrammar, Marked, behind_name, between, several
 from ..family import Family
 from ..grammars import Lark
 from ..output_parser import Reading
@@ -71,13 +71,12 @@ DEEPSEEK = tuple(
 
 def _deepseek_block(lark: Lark, one: str, between: str, parallel: bool) -> str:
     call = lark.rule("inner", f"{lark.mark(DEEPSEEK_BEGIN)} {one} {lark.mark(DEEPSEEK_END)}")
-    more = f" ({between}{call})*" if parallel else ""
-    return f"{call}{more} {lark.mark(DEEPSEEK_CALLS_END)}"
+    return f"{several(call, between, parallel=parallel)} {lark.mark(DEEPSEEK_CALLS_END)}"
 
 
 def _deepseek_v3(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     one = lark.each(tools, between("%s\n```json\n", "\n```"))
-    return _deepseek_block(lark, f'"function" {lark.mark(DEEPSEEK_SEP)} {one}', r'"\n" ', parallel)
+    return _deepseek_block(lark, f'"function" {lark.mark(DEEPSEEK_SEP)} {one}', "\n", parallel)
 
 
 def _deepseek_v31(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..call_grammars import CallGrammar, Marked, between
+from ..call_grammars import CallGrammar, Marked, between, several
 from ..family import Family
 from ..grammars import Lark
 from ..output_parser import Reading
@@ -44,7 +44,7 @@ def _json_list(begin: str, end: str, each: str = '{"name": "%s", "arguments": ')
 
     def block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
         one = lark.each(tools, between(each, "}"))
-        written = f'"[" {one} (", " {one})* "]"' if parallel else f'"[" {one} "]"'
+        written = f'"[" {several(one, ", ", parallel=parallel)} "]"'
         return f"{written} {lark.mark(end)}" if end else written
 
     return Marked(begin, block, repeats=False)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...structured.grammar_text import lark_text
-from ..call_grammars import Marked
+from ..call_grammars import Marked, several
 from ..family import Family
 from ..grammars import Lark, arguments
 from ..output_parser import Reading
@@ -65,7 +65,7 @@ def _kimi_block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     lark.rule("INDEX", r"/[0-9]{1,3}/")
     one = f"{lark.mark(KIMI_CALL)} {lark.each(tools, written)} {lark.mark(KIMI_CALL_END)}"
     call = lark.rule("inner", one)
-    return f"{call}{' ' + call + '*' if parallel else ''} {lark.mark(KIMI_SECTION_END)}"
+    return f"{several(call, parallel=parallel)} {lark.mark(KIMI_SECTION_END)}"
 
 
 KIMI_GRAMMAR = Marked(KIMI_SECTION, _kimi_block, repeats=False)

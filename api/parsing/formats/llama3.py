@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..call_grammars import Bare, between
+from ..call_grammars import Bare, between, several
 from ..family import Family
 from ..grammars import Lark
 from ..output_parser import Reading
@@ -38,7 +38,7 @@ LLAMA3 = (
 
 def _llama3_block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     one = lark.each(tools, between('{"name": "%s", "parameters": ', "}"))
-    return f'{one} ("; " {one})*' if parallel else one
+    return several(one, "; ", parallel=parallel)
 
 
 LLAMA3_GRAMMAR = Bare(("{", PYTHON_TAG), _llama3_block)

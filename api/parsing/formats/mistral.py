@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from ..call_grammars import CallGrammar, Marked, behind_name, between
+from ..call_grammars import CallGrammar, Marked, behind_name, between, several
 from ..family import Family
 from ..grammars import Lark
 from ..output_parser import Reading, Source
@@ -61,7 +61,7 @@ MISTRAL = (Beginning(mark=MISTRAL_CALLS, read=_mistral),)
 
 def _mistral_list(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     one = lark.each(tools, between('{"name": "%s", "arguments": ', "}"))
-    return f'" [" {one} (", " {one})* "]"' if parallel else f'" [" {one} "]"'
+    return f'" [" {several(one, ", ", parallel=parallel)} "]"'
 
 
 def _mistral_args(lark: Lark, tools: Sequence[Tool], _: bool) -> str:

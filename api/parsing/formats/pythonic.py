@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...structured.grammar_text import lark_text
-from ..call_grammars import Bare, CallGrammar, Marked
+from ..call_grammars import Bare, CallGrammar, Marked, several
 from ..family import Family
 from ..grammars import Lark, listed, properties_of, required_of, takes_any, value
 from ..output_parser import CallArguments, Cut, Ended, Malformed, Reading, Source, collected
@@ -347,7 +347,7 @@ def pythonic_block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
         return f'"{tool.name}(" {_keywords(lark, tool, f"args_{indices[tool.name]}")} ")"'
 
     one = lark.each(tools, written)
-    return f'"[" {one} (", " {one})* "]"' if parallel else f'"[" {one} "]"'
+    return f'"[" {several(one, ", ", parallel=parallel)} "]"'
 
 
 def _keywords(lark: Lark, tool: Tool, name: str) -> str:

@@ -40,7 +40,7 @@ def play(talk, **options):
 
 
 def contents(blocks):
-    return msgspec.to_builtins([block.content for block in blocks.builders])
+    return msgspec.to_builtins(blocks.contents)
 
 
 def test_thoughts_words_and_calls_are_blocks_in_their_order():
@@ -79,7 +79,7 @@ def test_white_space_alone_is_a_block_only_if_it_is_all():
     blocks, _ = play(
         [TextDelta(reasoning="hm"), TextDelta(text="\n\n"), TextDelta(tool_calls=[call])]
     )
-    assert [block.kind for block in blocks.builders] == ["thinking", "tool_use"]
+    assert [block["type"] for block in contents(blocks)] == ["thinking", "tool_use"]
     blocks, _ = play([TextDelta(text="\n"), TextDelta(text=" ")])
     assert contents(blocks) == [{"type": "text", "text": "\n "}]
     assert play([TextDelta()])[1] == []

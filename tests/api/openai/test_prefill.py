@@ -12,7 +12,8 @@ import pytest
 from msgspec import Struct
 
 from foretoken.api.dialects.openai.bodies import CompletionRequest
-from foretoken.api.dialects.openai.prefill import RequestReply, handing_over, transfer_of
+from foretoken.api.dialects.openai.prefill import handing_over, transfer_of
+from foretoken.api.serving.answers import AnswerReply
 from foretoken.api.serving.errors import ApiError
 from foretoken.core.errors import (
     DeadlineExceeded,
@@ -41,7 +42,7 @@ class Body(Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class Known(RequestReply):
+class Known(AnswerReply[Any]):
     """A reply of which a test says what it brings."""
 
     request = SimpleNamespace(request_id="cmpl-1")  # type: ignore[assignment]
@@ -83,7 +84,7 @@ async def opened(outcome: object, transfer: Any = WANTED) -> tuple[Any, Transfer
     transfers, known = Transfers(), Known(outcome)
     service = SimpleNamespace(llm=SimpleNamespace(built=SimpleNamespace(transfers=transfers)))
 
-    async def open_reply() -> RequestReply:
+    async def open_reply() -> AnswerReply[Any]:
         return known
 
     return await handing_over(service, transfer, open_reply), transfers, known  # type: ignore[arg-type]
@@ -141,7 +142,7 @@ async def test_without_room_nothing_is_begun() -> None:
     transfers.is_full = True
     service = SimpleNamespace(llm=SimpleNamespace(built=SimpleNamespace(transfers=transfers)))
 
-    async def open_reply() -> RequestReply:
+    async def open_reply() -> AnswerReply[Any]:
         raise AssertionError("it was begun")
 
     with pytest.raises(ApiError, match="wait to be read") as caught:
@@ -149,7 +150,7 @@ async def test_without_room_nothing_is_begun() -> None:
     assert caught.value.status == 503
     transfers.is_full = False
 
-    async def refused() -> RequestReply:
+    async def refused() -> AnswerReply[Any]:
         raise QueueFull("full", retry_after=7.0)
 
     with pytest.raises(ApiError) as caught:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from foretoken import InvalidRequest, SamplingParams
+from foretoken.api.parsing.call_grammars import MAX_CALLS
 from foretoken.api.parsing.families import FAMILIES
 from foretoken.api.parsing.formats.gemma import GEMMA
 from foretoken.api.parsing.formats.tagged import TAGGED
@@ -49,12 +50,13 @@ REQUIRED, AUTO = ToolChoice(mode="required"), ToolChoice()
 ANY = SamplingParams()
 
 
-BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-V31 = f"{BEGIN}<｜tool▁call▁begin｜>f<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>{CALLS_END}"
-V3 = V31.replace(">f<｜tool▁sep｜>{}", ">function<｜tool▁sep｜>f\n```json\n{}\n```")
-V31, V3 = (
-    text.replace(CALLS_END, between + text.removeprefix(BEGIN))
-    for text, between in ((V31, ""), (V3, "\n"))
+DEEPSEEK = "<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>"
+CALL = "<｜tool▁call▁begin｜>%s<｜tool▁call▁end｜>"
+V31 = (DEEPSEEK, CALL % "f<｜tool▁sep｜>{}")
+V3 = (DEEPSEEK, CALL % "function<｜tool▁sep｜>f\n```json\n{}\n```")
+KIMI = (
+    "<|tool_calls_section_begin|>%s<|tool_calls_section_end|>",
+    "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
 )
 
 
@@ -138,25 +140,33 @@ def test_forced_calls_are_read_as_valid_calls(model, family, template):
 
 
 @pytest.mark.parametrize(
-    ("family", "template", "answer"),
+    ("family", "template", "around", "one", "comma"),
     [
-        ("hermes", "", "\n".join([hermes('{"name": "f", "arguments": {}}')] * 2)),
-        ("qwen3-coder", "", "\n".join([hermes("<function=f>\n</function>")] * 2)),
-        ("llama3", "", '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}'),
-        ("pythonic", "", "[f(), f()]"),
-        ("mistral", "", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]f[ARGS]{}"),
-        ("deepseek", "", V31),
-        ("deepseek", "```json", V3),
+        ("hermes", "", "%s", hermes('{"name": "f", "arguments": {}}'), "\n"),
+        ("qwen3-coder", "", "%s", hermes("<function=f>\n</function>"), "\n"),
+        ("llama3", "", "%s", '{"name": "f", "parameters": {}}', "; "),
+        ("pythonic", "", "[%s]", "f()", ", "),
+        ("mistral", "", "%s", "[TOOL_CALLS]f[ARGS]{}", ""),
+        ("deepseek", "", *V31, ""),
+        ("deepseek", "```json", *V3, "\n"),
+        ("kimi", "", *KIMI, ""),
+        ("granite", "", "<|tool_call|>[%s]", '{"name": "f", "arguments": {}}', ", "),
     ],
 )
-def test_several_calls_only_where_they_may_be(model, family, template, answer):
+def test_several_calls_only_where_they_may_be_and_not_without_end(
+    model, family, template, around, one, comma
+):
     if family == "mistral" and "[ARGS]" not in model.tokenizer.vocab:
-        answer = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]'
+        around, one, comma = "[TOOL_CALLS] [%s]", '{"name": "f", "arguments": {}}', ", "
     syntax = model.syntax(family, template=template)
-    assert read(lambda: syntax.parser(tools=[F]), answer).calls == [("f", "{}", True)] * 2
+    two, most, more = (around % comma.join([one] * n) for n in (2, MAX_CALLS, MAX_CALLS + 1))
+    assert read(lambda: syntax.parser(tools=[F]), two).calls == [("f", "{}", True)] * 2
+    forced = syntax.constrain(ANY, tools=[F], choice=REQUIRED)
+    assert model.accepts(forced, two)
+    assert model.accepts(forced, most)
+    assert not model.accepts(forced, more)
     single = ToolChoice(mode="required", parallel=False)
-    assert model.accepts(syntax.constrain(ANY, tools=[F], choice=REQUIRED), answer)
-    assert not model.accepts(syntax.constrain(ANY, tools=[F], choice=single), answer)
+    assert not model.accepts(syntax.constrain(ANY, tools=[F], choice=single), two)
 
 
 @pytest.mark.parametrize("family", WHOLE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from foretoken.api.dialects.responses.output import Output
-from foretoken.api.dialects.responses.replies import response_error
+from foretoken.api.dialects.responses.writing import response_error
 from foretoken.api.types.results import CallDelta, TextDelta
 from foretoken.core.errors import ForetokenError, InvalidRequest, QueueFull
 

@@ -1,0 +1,156 @@
+"""Segments: the deltas of one choice as the pieces that APIs show, each opened and closed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ...core.interface.output import TokenLogprob
+from ..types.results import CallDelta, TextDelta, ToolCall
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """One piece of an answer, as far as it has come.
+
+    ``text``: its reasoning, its words, or the arguments of its call as JSON text.
+    """
+
+    index: int  # in its choice
+    kind: Kind
+    text: str = ""
+    id: str = ""  # of a call, as its name
+    name: str = ""
+
+    @property
+    def call(self) -> ToolCall:
+        """The call of a call."""
+        return ToolCall(id=self.id, name=self.name, arguments=self.text)
+
+
+class Open(NamedTuple):
+    """A segment begins, without text."""
+
+    segment: Segment
+
+
+class Grow(NamedTuple):
+    """A segment gets more text, or the log-probabilities of tokens that had none so far."""
+
+    segment: Segment
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class Close(NamedTuple):
+    """A segment ends; ``is_whole``: neither its answer nor its call was cut."""
+
+    segment: Segment
+    is_whole: bool
+
+
+Change = Open | Grow | Close
+
+
+class Segments:
+    """Splits one choice into segments; at most one is open, the last.
+
+    ``holds_space``: white space opens no text; it is dropped unless words follow, or nothing does.
+    """
+
+    def __init__(self, *, holds_space: bool = False) -> None:
+        self.all: list[Segment] = []
+        self._holds_space = holds_space
+        self._space = ""  # held back
+        self._is_open = False
+        self._logprobs: list[TokenLogprob] = []  # of tokens that have shown no text yet
+
+    def joined(self, kind: Kind) -> str:
+        """Return the text of all segments of a kind."""
+        return "".join([each.text for each in self.all if each.kind == kind])
+
+    def take(self, delta: TextDelta) -> list[Change]:
+        """Return the changes by a step: of the open call, by reasoning, text, then new calls."""
+        changes: list[Change] = []
+        if delta.logprobs:
+            self._logprobs += delta.logprobs
+        going_on = [call for call in delta.tool_calls if not call.id]
+        for call in going_on:
+            changes += self._call(call)
+        if delta.reasoning:
+            changes += self._reason(delta.reasoning)
+        changes += self._say(delta.text)
+        for call in delta.tool_calls[len(going_on) :]:
+            changes += self._open("call", call)
+            changes += self._call(call)
+        return changes
+
+    def end(self, *, is_whole: bool = True, needs_text: bool = False) -> list[Change]:
+        """Return the changes by the end of the choice; ``is_whole``: no limit has cut it.
+
+        ``needs_text``: one that has reasoning alone, or nothing, gets an empty text.
+        """
+        changes: list[Change] = []
+        is_silent = all(each.kind == "reasoning" for each in self.all)
+        if (self._space and not self.all) or (needs_text and is_silent):
+            changes += self._show(self._space)
+        return [*changes, *self._close(is_whole=is_whole)]
+
+    def _reason(self, text: str) -> Iterator[Change]:
+        self._logprobs = []
+        if not self._goes_on("reasoning"):
+            yield from self._open("reasoning")
+        yield self._grow(text)
+
+    def _say(self, text: str) -> Iterable[Change]:
+        text = self._space + text
+        if self._goes_on("text"):
+            return self._show(text) if text or self._logprobs else ()
+        if self._holds_space and text.isspace():
+            self._space = text
+            return ()
+        return self._show(text) if text else ()
+
+    def _show(self, text: str) -> Iterator[Change]:
+        if not self._goes_on("text"):
+            yield from self._open("text")
+        logprobs, self._logprobs = self._logprobs, []
+        if text or logprobs:
+            yield self._grow(text, logprobs)
+
+    def _call(self, delta: CallDelta) -> Iterator[Change]:
+        """Add to the open call, and end it."""
+        self._logprobs = []
+        if not self._goes_on("call"):
+            raise RuntimeError("a call goes on that was not begun")
+        if delta.arguments:
+            yield self._grow(delta.arguments)
+        if delta.is_done:
+            yield from self._close(is_done=True)
+
+    def _goes_on(self, kind: Kind) -> bool:
+        return self._is_open and self.all[-1].kind == kind
+
+    def _open(self, kind: Kind, call: CallDelta | None = None) -> Iterator[Change]:
+        """Close the open segment and open the next."""
+        yield from self._close()
+        self._space = ""
+        segment = Segment(index=len(self.all), kind=kind)
+        if call is not None:
+            segment.id, segment.name = call.id, call.name
+        self.all.append(segment)
+        self._is_open = True
+        yield Open(segment)
+
+    def _grow(self, text: str, logprobs: list[TokenLogprob] | None = None) -> Grow:
+        self.all[-1].text += text
+        return Grow(self.all[-1], text, logprobs or [])
+
+    def _close(self, *, is_whole: bool = True, is_done: bool = False) -> Iterator[Change]:
+        """Close the open segment; a call that is not done was cut."""
+        if self._is_open:
+            self._is_open = False
+            yield Close(self.all[-1], is_done or (is_whole and self.all[-1].kind != "call"))
