@@ -14,6 +14,7 @@ ForetokenError
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 _OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -44,11 +45,18 @@ def shown(value: object) -> str:
 
 
 class ForetokenError(Exception):
-    """Base of every error that foretoken raises on purpose."""
+    """Base of every error that foretoken raises on purpose.
+
+    ``wire_fields`` names the attributes that reach another process beside the message.
+    """
+
+    wire_fields: ClassVar[tuple[str, ...]] = ()
 
 
 class InvalidRequest(ForetokenError, ValueError):  # noqa: N818 - the public contract fixes the name
     """A request cannot be served as written; ``param`` names the offending field."""
+
+    wire_fields: ClassVar[tuple[str, ...]] = ("param",)
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -64,6 +72,8 @@ class InvalidRequest(ForetokenError, ValueError):  # noqa: N818 - the public con
 
 class PromptTooLong(InvalidRequest):
     """The prompt does not fit the model's context or the KV pool."""
+
+    wire_fields = ("param", "num_tokens", "limit", "context")
 
     def __init__(
         self, num_tokens: int, limit: int, *, param: str = "prompt", context: int | None = None
@@ -85,6 +95,8 @@ class PromptTooLong(InvalidRequest):
 class QueueFull(ForetokenError):  # noqa: N818
     """No room to wait; try again after ``retry_after`` seconds."""
 
+    wire_fields = ("retry_after",)
+
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
@@ -92,6 +104,8 @@ class QueueFull(ForetokenError):  # noqa: N818
 
 class DeadlineExceeded(ForetokenError):  # noqa: N818
     """Nothing was served before the deadline; try again after ``retry_after`` seconds."""
+
+    wire_fields = ("retry_after",)
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -123,6 +137,8 @@ class ModelLoadError(ForetokenError):
 
     ``may_pass``: the same start may succeed later, as where a hub was out of reach.
     """
+
+    wire_fields = ("may_pass",)
 
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
         super().__init__(message)

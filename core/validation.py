@@ -8,14 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
+
+from msgspec import Meta
 
 from .errors import InvalidRequest, shown
 
 MAX_INT = 2**31 - 1
 MAX_PORT = 65535
 ENDLESS = 2**40  # a bound from here on is not worth naming beside the other one
+
+# Checked where a message of another process is decoded, not where an object is constructed.
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]  # finite: neither bound takes a nan
 
 CheckNumber = Callable[[str, object, float, float], None]
 

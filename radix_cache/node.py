@@ -183,8 +183,7 @@ class LockHandle:
     is_live: bool = True  # False once released
 
 
-@dataclass(frozen=True, slots=True)
-class Eviction:
+class Eviction(NamedTuple):
     """Cached pages that were lost: why, and when on the clock of `PrefixCache.tick`."""
 
     cause: LossCause

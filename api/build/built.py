@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from msgspec import Struct
+
 from ...core.model.pooling import NO_POOLING, PoolingSpec
+from ...core.validation import Positive, TokenId
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 from .adapter_loader import AdapterLoader
 
@@ -23,17 +25,14 @@ if TYPE_CHECKING:
 EngineT = TypeVar("EngineT", covariant=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built(Generic[EngineT]):
-    """An engine that is ready to start, and facts about its model."""
+class ModelFacts(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Facts about a model that are the same in every process that serves it."""
 
-    engine: EngineT
-    path: Path  # of the target, a folder or a GGUF file: tokenizer, chat template
     name: str
     aliases: frozenset[str] = frozenset()  # other names that requests may call it by
-    vocab_size: int
-    max_model_len: int  # tokens, prompt and answer together
-    eos_token_ids: frozenset[int]
+    vocab_size: Positive
+    max_model_len: Positive  # tokens, prompt and answer together
+    eos_token_ids: frozenset[TokenId]
     exact: bool = True  # whether a request's bits are the same in any batch
     drafters: tuple[str, ...] = ()  # as answers and metrics name them
     no_self_draft: str = ""  # why `auto` drafts without the model itself, if it does
@@ -41,9 +40,16 @@ class Built(Generic[EngineT]):
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
     pooling: PoolingSpec = NO_POOLING  # uses of its last row
     takes_images: bool = False  # in prompts
-    settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
     fingerprint: bytes | None = None  # of what computes the KV, where it was asked for
     kernels: str = ""  # that compute it, where it was asked for: others may give other bits
+
+
+class Built(ModelFacts, Generic[EngineT], frozen=True, kw_only=True):
+    """An engine that is ready to start, and facts about its model."""
+
+    engine: EngineT
+    path: Path  # of the target, a folder or a GGUF file: tokenizer, chat template
+    settings: Mapping[str, object] = {}  # options, resolved
     keys: PageKeys | None = None  # of cached pages, where they were asked for
     # Takes the token ids with which prompts end and answers open; of models with recurrent states.
     set_openings: Callable[[Sequence[array[int]]], None] | None = None

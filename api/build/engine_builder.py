@@ -8,10 +8,12 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import msgspec
 
 from ...core.config import EngineConfig, Sizes, format_size
 from ...core.engine.engine import Engine
@@ -184,7 +186,7 @@ def _load_models(
         set_threads=set_threads,
         sizes=sizes,
         sampling_defaults=defaults,
-        pooling=replace(pooling, dimensions=target.config.hidden_size),
+        pooling=msgspec.structs.replace(pooling, dimensions=target.config.hidden_size),
     )
 
 

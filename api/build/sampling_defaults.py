@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ...core.config import EngineConfig, parse_overrides
 from ...core.errors import InvalidRequest, ModelLoadError

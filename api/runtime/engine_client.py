@@ -8,10 +8,11 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
+
+from msgspec.structs import replace
 
 from ...core.config import EngineConfig
 from ...core.errors import EngineDead, ForetokenError, InvalidRequest

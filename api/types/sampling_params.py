@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from ...core.errors import InvalidRequest, shown
 from ...core.interface.sampling import RECOMMENDED, TokenSamplingParams
 from ...core.interface.settings import setting
@@ -220,8 +222,9 @@ class SamplingParams(TokenSamplingParams):
             check_integer("speculation", depth, 0, MAX_DEPTH)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingDefaults:
+class SamplingDefaults(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """The values of fields that a request leaves out; None: that of `SamplingParams`.
 
     A value outside its field's bounds raises `InvalidRequest` naming the field.

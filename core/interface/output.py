@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..validation import TokenId
 from .draft import NO_DRAFT, Draft
 
+if TYPE_CHECKING:
+    Floats = array[float]
+else:
+    Floats = array  # decoders read annotations, and Python 3.11 has no `array[float]` at run time
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Log-probability of one token under the model's unprocessed distribution."""
 
-    token_id: int
+    token_id: TokenId
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
+    top: tuple[tuple[TokenId, float], ...] = ()  # (token id, log-probability), best first
 
 
 class Refusal(str):
@@ -39,7 +44,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     path: Sequence[int] = ()  # its accepted nodes, the first level first
     logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] if requested
     prompt_logprobs: Sequence[TokenLogprob] = ()  # of the prompt in tokens[start + 1 : stop + 1]
-    pooled: array[float] | None = None  # float32: what `Pooling` wants, once the prompt is computed
+    pooled: Floats | None = None  # float32: what `Pooling` wants, once the prompt is computed
     error: str | None = (
         None  # this request failed alone (NaN logits); `Refusal`: by its own parameters
     )

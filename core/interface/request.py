@@ -12,10 +12,11 @@ import msgspec
 
 from ...radix_cache import Eviction, HeldPages, KVLease
 from ..errors import ForetokenError, InvalidRequest
+from ..validation import Count, Seconds, TokenId
 from .adapter import Adapter
 from .eviction import most_kv, next_packing, num_evicted
 from .images import PromptImage
-from .output import TokenLogprob
+from .output import Floats, TokenLogprob
 from .sampling import SamplingMetadata
 from .tiers import PageLoad
 from .transfers import PageOffer
@@ -30,8 +31,7 @@ Tenant = str | None
 MAX_TTL = 30 * 24 * 3600.0  # seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
+class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Keep the first ``num_tokens`` of the prompt, in whole pages, for ``ttl`` seconds.
 
     More tokens than the prompt has mean all of it. Each hit begins the time anew. Raises
@@ -50,8 +50,9 @@ class Pin:
             raise InvalidRequest(message, param="cache")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheOptions:
+class CacheOptions(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """Whether a request reads from the prefix cache and writes to it, and what it pins.
 
     Without ``read`` it uses no cached pages, and drafts come from the request alone. Without
@@ -91,52 +92,51 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the caller left, or its deadline passed
 
 
-@dataclass(slots=True, kw_only=True)
-class Usage:
+class Usage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Cost of an answer. Counts are tokens, times are seconds since arrival."""
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt: their KV was in the prefix cache
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0  # of the prompt: their KV was in the prefix cache
     # of the prompt: their KV was there, but maybe no state to go on from; only of recurrent models
-    matched_tokens: int = 0
-    loaded_tokens: int = 0  # of the cached ones: their KV came from a tier beyond the pool
-    cache_write_tokens: int = 0  # of the prompt: it was the first to put their KV there
-    image_tokens: int = 0  # of the prompt: rows of images
-    spliced_tokens: int = 0  # of the prompt: they came as ids of earlier answers, not as text
+    matched_tokens: Count = 0
+    loaded_tokens: Count = 0  # of the cached ones: their KV came from a tier beyond the pool
+    cache_write_tokens: Count = 0  # of the prompt: it was the first to put their KV there
+    image_tokens: Count = 0  # of the prompt: rows of images
+    spliced_tokens: Count = 0  # of the prompt: they came as ids of earlier answers, not as text
     normalized: tuple[str, ...] = ()  # names of what was changed in the prompt before it came here
     cache_loss: Eviction | None = None  # why the first missing page was evicted, if known
-    completion_tokens: int = 0
-    proposed_tokens: int = 0  # draft tokens that were verified
-    accepted_tokens: int = 0  # draft tokens that were served
-    verify_steps: int = 0  # steps that yielded tokens: the accepted run, mostly one more
-    draft_steps: int = 0  # those that had a draft
-    tree_steps: int = 0  # those whose draft was a tree: more tokens than its longest path has
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
-    proposed_by_source: dict[str, int] = field(default_factory=dict)
-    steps_by_accepted: dict[int, int] = field(default_factory=dict)  # a histogram
-    accepted_prediction_tokens: int = 0  # of the caller's prediction: they stand in the answer
-    rejected_prediction_tokens: int = 0  # of the caller's prediction: they do not
-    evicted_tokens: int = 0  # of the answer: they lost their KV before it ended
+    completion_tokens: Count = 0
+    proposed_tokens: Count = 0  # draft tokens that were verified
+    accepted_tokens: Count = 0  # draft tokens that were served
+    verify_steps: Count = 0  # steps that yielded tokens: the accepted run, mostly one more
+    draft_steps: Count = 0  # those that had a draft
+    tree_steps: Count = 0  # those whose draft was a tree: more tokens than its longest path has
+    accepted_by_source: dict[str, Count] = {}
+    proposed_by_source: dict[str, Count] = {}
+    steps_by_accepted: dict[Count, Count] = {}  # a histogram
+    accepted_prediction_tokens: Count = 0  # of the caller's prediction: they stand in the answer
+    rejected_prediction_tokens: Count = 0  # of the caller's prediction: they do not
+    evicted_tokens: Count = 0  # of the answer: they lost their KV before it ended
     closed_early: bool = False  # structured output was closed to end within its tokens
-    moves: int = 0  # times that it went on in another engine, because its own was lost
-    queue_time: float = 0.0
-    time_to_first_token: float = 0.0
-    total_time: float = 0.0
+    moves: Count = 0  # times that it went on in another engine, because its own was lost
+    queue_time: Seconds = 0.0
+    time_to_first_token: Seconds = 0.0
+    total_time: Seconds = 0.0
 
 
-class Delta(msgspec.Struct, kw_only=True):
+class Delta(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """Tokens that a step adds to an answer; a slow reader gets several steps merged."""
 
-    token_ids: list[int] = []
+    token_ids: list[TokenId] = []
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] = []
-    num_proposed: int = 0  # draft tokens that were verified
+    num_proposed: Count = 0  # draft tokens that were verified
     proposed_sources: list[str] = []  # [num_proposed]
     accepted_sources: list[str] = []  # of each draft token served
     token_sources: list[str] = []  # [token_ids] "" for the target's own
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string, if any
-    pooled: array[float] | None = None  # in the last one, of a request that generates nothing
+    pooled: Floats | None = None  # in the last one, of a request that generates nothing
     error: ForetokenError | None = None  # terminal, as finish_reason is
 
     @property

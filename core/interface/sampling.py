@@ -12,9 +12,12 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from ..errors import shown
 from ..validation import (
     MAX_INT,
+    TokenId,
     as_tuple,
     check_bounds,
     check_integer,
@@ -173,14 +176,13 @@ class Constraint(Protocol):
         """Another one at the beginning of the output."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pooling:
+class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Numbers of a prompt's last row in place of an answer: the request ends when they are there.
 
     The hidden state behind the final norm, or with ``token_ids`` the unprocessed logits of these.
     """
 
-    token_ids: tuple[int, ...] = NO_IDS
+    token_ids: tuple[TokenId, ...] = NO_IDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)

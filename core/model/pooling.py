@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from ..errors import ModelLoadError
+from ..validation import Count, TokenId
 from .description.fields import Fields, read_json
 from .formats.files import gguf_file
 
@@ -26,8 +28,9 @@ _GGUF_OTHERS = {1: "mean", 2: "cls"}
 _WHOLE = ("Transformer", "Normalize")  # modules that need no reading: vectors are always normalised
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingSpec:
+class PoolingSpec(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """Uses of a model's last row.
 
     ``dimensions``: of its hidden state, thus of a vector. ``embeds``: whether the model is made for
@@ -35,10 +38,10 @@ class PoolingSpec:
     2205.13147), None for any. ``score_ids``: tokens of "no" and "yes", where the files name them.
     """
 
-    dimensions: int = 0
+    dimensions: Count = 0
     embeds: bool = False
-    cuts: tuple[int, ...] | None = ()
-    score_ids: tuple[int, int] | None = None
+    cuts: tuple[Count, ...] | None = ()
+    score_ids: tuple[TokenId, TokenId] | None = None
 
 
 NO_POOLING = PoolingSpec()

@@ -11,10 +11,11 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from foretoken.api.build.built import Built
@@ -279,7 +280,7 @@ def ends_of(vocab: Mapping[str, int]) -> list[int]:
     return [vocab[name] for name in ("<|im_end|>", "<|endoftext|>") if name in vocab]
 
 
-_Built = make_dataclass("_Built", [(each.name, Any) for each in fields(Built)])
+_Built = msgspec.defstruct("_Built", [(name, Any) for name in Built.__struct_fields__])
 
 
 def make_built(engine: ServingEngine, folder: Path, *eos: int, vocab_size: int) -> Any:
@@ -299,4 +300,4 @@ def make_built(engine: ServingEngine, folder: Path, *eos: int, vocab_size: int) 
         eos_token_ids=frozenset(eos),
         settings={"draft": "auto,/models/head", "dump_dir": "/dumps", "kv_tokens": 4096},
     )
-    return _Built(*(getattr(built, each.name) for each in fields(built)))
+    return _Built(*msgspec.structs.astuple(built))

@@ -6,14 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.api.cluster.wire.forms import (
-    CacheForm,
-    DeltaForm,
-    UsageForm,
-    WireError,
-    ids_form,
-    params_form,
-)
+from foretoken.api.cluster.wire.forms import WireError, ids_form, params_form
 from foretoken.api.cluster.wire.messages import (
     Abort,
     Answer,
@@ -33,6 +26,8 @@ from foretoken.api.cluster.wire.messages import (
 )
 from foretoken.api.runtime.preprocess import children
 from foretoken.api.types.sampling_params import SamplingParams
+from foretoken.core.interface.request import Delta, Usage
+from foretoken.core.interface.sampling import Pooling
 
 SECONDS = 60.0
 
@@ -48,7 +43,7 @@ def submit(
     num_prompt_logprobs: int = 0,
     prediction: Sequence[int] = (),
     deadline: float | None = None,
-    pooling: list[int] | None = None,
+    pooling: Pooling | None = None,
 ) -> Submit:
     """The message of one choice of a request, as a front sends it."""
     own, seed = list(children(params))[index]
@@ -60,7 +55,6 @@ def submit(
         seed=seed,
         limit=limit,
         prediction=ids_form(prediction) if prediction else None,
-        cache=CacheForm(),
         deadline=deadline,
         pooling=pooling,
         num_prompt_logprobs=num_prompt_logprobs,
@@ -102,8 +96,8 @@ class MemoryLink:
 class Heard:
     """All that came of one request."""
 
-    deltas: list[DeltaForm] = field(default_factory=list)
-    usages: list[UsageForm] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+    usages: list[Usage] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:
@@ -118,13 +112,12 @@ class Heard:
         return [each for delta in self.deltas for each in delta.prompt_logprobs]
 
     @property
-    def last(self) -> DeltaForm:
+    def last(self) -> Delta:
         return self.deltas[-1]
 
     @property
     def has_ended(self) -> bool:
-        last = self.deltas[-1] if self.deltas else None
-        return last is not None and (last.finish_reason, last.error) != (None, None)
+        return bool(self.deltas) and self.last.terminal
 
     @property
     def closed_early(self) -> bool:
@@ -165,8 +158,8 @@ class HandFront:
             self._changed.notify_all()
 
     def _take_step(self, step: Step) -> None:
-        for delta in step.deltas:
-            self.heard[delta.request_id].deltas.append(delta)
+        for request_id, delta in step.deltas:
+            self.heard[request_id].deltas.append(delta)
         for request_id, usage in step.usages.items():
             self.heard[request_id].usages.append(usage)
         for news in step.pages:

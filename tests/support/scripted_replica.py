@@ -11,7 +11,7 @@ import msgspec
 
 from foretoken.api.cluster.front.replicas import Replicas
 from foretoken.api.cluster.front.routing import Route
-from foretoken.api.cluster.wire.forms import ErrorForm, delta_form, usage_form
+from foretoken.api.cluster.wire.forms import usage_form
 from foretoken.api.cluster.wire.messages import (
     Answer,
     Beat,
@@ -28,6 +28,7 @@ from foretoken.api.cluster.wire.messages import (
 from foretoken.api.cluster.wire.transport import ReplicaSocket
 from foretoken.api.runtime.preprocess import make_request
 from foretoken.api.types.sampling_params import SamplingParams
+from foretoken.core.errors import ForetokenError
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
 from foretoken.core.interface.sampling import Pooling
 from support.wire_samples import hello as any_hello
@@ -107,7 +108,7 @@ class ScriptedReplica:
         """Send its last tokens."""
         self.say(request_id, *token_ids, **({"finish_reason": FinishReason.LENGTH} | fields))
 
-    async def answer_error(self, error: ErrorForm) -> None:
+    async def answer_error(self, error: ForetokenError) -> None:
         """Answer the next call by an error."""
         self.send(Answer(call_id=(await self.next(Call)).call_id, error=error))
 
@@ -140,7 +141,7 @@ def step(
     sources = {"token_sources": [""] * len(token_ids)}
     delta = Delta(token_ids=list(token_ids), **(sources | fields))
     return Step(
-        deltas=[delta_form(request_id, delta)],
+        deltas=[(request_id, delta)],
         usages={} if usage is None else {request_id: usage_form(usage, 0.0)},
         load=load or Load(running=1, waiting=0, kv_usage=0.5),
     )

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from foretoken.api.cluster.wire.forms import (
-    cache_form,
-    defaults_form,
-    delta_form,
-    error_form,
-    ids_form,
-    params_form,
-    pooling_form,
-    usage_form,
-)
+from foretoken.api.cluster.wire.forms import ids_form, params_form, usage_form
 from foretoken.api.cluster.wire.messages import (
     VERSION,
     Abort,
@@ -41,7 +32,6 @@ from foretoken.api.cluster.wire.messages import (
     body_form,
     page_news,
 )
-from foretoken.api.serving.errors import ApiError
 from foretoken.api.types.sampling_params import SamplingDefaults, SamplingParams
 from foretoken.core.errors import (
     DeadlineExceeded,
@@ -55,10 +45,18 @@ from foretoken.core.errors import (
 from foretoken.core.interface.images import PromptImage, TowerInput
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Pin, Usage
+from foretoken.core.interface.sampling import Pooling
 from foretoken.core.model.pooling import PoolingSpec
 from foretoken.radix_cache import Eviction
 
 NOW = 1000.0
+
+
+def described(error: BaseException | None) -> tuple[object, ...]:
+    """Return what two equal errors have in common."""
+    return type(error), str(error), {} if error is None else vars(error)
+
+
 PARAMS: dict[str, object] = {
     "temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.125, "max_tokens": 9,
     "min_tokens": 2, "stop_token_ids": (3, 4), "logprobs": 1, "prompt_logprobs": 2,
@@ -99,7 +97,7 @@ DEFAULTS = SamplingDefaults(
     repetition_penalty=1.25,
     origin="its card",
 )
-ERRORS: tuple[Exception, ...] = (
+ERRORS: tuple[ForetokenError, ...] = (
     ForetokenError("steps failed"),
     InvalidRequest("no", param="stop"),
     InvalidRequest("no"),
@@ -107,10 +105,7 @@ ERRORS: tuple[Exception, ...] = (
     QueueFull("full", retry_after=2.5),
     DeadlineExceeded("late", retry_after=3.5),
     EngineDead("dead"),
-    ModelLoadError("missing"),
-    ApiError(
-        429, "slow down", kind="rate_limit", param="n", code="busy", headers={"retry-after": "1"}
-    ),
+    ModelLoadError("missing", may_pass=True),
 )
 IMAGE = PromptImage(
     b"k" * 32, ((1, 1),), (TowerInput("pixel_values", "float32", (1, 2), bytes(8)),), (1, 1)
@@ -122,10 +117,11 @@ KEYS = (bytes(range(32)), bytes(range(32, 64)))
 def hello() -> Hello:
     return Hello(
         version=VERSION, release="1.2", pid=77, kernels="native-avx2", tokenizer="0a1b",
-        fingerprint=b"f" * 32, name="tiny/model", aliases=["tiny"], model_path="own",
-        vocab_size=100, max_model_len=256, eos_token_ids=[1, 2], exact=False,
-        drafters=["radix", "lm"], no_self_draft="is small",
-        sampling_defaults=defaults_form(DEFAULTS), pooling=pooling_form(POOLING),
+        fingerprint=b"f" * 32, name="tiny/model", aliases=frozenset({"tiny"}),
+        model_path="transformers",
+        vocab_size=100, max_model_len=256, eos_token_ids=frozenset({1, 2}), exact=False,
+        drafters=("radix", "lm"), no_self_draft="is small",
+        sampling_defaults=DEFAULTS, pooling=POOLING,
         takes_images=True, settings=body_form({"draft": "auto", "threads": None}),
         max_running=8, max_queued=32, page_size=16, num_pages=64,
     )  # fmt: skip
@@ -136,9 +132,10 @@ def submit() -> Submit:
     return Submit(
         request_id="r-1", prompt=ids_form([1, 2, 3]), output=ids_form([4]),
         params=params_form(SamplingParams(**given)), seed=2**64 - 1,  # type: ignore[arg-type]
-        bad_words_ids=[[1, 2], [3]], shown_ids=[4, 5], limit=6, prediction=ids_form([7, 8]),
-        pooling=[5, 6], tenant="key-0", cache=cache_form(CacheOptions(**CACHE)),  # type: ignore[arg-type]
-        deadline=2.5, num_prompt_logprobs=2, images=[IMAGE], adapter=3,
+        bad_words_ids=((1, 2), (3,)), shown_ids=frozenset({4, 5}), limit=6,
+        prediction=ids_form([7, 8]), pooling=Pooling((5, 6)), tenant="key-0",
+        cache=CacheOptions(**CACHE),  # type: ignore[arg-type]
+        deadline=2.5, num_prompt_logprobs=2, images=(IMAGE,), adapter=3,
         hands_over=True, transfer=b"{}",
     )  # fmt: skip
 
@@ -146,7 +143,7 @@ def submit() -> Submit:
 def step() -> Step:
     delta, usage = Delta(**DELTA), Usage(**USAGE)  # type: ignore[arg-type]
     return Step(
-        deltas=[delta_form("r-1", delta), delta_form("r-2", Delta(token_ids=[3]))],
+        deltas=[("r-1", delta), ("r-2", Delta(token_ids=[3]))],
         usages={"r-1": usage_form(usage, NOW)},
         handed={"r-2": b"{}"},
         load=LOAD,
@@ -161,7 +158,7 @@ def of_replica() -> list[FromReplica]:
         step(),
         Answer(call_id=1, result=3),
         Answer(call_id=2, result=b"{}"),
-        *(Answer(call_id=3, error=error_form(each)) for each in ERRORS),
+        *(Answer(call_id=3, error=each) for each in ERRORS),
         Beat(load=LOAD, unready="busy"),
         Leaving(reason="stopped", has_failed=True),
     ]

@@ -17,9 +17,9 @@ from ....core.errors import (
     Unavailable,
 )
 from ....core.interface.adapter import adapter_of
-from ....core.interface.request import Delta, FinishReason, Request
+from ....core.interface.request import Delta, FinishReason, Request, Usage
 from ....core.scheduling.output_processor import late_end
-from ..wire.forms import DeltaForm, UsageForm, WireError, delta_of
+from ..wire.forms import WireError
 from ..wire.messages import (
     KEY_BYTES,
     Abort,
@@ -148,13 +148,13 @@ class Dispatcher:
         if self._router.num_pages(link.peer) > link.hello.num_pages:
             raise WireError(f"more pages than its {link.hello.num_pages}")
         now = self._clock()
-        for form in step.deltas:
-            live = link.request_of(form)
+        for request_id, delta in step.deltas:
+            live = link.request_of(request_id)
             if live is not None and live.is_prefilling:
-                self._take_prefill(live, form, step.handed.get(form.request_id), now)
+                self._take_prefill(live, delta, step.handed.get(request_id), now)
             elif live is not None:
-                link.check_tokens(form, live)
-                self._take_delta(live, form, step.usages.get(form.request_id), now)
+                link.check_tokens(delta, live)
+                self._take_delta(live, delta, step.usages.get(request_id), now)
         for request_id, handed in step.handed.items():
             live = link.requests.get(request_id)
             if live is not None and live.is_prefilling:
@@ -162,10 +162,8 @@ class Dispatcher:
         if step.deltas:
             self._metrics.notify.observe_replica_step(link.number)
 
-    def _take_delta(
-        self, live: LiveRequest, form: DeltaForm, usage: UsageForm | None, now: float
-    ) -> None:
-        request, delta = live.request, delta_of(form)
+    def _take_delta(self, live: LiveRequest, delta: Delta, usage: Usage | None, now: float) -> None:
+        request = live.request
         _check_lives(live, delta)
         was_terminal, is_first = delta.terminal, delta.token_ids and not request.num_output
         live.take(delta, usage, now)
@@ -178,13 +176,12 @@ class Dispatcher:
         self._deliver(live, delta, now)
 
     def _take_prefill(
-        self, live: LiveRequest, form: DeltaForm, handed: bytes | None, now: float
+        self, live: LiveRequest, delta: Delta, handed: bytes | None, now: float
     ) -> None:
         """Take the end of a prompt that was computed for another replica, however it ended.
 
         Its token is not read: the other replica draws the same one.
         """
-        delta = delta_of(form)
         _check_lives(live, delta)
         if not delta.terminal:
             return

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from ....core.errors import ForetokenError, Unavailable
 from ...build.built import Built

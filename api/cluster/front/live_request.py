@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ....core.engine.inbox import TokenStream
 from ....core.errors import ForetokenError
 from ....core.interface.request import Delta, FinishReason, Request, Usage
 from ...types.results import Body, add_counts
-from ..wire.forms import UsageForm, usage_of
+from ..wire.forms import usage_of
 from ..wire.messages import Drop
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class LiveRequest:
         self._before.moves += 1
         self._set_usage(self._summed(Usage()))
 
-    def take(self, delta: Delta, form: UsageForm | None, now: float) -> None:
+    def take(self, delta: Delta, form: Usage | None, now: float) -> None:
         """Add a step's tokens to the request, its text and its usage.
 
         A text that cannot be read ends it: the delta becomes an error.
@@ -127,8 +127,8 @@ class LiveRequest:
 
     def _set_usage(self, usage: Usage) -> None:
         """Write into the request's own usage: others hold it, too."""
-        for each in fields(Usage):
-            setattr(self.request.usage, each.name, getattr(usage, each.name))
+        for name in Usage.__struct_fields__:
+            setattr(self.request.usage, name, getattr(usage, name))
 
     def _summed(self, run: Usage) -> Usage:
         """Usage of all runs. Whoever computed the prompt has the counts of the cache."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ....core.errors import EngineDead, ForetokenError
 from ...types.results import Body
-from ..wire.forms import WireError, error_of
+from ..wire.forms import WireError
 from ..wire.messages import Answer, Question, body_of
 from .replica_link import ReplicaLink
 from .roster import Roster
@@ -83,7 +83,6 @@ def bytes_of(answer: Answer) -> bytes:
 
 
 def _result(answer: Answer) -> int | bytes | None:
-    if answer.error is None:
-        return answer.result
-    error = error_of(answer.error)
-    raise error if isinstance(error, ForetokenError) else ForetokenError(str(error))
+    if answer.error is not None:
+        raise answer.error
+    return answer.result

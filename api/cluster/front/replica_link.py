@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ....core.errors import EngineDead
 from ....core.interface.adapter import Adapter
-from ....core.interface.request import FinishReason, Request
+from ....core.interface.output import TokenLogprob
+from ....core.interface.request import Delta, FinishReason, Request
 from ...types.results import Body
-from ..wire.forms import DeltaForm, WireError
+from ..wire.forms import WireError
 from ..wire.messages import Answer, Call, FromFront, Hello, Load, Question
 from .live_request import LiveRequest
 
@@ -81,25 +81,25 @@ class ReplicaLink:
 
     # -- what it sends --------------------------------------------------------------------------
 
-    def request_of(self, form: DeltaForm) -> LiveRequest | None:
+    def request_of(self, request_id: str) -> LiveRequest | None:
         """The request of a delta; None if it has ended. Raises `WireError` for an unknown one."""
-        live = self.requests.get(form.request_id)
-        if live is None and form.request_id not in self._ended:
+        live = self.requests.get(request_id)
+        if live is None and request_id not in self._ended:
             raise WireError("tokens of a request that it does not have")
         return live
 
-    def check_tokens(self, form: DeltaForm, live: LiveRequest) -> None:
+    def check_tokens(self, delta: Delta, live: LiveRequest) -> None:
         """Raise `WireError` for a delta that no engine makes."""
-        num_tokens, vocab = len(form.token_ids), self.hello.vocab_size
-        logprobs = (*form.logprobs, *form.prompt_logprobs)
-        if max((*form.token_ids, *map(_highest, logprobs)), default=0) >= vocab:
+        num_tokens, vocab = len(delta.token_ids), self.hello.vocab_size
+        logprobs = (*delta.logprobs, *delta.prompt_logprobs)
+        if max((*delta.token_ids, *map(_highest, logprobs)), default=0) >= vocab:
             raise WireError(f"a token beyond the vocabulary of {vocab}")
         if len(live.request.tokens) + num_tokens > live.request.max_len:
             raise WireError("more tokens than a request may have")
         asked = live.request.sampling.params.logprobs is not None
-        if len(form.logprobs) != num_tokens * asked or len(form.token_sources) != num_tokens:
+        if len(delta.logprobs) != num_tokens * asked or len(delta.token_sources) != num_tokens:
             raise WireError("log-probabilities or sources that do not belong to its tokens")
-        _check_pooled(form, live, self.hello.pooling.dimensions)
+        _check_pooled(delta, live, self.hello.pooling.dimensions)
 
     def forget(self, request_id: str) -> None:
         """Let go of a request; what it still sends for it is ignored."""
@@ -132,17 +132,17 @@ class ReplicaLink:
                 future.set_exception(EngineDead(f"{self} is lost"))
 
 
-def _check_pooled(form: DeltaForm, live: LiveRequest, dimensions: int) -> None:
+def _check_pooled(delta: Delta, live: LiveRequest, dimensions: int) -> None:
     """Raise `WireError` for other numbers of a prompt's last row than the request wants."""
     pooling = live.request.sampling.pooling
-    has_stopped = pooling is not None and form.finish_reason is FinishReason.STOP
-    if (form.pooled is not None) != has_stopped or (pooling is not None and form.token_ids):
+    has_stopped = pooling is not None and delta.finish_reason is FinishReason.STOP
+    if (delta.pooled is not None) != has_stopped or (pooling is not None and delta.token_ids):
         raise WireError("tokens or numbers of a last row that the request does not want")
-    if pooling is not None and form.pooled is not None:
-        num_bytes = 4 * (len(pooling.token_ids) or dimensions)
-        if len(form.pooled) != num_bytes:
-            raise WireError(f"numbers of a last row in {len(form.pooled)} bytes, not {num_bytes}")
+    if pooling is not None and delta.pooled is not None:
+        wanted = len(pooling.token_ids) or dimensions
+        if len(delta.pooled) != wanted:
+            raise WireError(f"{len(delta.pooled)} numbers of a last row, not {wanted}")
 
 
-def _highest(form: tuple[int, float, Sequence[tuple[int, float]]]) -> int:
-    return max((form[0], *(token_id for token_id, _ in form[2])))
+def _highest(logprob: TokenLogprob) -> int:
+    return max((logprob.token_id, *(token_id for token_id, _ in logprob.top)))

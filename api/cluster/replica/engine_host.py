@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ....core.config import EngineConfig
 from ....core.errors import ForetokenError

@@ -14,8 +14,7 @@ from ....core.errors import EngineDead, ForetokenError
 from ....core.interface.request import Delta, FinishReason
 from ....core.interface.transfers import PageOffer
 from ...runtime.preprocess import submit as submit_to
-from ...serving.errors import INTERNAL
-from ..wire.forms import DeltaForm, WireError, delta_form, error_form, usage_form
+from ..wire.forms import WireError, shown_error, usage_form
 from ..wire.messages import (
     Abort,
     Answer,
@@ -88,7 +87,7 @@ class FrontSession:
         self._hosted, self._link = hosted, link
         self._live: dict[str, _Live] = {}
         self._calls: set[asyncio.Task[None]] = set()
-        self._deltas: list[DeltaForm] = []  # to be sent in this turn of the loop
+        self._deltas: list[tuple[str, Delta]] = []  # to be sent in this turn of the loop
         self._due: dict[str, HostedRequest] = {}  # whose usage leaves with them
         self._handed: dict[str, bytes] = {}  # likewise
         self._flush_handle: asyncio.Handle | None = None
@@ -185,7 +184,7 @@ class FrontSession:
             answer = Answer(call_id=call.call_id, result=await self._hosted.answer(call.question))
         except Exception as error:
             _log_unless_on_purpose(error, "a question of the front failed")
-            answer = Answer(call_id=call.call_id, error=error_form(error))
+            answer = Answer(call_id=call.call_id, error=shown_error(error))
         self._send(answer)
 
     # -- requests -------------------------------------------------------------------------------
@@ -221,8 +220,7 @@ class FrontSession:
 
     def _fail(self, live: _Live, error: Exception) -> None:
         _log_unless_on_purpose(error, "a request failed")
-        shown = error if isinstance(error, ForetokenError) else ForetokenError(INTERNAL)
-        self._note(live, Delta(error=shown))
+        self._note(live, Delta(error=shown_error(error)))
 
     def _abort(self, request_id: str) -> None:
         """End a request; its last delta says that it was aborted."""
@@ -281,7 +279,7 @@ class FrontSession:
     def _note(self, live: _Live, delta: Delta) -> None:
         """Send a delta at the end of this turn of the loop."""
         hosted = live.hosted
-        self._deltas.append(delta_form(live.request_id, delta))
+        self._deltas.append((live.request_id, delta))
         if hosted is not None:
             hosted.text.take()
             if hosted.needs_usage(delta):

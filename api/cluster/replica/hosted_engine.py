@@ -129,8 +129,7 @@ class HostedEngine:
     @cached_property
     def hello(self) -> Hello:
         """The greeting. A front makes the same hash of its own tokenizer."""
-        tokenizer, kernels = self.tokenizer.fingerprint(), self.built.kernels
-        return hello_of(self.built, kernels=kernels, tokenizer=tokenizer, pid=os.getpid())
+        return hello_of(self.built, tokenizer=self.tokenizer.fingerprint(), pid=os.getpid())
 
     @cached_property
     def adapters(self) -> HostedAdapters:
@@ -149,7 +148,7 @@ class HostedEngine:
         await self.tokenizer.prepare_stops(params.stop)
         prompt, output = ids_of(submit.prompt), ids_of(submit.output)
         text = AnswerText(
-            self.tokenizer.detokenizer(prompt, frozenset(submit.shown_ids)),
+            self.tokenizer.detokenizer(prompt, submit.shown_ids),
             stops=tuple(params.stop),
             min_tokens=params.min_tokens,
         )

@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...._version import __version__
-from ...build.built import Built
+from ...build.built import Built, ModelFacts
 from ...runtime.serving_engine import ServingEngine
-from .forms import defaults_form, defaults_of, pooling_form, pooling_of
 from .messages import VERSION, Hello, body_form, body_of
 
 EngineT = TypeVar("EngineT", bound=ServingEngine)
 
 
-def hello_of(built: Built[ServingEngine], *, kernels: str, tokenizer: str, pid: int) -> Hello:
+def hello_of(built: Built[ServingEngine], *, tokenizer: str, pid: int) -> Hello:
     """The greeting of a replica with this engine."""
     engine = built.engine
     return Hello(
         version=VERSION,
         release=__version__,
         pid=pid,
-        kernels=kernels,
         tokenizer=tokenizer,
-        fingerprint=built.fingerprint,
-        name=built.name,
-        aliases=sorted(built.aliases),
-        model_path=built.model_path,
-        vocab_size=built.vocab_size,
-        max_model_len=built.max_model_len,
-        eos_token_ids=sorted(built.eos_token_ids),
-        exact=built.exact,
-        drafters=list(built.drafters),
-        no_self_draft=built.no_self_draft,
-        sampling_defaults=defaults_form(built.sampling_defaults),
-        pooling=pooling_form(built.pooling),
-        takes_images=built.takes_images,
         settings=body_form(dict(built.settings)),
         max_running=engine.limits.max_running,
         max_queued=engine.limits.max_queued,
         page_size=engine.page_size,
         num_pages=engine.num_pages,
+        **_facts(built),
     )
 
 
@@ -49,22 +35,8 @@ def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
 
     Raises `WireError`.
     """
-    return Built(
-        engine=engine,
-        path=path,
-        name=hello.name,
-        aliases=frozenset(hello.aliases),
-        vocab_size=hello.vocab_size,
-        max_model_len=hello.max_model_len,
-        eos_token_ids=frozenset(hello.eos_token_ids),
-        exact=hello.exact,
-        drafters=tuple(hello.drafters),
-        no_self_draft=hello.no_self_draft,
-        model_path=hello.model_path,
-        sampling_defaults=defaults_of(hello.sampling_defaults),
-        pooling=pooling_of(hello.pooling),
-        takes_images=hello.takes_images,
-        settings=body_of(hello.settings),
-        fingerprint=hello.fingerprint,
-        kernels=hello.kernels,
-    )
+    return Built(engine=engine, path=path, settings=body_of(hello.settings), **_facts(hello))
+
+
+def _facts(owner: ModelFacts) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in ModelFacts.__struct_fields__}

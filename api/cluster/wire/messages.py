@@ -15,40 +15,39 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from ....core.errors import ForetokenError
 from ....core.interface.adapter import Adapter, LoadedAdapter
 from ....core.interface.images import PromptImage
-from ....core.interface.request import CacheOptions, OnToken, Request
+from ....core.interface.request import (
+    DEFAULT_CACHE,
+    CacheOptions,
+    Delta,
+    OnToken,
+    Request,
+    Usage,
+)
 from ....core.interface.sampling import Pooling
+from ....core.validation import Count, Positive, Seconds, TokenId
+from ...build.built import ModelFacts
 from ...runtime.adapters import ServedAdapter
 from ...runtime.preprocess import make_request, warm_params
 from ...structured.matcher import Grammar, GrammarMatcher
 from ...types.results import Body
 from ...types.sampling_params import SamplingParams
 from .forms import (
-    CacheForm,
-    Count,
-    DefaultsForm,
-    DeltaForm,
-    ErrorForm,
-    ParamsForm,
-    PoolingForm,
-    Seconds,
-    TokenId,
-    UsageForm,
     WireError,
-    cache_form,
-    cache_of,
+    from_msgpack,
     ids_form,
     ids_of,
     meaningful,
     params_form,
+    to_msgpack,
 )
 
-VERSION = 3  # of all messages and forms; another one is refused at `Hello`
+VERSION = 4  # of all messages and what they carry; another one is refused at `Hello`
 KEY_BYTES = 8  # of a page's key; the whole key has 32
 M = TypeVar("M")
 Seed = Annotated[int, Meta(ge=0)]  # msgpack's integers end at 64 bits
-Positive = Annotated[int, Meta(ge=1)]
 
 
 class _Message(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -87,28 +86,14 @@ class Leaving(_Message, tag="leaving", frozen=True, kw_only=True):
 # -- from a replica --------------------------------------------------------------------------------
 
 
-class Hello(_Message, tag="hello", frozen=True, kw_only=True):
-    """A replica's first message: its model and its engine, as in `Built` and `ServingEngine`."""
+class Hello(ModelFacts, tag="hello", frozen=True, kw_only=True):
+    """A replica's first message: its model, and its engine as in `ServingEngine`."""
 
     version: int
     release: str  # of foretoken
     pid: int
-    kernels: str  # that compute; others may give other bits
     tokenizer: str  # a hash of it
-    fingerprint: bytes | None = None  # of what computes the KV
-    name: str
-    aliases: list[str]
-    model_path: str
-    vocab_size: Positive
-    max_model_len: Positive
-    eos_token_ids: list[TokenId]
-    exact: bool
-    drafters: list[str]
-    no_self_draft: str
-    sampling_defaults: DefaultsForm
-    pooling: PoolingForm
-    takes_images: bool = False
-    settings: bytes  # a JSON object
+    settings: bytes  # `Built.settings`, a JSON object
     max_running: Positive
     max_queued: Count
     page_size: Positive
@@ -130,8 +115,8 @@ class Step(_Message, tag="step", frozen=True, kw_only=True):
     in part.
     """
 
-    deltas: list[DeltaForm] = []
-    usages: dict[str, UsageForm] = {}
+    deltas: list[tuple[str, Delta]] = []  # each with the id of its request
+    usages: dict[str, Usage] = {}  # `usage_form`
     handed: dict[str, bytes] = {}  # JSON: `TransferParams.write` of prompts, `drop_of`
     load: Load
     pages: list[PageNews] = []
@@ -142,7 +127,7 @@ class Answer(_Message, tag="answer", frozen=True, kw_only=True):
 
     call_id: Count
     result: int | bytes | None = None
-    error: ErrorForm | None = None
+    error: ForetokenError | None = None
 
 
 # -- from the front --------------------------------------------------------------------------------
@@ -158,18 +143,20 @@ class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     request_id: str
     prompt: bytes  # `ids_form`
     output: bytes = b""  # likewise
-    params: ParamsForm
+    params: dict[str, Any]  # `params_form`
     seed: Seed
-    bad_words_ids: list[list[TokenId]] = []
-    shown_ids: list[TokenId] = []  # special tokens that the text shows, for stop strings
+    bad_words_ids: tuple[tuple[TokenId, ...], ...] = ()
+    shown_ids: frozenset[TokenId] = (
+        frozenset()
+    )  # special tokens that the text shows, for stop strings
     limit: Count | None = None  # output tokens within which structured output is completed
     prediction: bytes | None = None  # `ids_form`
     tenant: str | None = None
-    pooling: list[TokenId] | None = None  # tokens of `Pooling`; None: it generates
-    cache: CacheForm
+    pooling: Pooling | None = None  # None: it generates
+    cache: CacheOptions = DEFAULT_CACHE
     deadline: Seconds | None = None  # seconds left
     num_prompt_logprobs: Count = 0  # sent already
-    images: list[PromptImage] = []
+    images: tuple[PromptImage, ...] = ()
     adapter: Count | None = None  # number of its `LoadAdapter`
     hands_over: bool = False  # its prompt alone is wanted, for another replica
     transfer: bytes | None = None  # `Step.handed` of the replica that computed its prompt
@@ -276,16 +263,10 @@ FromFront = Submit | Abort | Drop | Fetch | Call | Beat | Leaving
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-def _plain(value: object) -> object:
-    """A number or text of a class derived from `int`, `float` or `str`, without its class."""
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    raise TypeError(f"a value of type {type(value).__name__} cannot be sent")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_from_replica: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(FromReplica)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_msgpack)
+_from_replica: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(
+    FromReplica, dec_hook=from_msgpack
+)
 _from_front: msgspec.msgpack.Decoder[FromFront] = msgspec.msgpack.Decoder(FromFront)
 _json_object = msgspec.json.Decoder(dict[str, Any])
 
@@ -432,23 +413,23 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     adapter = request.adapter
     if not (adapter is None or isinstance(adapter, RemoteAdapter)):
         raise WireError("a request with an adapter of this process")
-    guess, pooling = request.prediction, sampling.pooling
+    guess = request.prediction
     return Submit(
         request_id=request.request_id,
         prompt=ids_form(request.tokens[: request.prompt_len]),
         output=ids_form(request.tokens[request.prompt_len :]),
         params=params_form(params),
         seed=sampling.seed,
-        bad_words_ids=[list(word) for word in sampling.bad_words_ids],
-        shown_ids=sorted(request.shown_ids),
+        bad_words_ids=sampling.bad_words_ids,
+        shown_ids=request.shown_ids,
         limit=None if constraint is None else constraint.limit,
         prediction=None if guess is None else ids_form(guess),
-        pooling=None if pooling is None else list(pooling.token_ids),
+        pooling=sampling.pooling,
         tenant=request.tenant,
-        cache=cache_form(request.cache),
+        cache=request.cache,
         deadline=None if request.deadline is None else request.deadline - elapsed,
         num_prompt_logprobs=request.num_prompt_logprobs,
-        images=list(request.images),
+        images=request.images,
         adapter=None if adapter is None else adapter.number,
     )
 
@@ -469,7 +450,6 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         params=params_form(warm_params(params, max_tokens=int(request.sampling.generates))),
         seed=whole.seed,
         tenant=whole.tenant,
-        cache=cache_form(CacheOptions()),
         deadline=whole.deadline,
         images=whole.images,
         adapter=whole.adapter,
@@ -490,7 +470,7 @@ def fetch_of(request: Request, transfer: bytes, *, page_size: int) -> Fetch:
         prefill_of(request),
         request_id=f"{request.request_id}/{secrets.token_hex(8)}",
         prompt=ids_form(part),
-        images=[],
+        images=(),
         hands_over=False,
         transfer=transfer,
     )
@@ -519,19 +499,19 @@ def request_of(
             params,
             seed=submit.seed,
             eos_token_ids=eos_token_ids,
-            bad_words_ids=tuple(map(tuple, submit.bad_words_ids)),
+            bad_words_ids=submit.bad_words_ids,
             prediction=None if submit.prediction is None else ids_of(submit.prediction),
             grammar=grammar,
             limit=submit.limit,
             on_token=on_token,
-            pooling=None if submit.pooling is None else Pooling(tuple(submit.pooling)),
-            cache=cache_of(submit.cache),
+            pooling=submit.pooling,
+            cache=submit.cache,
             adapter=adapter,
-            images=tuple(submit.images),
+            images=submit.images,
         )
     request.tokens.extend(ids_of(submit.output))
     request.tenant = submit.tenant  # the front knows whose key it was
     request.deadline = submit.deadline
     request.num_prompt_logprobs = submit.num_prompt_logprobs
-    request.shown_ids = frozenset(submit.shown_ids)
+    request.shown_ids = submit.shown_ids
     return request

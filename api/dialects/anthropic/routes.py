@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
+
 from ....core.errors import InvalidRequest
 from ...runtime.conversation.chat_input import ChatInput
 from ...serving.answers import AnswerReply, prewarm
@@ -108,7 +110,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         breakpoints = await self._locator.locate(marks, chat, prompt_ids)
         breakpoints = replace(breakpoints, page_size=self.service.llm.page_size)
         pins = (*chat.cache.pins, *breakpoints.pins)
-        return replace(chat, cache=replace(chat.cache, pins=pins)), breakpoints
+        return replace(chat, cache=msgspec.structs.replace(chat.cache, pins=pins)), breakpoints
 
 
 class MessagesRender(MessagesRoute):

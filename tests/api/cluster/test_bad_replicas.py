@@ -14,7 +14,6 @@ import pytest
 from foretoken.api.cluster.front.roster import REFUSAL_SECONDS
 from foretoken.api.cluster.front.routing import Route
 from foretoken.api.cluster.wire import transport
-from foretoken.api.cluster.wire.forms import error_form
 from foretoken.api.cluster.wire.messages import (
     Answer,
     Beat,
@@ -250,7 +249,7 @@ def test_an_error_that_a_call_answers_is_raised_here() -> None:
     async def body() -> None:
         async with front_of() as front, replicas_of(front) as (replica,):
             task = asyncio.create_task(front.flush_prefix(array("q", [1])))
-            await replica.answer_error(error_form(InvalidRequest("no page", param="prefix")))
+            await replica.answer_error(InvalidRequest("no page", param="prefix"))
             with pytest.raises(InvalidRequest, match="no page"):
                 await task
             assert len(front.describe()) == 1

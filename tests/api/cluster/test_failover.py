@@ -116,7 +116,7 @@ def test_stop_strings_are_watched_over_a_move() -> None:
             await anext(stream)
             first.die()
             moved = await second.submitted()
-            assert (moved.shown_ids, moved.output) == ([9], ids_form([10]))
+            assert (moved.shown_ids, moved.output) == ({9}, ids_form([10]))
             second.finish("r", 11, finish_reason=FinishReason.STOP, stop_reason="x")
             assert (await read(stream)).stop_reason == "x"
             assert heard == [10, 11]

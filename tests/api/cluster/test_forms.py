@@ -3,92 +3,97 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import msgspec
 import pytest
 
 from foretoken.api.cluster.wire.forms import (
-    CacheForm,
-    DefaultsForm,
-    DeltaForm,
     ErrorForm,
-    JsonObject,
-    ParamsForm,
-    UsageForm,
     WireError,
-    cache_form,
-    cache_of,
-    defaults_form,
-    defaults_of,
-    delta_form,
-    delta_of,
-    error_form,
     error_of,
+    from_msgpack,
     ids_form,
     ids_of,
     params_form,
     params_of,
+    shown_error,
+    to_msgpack,
     usage_form,
     usage_of,
 )
-from foretoken.api.serving import errors as api_errors
 from foretoken.api.types.sampling_params import LeftOut, SamplingDefaults, SamplingParams
 from foretoken.core import errors as core_errors
-from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import CacheOptions, Delta, Pin, Usage
 from foretoken.core.model.description.fields import UnsupportedConfig
-from support.wire_samples import CACHE, DEFAULTS, DELTA, ERRORS, NOW, PARAMS, USAGE
+from foretoken.core.model.pooling import PoolingSpec
+from support.wire_samples import (
+    CACHE,
+    DEFAULTS,
+    DELTA,
+    ERRORS,
+    NOW,
+    PARAMS,
+    POOLING,
+    USAGE,
+    described,
+)
 
-F = TypeVar("F")
+T = TypeVar("T")
 STRUCTURED = {"json_schema", "regex", "grammar", "choice"}
 
 
-def sent(form: F, kind: Any = None) -> F:
-    """The form behind the wire."""
-    decoded: F = msgspec.msgpack.decode(msgspec.msgpack.encode(form), type=kind or type(form))
+def packed(value: object) -> bytes:
+    return msgspec.msgpack.encode(value, enc_hook=to_msgpack)
+
+
+def sent(value: T, kind: Any = None) -> T:
+    """The value behind the wire."""
+    decoded: T = msgspec.msgpack.decode(
+        packed(value), type=kind or type(value), dec_hook=from_msgpack
+    )
     return decoded
 
 
 def over(params: SamplingParams) -> SamplingParams:
-    return params_of(sent(params_form(params)))
+    return params_of(sent(params_form(params), dict[str, Any]))
 
 
-def names(owner: Any) -> list[str]:
-    return [each.name for each in fields(owner)]
-
-
-def defaults(owner: Any) -> dict[str, object]:
-    return {
-        each.name: each.default if each.default_factory is MISSING else each.default_factory()
-        for each in fields(owner)
-    }
-
-
-# A field that one of these classes gains has no value here: the test fails until it is carried.
+# A field that one of these classes gains has no value here: the test fails until it has one.
 @pytest.mark.parametrize(
-    ("owner", "form", "values"),
+    ("owner", "values"),
     [
-        (SamplingParams, ParamsForm, PARAMS),
-        (CacheOptions, CacheForm, CACHE),
-        (Usage, UsageForm, USAGE),
-        (SamplingDefaults, DefaultsForm, {**DEFAULTS.given, "origin": DEFAULTS.origin}),
+        (CacheOptions, CACHE),
+        (Usage, USAGE),
+        (SamplingDefaults, {**DEFAULTS.given, "origin": DEFAULTS.origin}),
+        (PoolingSpec, msgspec.structs.asdict(POOLING)),
+        (Delta, DELTA),
     ],
 )
-def test_a_form_has_each_field_of_its_class(owner, form, values) -> None:
-    assert {*form.__struct_fields__} == values.keys() == {*names(owner)}
-    assert all(values[name] != default for name, default in defaults(owner).items())
+def test_each_field_of_what_is_sent_as_it_is_comes_back(
+    owner: Any, values: dict[str, object]
+) -> None:
+    assert {*owner.__struct_fields__} == values.keys()
+    blank = owner()
+    assert sent(blank) == blank
+    for name, value in values.items():
+        assert value != getattr(blank, name), name
+        again = sent(owner(**{name: value}))
+        for each in owner.__struct_fields__:
+            mine, other = value if each == name else getattr(blank, each), getattr(again, each)
+            if isinstance(mine, Exception):
+                assert described(other) == described(mine)
+            else:
+                assert other == mine, each
+                assert type(other) is type(mine), each
 
 
-def test_the_form_of_a_delta_has_each_of_its_fields() -> None:
-    assert DeltaForm.__struct_fields__ == ("request_id", *Delta.__struct_fields__)
-    assert tuple(DELTA) == Delta.__struct_fields__
-    blank = Delta()
-    assert all(getattr(blank, name) != value for name, value in DELTA.items())
-    assert names(TokenLogprob) == ["token_id", "logprob", "top"]
-    assert names(Pin) == ["num_tokens", "ttl"]
+def test_the_samples_have_each_parameter_and_a_stop_reason_is_an_id_or_a_text() -> None:
+    assert PARAMS.keys() == {each.name for each in fields(SamplingParams)}
+    assert sent(Delta(stop_reason=7)).stop_reason == 7
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -96,7 +101,7 @@ def test_a_parameter_alone_comes_back_and_all_others_stay_left_out(name: str) ->
     params = SamplingParams(**{name: PARAMS[name]})
     again = over(params)
     assert again == params
-    for each in names(SamplingParams):
+    for each in PARAMS:
         mine, other = getattr(params, each), getattr(again, each)
         assert isinstance(other, LeftOut) == isinstance(mine, LeftOut), each
         assert type(other) is type(mine), each
@@ -116,89 +121,92 @@ def test_a_value_that_equals_the_default_was_given_all_the_same() -> None:
     assert over(SamplingParams(prediction="a guess", speculation="off")).prediction == "a guess"
 
 
-def test_parameters_that_no_request_may_have_are_refused() -> None:
-    for form in (ParamsForm(top_p=2.0), ParamsForm(regex="a", choice=["b"]), ParamsForm(n=0),
-                 ParamsForm(json_schema=JsonObject("{"))):  # fmt: skip
-        with pytest.raises(WireError, match="sampling parameters"):
-            params_of(form)
-    with pytest.raises(WireError):
-        cache_of(CacheForm(pins=[(0, 1.0)]))
-    with pytest.raises(WireError):
-        defaults_of(DefaultsForm(top_p=2.0))
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"top_p": 2.0}, {"regex": "a", "choice": ["b"]}, {"n": 0}, {"json_schema": b"{"},
+        {"json_schema": b"\xff"}, {"json_schema": b"[" * 10_000}, {"surplus": 1},
+        {"temperature": "1"}, {"stop": [1]}, {"stop": 1}, {"seed": 1.5}, {"logit_bias": {"a": 1.0}},
+        {"stop_token_ids": ["1"]}, {"regex": b"a"}, {"choice": [b"a"]}, {"lora": 1}, {"n": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parameters_that_no_request_may_have_are_refused(form: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="sampling parameters"):
+        params_of(sent(form, dict[str, Any]))
 
 
-def test_cache_options_come_back() -> None:
-    for name, value in CACHE.items():
-        options = CacheOptions(**{name: value})
-        assert cache_of(sent(cache_form(options))) == options
-    assert cache_of(sent(cache_form(CacheOptions()))) == CacheOptions()
+def test_a_schema_crosses_as_its_text_whatever_its_numbers() -> None:
+    schema = {"type": "integer", "maximum": 10**30}
+    form = params_form(SamplingParams(json_schema=schema))
+    assert form == {"json_schema": json.dumps(schema).encode()}
 
 
-def test_default_parameters_come_back() -> None:
-    for name, value in DEFAULTS.given.items():
-        one = SamplingDefaults(**{name: value})
-        assert defaults_of(sent(defaults_form(one))) == one
+@pytest.mark.parametrize("value", [Pin(1, 1.0), DEFAULTS], ids=lambda each: type(each).__name__)
+def test_a_struct_is_checked_as_where_it_is_made(value: Any) -> None:
+    plain = msgspec.to_builtins(value)
+    name = next(iter(plain))
+    with pytest.raises(msgspec.ValidationError, match=r"must be|needs at least"):
+        sent(plain | {name: -1}, type(value))
 
 
-def test_usage_comes_back_and_a_loss_keeps_its_age_on_another_clock() -> None:
-    for name, value in USAGE.items():
-        usage = Usage(**{name: value})
-        assert usage_of(sent(usage_form(usage, NOW)), NOW) == usage, name
-    usage = usage_of(sent(usage_form(Usage(**USAGE), NOW)), 50.0)
+def test_a_loss_keeps_its_age_on_another_clock() -> None:
+    usage = usage_of(sent(usage_form(Usage(**USAGE), NOW)), 50.0)  # type: ignore[arg-type]
     assert usage.cache_loss is not None
     assert (usage.cache_loss.cause, usage.cache_loss.time) == ("late", 20.0)
-
-
-def described(error: BaseException | None) -> tuple[object, ...]:
-    assert error is not None
-    return type(error), str(error), vars(error)
-
-
-def test_a_delta_comes_back() -> None:
-    for name, value in DELTA.items():
-        form = sent(delta_form("r", Delta(**{name: value})))
-        assert form.request_id == "r"
-        again = delta_of(form)
-        for each in Delta.__struct_fields__:
-            mine = value if each == name else getattr(Delta(), each)
-            other = getattr(again, each)
-            if isinstance(mine, Exception):
-                assert described(other) == described(mine)
-            else:
-                assert other == mine, each
-                assert type(other) is type(mine), each
-    assert delta_of(sent(delta_form("r", Delta(stop_reason=7)))).stop_reason == 7
+    assert usage_of(sent(usage_form(Usage(), NOW)), 50.0) == Usage()
+    for age in (float("nan"), float("inf")):
+        lost = Usage(cache_loss=usage.cache_loss._replace(time=age))
+        with pytest.raises(WireError):
+            usage_of(sent(lost), 50.0)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
-def test_an_error_comes_back_with_its_class_and_its_fields(error: Exception) -> None:
-    again = error_of(sent(error_form(error), ErrorForm))
-    assert described(again) == described(error)
-    if isinstance(error, core_errors.ForetokenError):
-        form = sent(delta_form("r", Delta(error=error)))
-        assert described(delta_of(form).error) == described(error)
+def test_an_error_comes_back_with_its_class_and_its_fields(
+    error: core_errors.ForetokenError,
+) -> None:
+    assert described(sent(error, core_errors.ForetokenError)) == described(error)
 
 
-def test_there_is_an_error_of_each_class_that_an_engine_or_a_route_raises() -> None:
-    """`ClientGone`, `UpdateUnderWay` and `Unavailable` are of the front alone, and `RankLost` ends
-    an engine, so that requests get `EngineDead`: they never cross.
+def test_there_is_an_error_of_each_class_that_an_engine_raises() -> None:
+    """`Unavailable` is of the front alone, and `RankLost` ends an engine, so that requests get
+    `EngineDead`: they never cross.
     """
     defined = {
         each
-        for module in (core_errors, api_errors)
-        for _, each in inspect.getmembers(module, inspect.isclass)
-        if issubclass(each, Exception) and each.__module__ == module.__name__
+        for _, each in inspect.getmembers(core_errors, inspect.isclass)
+        if issubclass(each, Exception) and each.__module__ == core_errors.__name__
     }
-    inside = {api_errors.ClientGone, api_errors.UpdateUnderWay}
-    inside |= {core_errors.RankLost, core_errors.Unavailable}
+    inside = {core_errors.RankLost, core_errors.Unavailable}
     assert {type(error) for error in ERRORS} == defined - inside
 
 
 def test_an_error_below_a_known_one_crosses_as_that_and_another_one_without_its_text() -> None:
-    known = error_of(sent(error_form(UnsupportedConfig("no such layer")), ErrorForm))
+    known = sent(UnsupportedConfig("no such layer"), core_errors.ForetokenError)
     assert described(known) == described(core_errors.ModelLoadError("no such layer"))
-    other = error_of(sent(error_form(KeyError("secret")), ErrorForm))
+    own = core_errors.QueueFull("full")
+    assert shown_error(own) is own
+    other = shown_error(KeyError("secret"))
     assert described(other) == described(core_errors.ForetokenError("internal error"))
+
+
+def test_an_error_of_a_class_that_is_none_is_refused() -> None:
+    for kind in ("KeyError", "", "x" * 1000):
+        with pytest.raises(WireError, match="unknown class"):
+            error_of(ErrorForm(kind=kind, message="no"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"retry_after": float("nan")}, {"retry_after": "1"}, {"param": 1}, {"num_tokens": -1},
+        {"message": 1}, {"surplus": 1},
+    ],
+)  # fmt: skip
+def test_the_fields_of_an_error_are_of_their_types(wrong: dict[str, Any]) -> None:
+    form: dict[str, Any] = {"kind": "QueueFull", "message": "full"} | wrong
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(packed(form), type=core_errors.ForetokenError, dec_hook=from_msgpack)
 
 
 def test_token_ids_come_back_and_half_of_one_is_refused() -> None:
@@ -217,10 +225,10 @@ def test_token_ids_come_back_and_half_of_one_is_refused() -> None:
         lambda form: form | {"total_time": float("inf")},
         lambda form: form | {"verify_steps": -1},
         lambda form: form | {"closed_early": 1},
+        lambda form: form | {"cache_loss": ["late", 1.0, 2]},
+        lambda form: form | {"cache_loss": ["odd", 1.0]},
     ],
 )
-def test_a_form_is_decoded_strictly(change: Callable[[dict[str, Any]], object]) -> None:
-    plain = msgspec.to_builtins(usage_form(Usage(), NOW))
-    data = msgspec.msgpack.encode(change(plain))
+def test_usage_is_decoded_strictly(change: Callable[[dict[str, Any]], object]) -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(data, type=UsageForm)
+        sent(change(msgspec.to_builtins(Usage())), Usage)

@@ -13,7 +13,6 @@ import pytest
 from foretoken.api.cluster.front import replicas as replicas_of_front
 from foretoken.api.cluster.front.replicas import Replicas
 from foretoken.api.cluster.front.routing import ANSWER_TOKENS, Route
-from foretoken.api.cluster.wire.forms import PoolingForm, error_form
 from foretoken.api.cluster.wire.messages import (
     VERSION,
     Abort,
@@ -41,6 +40,7 @@ from foretoken.core.errors import (
     Unavailable,
 )
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
+from foretoken.core.model.pooling import PoolingSpec
 from foretoken.core.telemetry.observers import EngineObserver
 from foretoken.core.tiers.keys import chain_keys, root_key
 from support.scripted_replica import (
@@ -383,7 +383,7 @@ def test_requests_wait_for_all_replicas_that_are_wanted() -> None:
         ({"page_size": 32}, "its page_size is 32"),
         ({"max_model_len": 99}, "its max_model_len is 99"),
         ({"tokenizer": "ff"}, "its tokenizer is ff"),
-        ({"pooling": PoolingForm(dimensions=8)}, "its pooling is PoolingForm(dimensions=8"),
+        ({"pooling": PoolingSpec(dimensions=8)}, "its pooling is PoolingSpec(dimensions=8"),
         ({"version": VERSION + 1}, f"version {VERSION + 1}"),
     ],
     ids=str,
@@ -565,7 +565,7 @@ def test_a_replica_that_cannot_report_is_left_out_of_reports() -> None:
     async def body() -> None:
         async with front_of(2) as front, replicas_of(front, 2) as (first, second):
             asking = asyncio.create_task(front.cache_info())
-            await first.answer_error(error_form(ForetokenError("not now")))
+            await first.answer_error(ForetokenError("not now"))
             await second.answer(CACHE)
             info = await asking
             assert (info["total_pages"], [each["number"] for each in info["replicas"]]) == (10, [2])

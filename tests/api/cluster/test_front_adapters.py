@@ -16,7 +16,7 @@ from foretoken.api.cluster.front.routing import Route
 from foretoken.api.cluster.replica.front_session import FrontSession
 from foretoken.api.cluster.replica.hosted_engine import HostedEngine
 from foretoken.api.cluster.replica.page_log import PageLog
-from foretoken.api.cluster.wire.forms import WireError, error_form
+from foretoken.api.cluster.wire.forms import WireError
 from foretoken.api.cluster.wire.messages import (
     Answer,
     Call,
@@ -140,7 +140,7 @@ def test_what_one_replica_refuses_none_has() -> None:
             adapters = adapters_of(front)
             loading = asyncio.create_task(adapters.load("sql", FOLDER))
             await loads(good)
-            await bad.answer_error(error_form(ModelLoadError("no adapter_config.json")))
+            await bad.answer_error(ModelLoadError("no adapter_config.json"))
             assert await unloads(good) == await unloads(bad) == 1
             with pytest.raises(ModelLoadError, match="no adapter_config"):
                 await loading
@@ -219,7 +219,7 @@ def test_a_later_replica_serves_the_base_at_once_and_adapters_when_it_has_them()
 
 
 @pytest.mark.parametrize(("answer", "reason"), [
-    (lambda: error_form(ModelLoadError("no such folder")), "the adapter sql: no such folder"),
+    (lambda: ModelLoadError("no such folder"), "the adapter sql: no such folder"),
     (lambda: _facts(OTHERS), "the other replicas have other files"),
 ])  # fmt: skip
 def test_a_later_replica_without_the_adapter_is_lost(

@@ -17,13 +17,7 @@ import pytest
 from foretoken.api.cluster.replica import engine_host, front_session, hosted_engine
 from foretoken.api.cluster.replica.engine_host import EngineHost, RefusedError
 from foretoken.api.cluster.replica.page_log import PART_KEYS, PageLog
-from foretoken.api.cluster.wire.forms import (
-    InvalidRequestForm,
-    PlainErrorForm,
-    QueueFullForm,
-    WireError,
-    ids_form,
-)
+from foretoken.api.cluster.wire.forms import WireError, ids_form
 from foretoken.api.cluster.wire.messages import (
     Audit,
     Beat,
@@ -46,12 +40,13 @@ from foretoken.api.serving.errors import INTERNAL
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
-from foretoken.core.errors import QueueFull
+from foretoken.core.errors import ForetokenError, InvalidRequest, QueueFull
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.transfers import NO_HANDOVER, Handover
 from foretoken.core.tiers.keys import PageKeys, StoredPages
 from support.fake_engine import FakeEngine, ends_of, make_built
 from support.hand_front import SECONDS, HandFront, MemoryLink, submit
+from support.wire_samples import described
 
 PARAMS = SamplingParams(max_tokens=3, seed=0)
 ENDLESS = SamplingParams(max_tokens=200, seed=0)
@@ -429,10 +424,10 @@ def test_a_question_that_fails_is_answered_by_an_error_without_its_text(within) 
             raise RuntimeError("secret")
 
         replica.engine.flush_cache = fail  # type: ignore[method-assign]
-        assert (await front.ask(FlushCache())).error == PlainErrorForm(message=INTERNAL)
+        assert described((await front.ask(FlushCache())).error) == (ForetokenError, INTERNAL, {})
         answer = await front.ask(FlushPrefix(tokens=b"odd"))
-        assert isinstance(answer.error, PlainErrorForm)
-        assert "token ids" in answer.error.message
+        assert type(answer.error) is ForetokenError
+        assert "token ids" in str(answer.error)
 
     within(test)
 
@@ -451,10 +446,10 @@ def test_errors_of_a_request_end_it_alone(within) -> None:
         odd = await front.serve(submit("odd", [5], PARAMS))
         del replica.engine.submit
         good = await front.serve(submit("good", [5], PARAMS))
-        assert full.last.error == QueueFullForm(message="full", retry_after=2.5)
-        assert isinstance(wrong.last.error, InvalidRequestForm)
+        assert described(full.last.error) == (QueueFull, "full", {"retry_after": 2.5})
+        assert isinstance(wrong.last.error, InvalidRequest)
         assert wrong.last.error.param == "regex"
-        assert odd.last.error == PlainErrorForm(message=INTERNAL)
+        assert described(odd.last.error) == (ForetokenError, INTERNAL, {})
         assert (good.last.finish_reason, good.last.error) == ("length", None)
 
     within(test)

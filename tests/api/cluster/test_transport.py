@@ -21,6 +21,8 @@ from foretoken.api.cluster.wire.messages import (
     FromFront,
     FromReplica,
     Leaving,
+    Submit,
+    encode,
 )
 from foretoken.api.cluster.wire.transport import (
     CLUSTER_KEY,
@@ -135,11 +137,15 @@ def test_all_messages_pass_in_their_order(key: str | None) -> None:
             for message in of_replica():
                 assert replica.send(message)
             for message in of_replica():
-                assert await front.receive() == (peer, message)
+                sender, heard = await front.receive()
+                assert isinstance(heard, FromReplica)
+                assert (sender, encode(heard)) == (peer, encode(message))
             for order in of_front():
                 assert front.send(peer, order)
             for order in of_front():
-                assert await replica.receive() == order
+                taken = await replica.receive()
+                assert isinstance(taken, FromFront)
+                assert encode(taken) == encode(order)
 
     run(body())
 
@@ -151,7 +157,9 @@ def test_a_prompt_of_a_million_tokens_passes_in_both_directions() -> None:
     async def body() -> None:
         async with front_of(KEY) as front, connected(front, KEY) as (replica, peer):
             assert front.send(peer, long)
-            assert await replica.receive() == long
+            taken = await replica.receive()
+            assert isinstance(taken, Submit)
+            assert taken.prompt == token_ids
             answer = Answer(call_id=1, result=token_ids)
             assert replica.send(answer)
             assert await front.receive() == (peer, answer)

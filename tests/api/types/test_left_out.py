@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_the_defaults_are_the_numbers_that_they_were() -> None:
     assert five(SamplingParams()) == five(TokenSamplingParams()) == expected
     assert SamplingParams() == SamplingParams(**expected)  # type: ignore[arg-type]
     assert "temperature=1.0, top_p=1.0, top_k=0, " in repr(SamplingParams())
-    assert {*RECOMMENDED, "origin"} == {each.name for each in fields(SamplingDefaults)}
+    assert {*RECOMMENDED, "origin"} == {*SamplingDefaults.__struct_fields__}
     assert set(RECOMMENDED) == set(VALUES)
 
 
