@@ -38,10 +38,16 @@ from foretoken.core.ops.native.build import (
 from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.native.recipe import FLAGS, KERNELS, VARIANT_FLAGS
-from foretoken.core.ops.native.structs.linear import linear, pack_linear
+from foretoken.core.ops.native.structs.linear import (
+    NativeLinear,
+    linear,
+    pack_linear,
+    rough_copy,
+)
 from foretoken.core.ops.weights import HeadLayout
 from support.native_variants import EMULATION
 from support.rope_fixture import Turns
+from support.stored_weights import GROUPED, fitting, stored
 
 AMX = building._NEEDED["amx"]
 SHAPES = [  # [out, in]: whole tiles; less than one; odd; a tile and a bit; many tiles and a bit
@@ -174,6 +180,39 @@ def test_int8_has_the_bits_of_the_kernels_without_the_unit(emulated, shape):
     for count in (1, 7, 8, 16, 17, 32, 33, 40):
         expected = linear(plain, x[:count], theirs, torch.float32)
         assert torch.equal(linear(emulated, x[:count], ours, torch.float32), expected), count
+
+
+def packed_groups(library: NativeLibrary, kind: str, shape: tuple[int, int]) -> NativeLinear:
+    """A weight of a kind whose groups have scales; "rough": one for drafts."""
+    if kind == "rough":
+        return rough_copy(library, pack_linear(library, draw(*shape), draw(shape[0])))
+    weight = stored(kind, fitting(kind, shape))  # type: ignore[arg-type]
+    return pack_linear(library, weight, draw(shape[0]))
+
+
+@pytest.mark.parametrize("kind", [*GROUPED, "rough"])
+def test_groups_have_the_bits_of_the_kernels_without_the_unit(emulated, kind):
+    """Prompts take the unit, fewer rows the vectors: with 1, 2 and 3 threads, 3 and 8 groups."""
+    packed = packed_groups(emulated, kind, (37, 96))
+    x = draw(130, packed.in_features).bfloat16()
+    alone = torch.cat([linear(emulated, some, packed, torch.float32) for some in x.split(7)])
+    for count in range(1, 131):
+        emulated.set_threads(1 + count % 3)
+        together = linear(emulated, x[-count:], packed, torch.float32)
+        assert torch.equal(together, alone[-count:]), count
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4_zero", "int6_k"])
+def test_a_long_prompt_over_groups_has_the_bits_of_its_rows(emulated, kind):
+    """More rows than share what is unpacked, and float32 rows with some that are not finite."""
+    packed = packed_groups(emulated, kind, (70, 160))
+    x = draw(530, packed.in_features)
+    x[40, 3], x[300, 70] = torch.nan, torch.inf
+    alone = torch.cat([linear(emulated, some, packed) for some in x.split(9)])
+    together = linear(emulated, x, packed)
+    assert together[[40, 300]].isnan().all()
+    assert torch.equal(together.nan_to_num(), alone.nan_to_num())
+    assert together.isfinite().all(dim=1).sum() == 528
 
 
 def test_what_is_not_finite_stays_in_its_own_row(emulated):
@@ -450,6 +489,7 @@ def assembly(source: str) -> str:
     ("source", "products"),
     [
         ("linear/linear_amx.c", ["tdpbf16ps", "tdpbsud"]),
+        ("linear/linear_amx_groups.c", ["tdpbsud"]),
         ("attention/attention.c", ["tdpbf16ps", "tdpbssd"]),
     ],
 )
@@ -478,7 +518,7 @@ def test_the_library_for_the_unit_is_whole_and_others_have_none_of_it():
 TRAPPED = """
 import ctypes, sys, torch
 sys.path[:0] = sys.argv[4:]
-from test_amx import HEADS, SHAPES, Rows, draw
+from test_amx import GROUPED, HEADS, SHAPES, Rows, draw, packed_groups
 from foretoken.core.ops.native.build import can_run
 from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.native.structs.linear import linear, pack_linear
@@ -497,6 +537,11 @@ for threads in (1, 3):
                 x = draw(rows, shape[1]).bfloat16()
                 outs = [linear(each, x, packed, torch.float32) for each in (unit, emulated)]
                 assert torch.equal(*outs), (shape, quantize, rows)
+    for kind in GROUPED:
+        packed = packed_groups(unit, kind, (70, 160))
+        x = draw(33, packed.in_features).bfloat16()
+        outs = [linear(each, x, packed, torch.float32) for each in (unit, emulated)]
+        assert torch.equal(*outs), kind
 unit.set_threads(1)
 for shape in HEADS:
     for kv_dtype in ("auto", "int8"):

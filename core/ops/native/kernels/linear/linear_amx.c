@@ -21,6 +21,7 @@ enum {
     HALF = 4 * AMX_COLUMNS,     /* bytes of a step in one tile */
     STRIDE = 4 * PANEL,         /* bytes of a step */
     NEAR = 4096,                /* bytes that few rows fetch ahead; 16 KiB were slower (0.85) */
+    GROUPED_ROWS = 32,          /* from which the unit computes grouped kinds: not timed yet */
 };
 
 typedef struct {
@@ -268,11 +269,13 @@ int ft_amx_suits(const ft_linear_weight *weight, int64_t rows) {
     /* Sums of bytes are exact, so the unit may take int8 over from the row count at which it is
      * faster (measured: 8). bf16 it must take at every row count, for one order of additions. */
     if (weight->kind == FT_LINEAR_INT8) return rows >= 8;
+    if (ft_is_grouped(weight)) return rows >= GROUPED_ROWS;
     return weight->kind == FT_LINEAR_BFLOAT16;
 }
 
 int ft_amx_linear(ft_linear_job *linear, const void *x, int x_dtype) {
     const ft_linear_weight *weight = linear->weight;
+    if (ft_is_grouped(weight)) return ft_amx_groups(linear, x, x_dtype);
     amx_job job = {.job = linear, .x = x, .row_bytes = (int64_t)weight->in_features * 2};
     if (weight->kind == FT_LINEAR_INT8) {
         linear->tile_rows = 1; /* rows one after the other: nothing to interleave */

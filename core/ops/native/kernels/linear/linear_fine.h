@@ -122,11 +122,22 @@ FT_INLINE const char *part_dots(const char *w, const char *x, const int32_t *off
 }
 #endif
 
+/* The sum of a row, and what a part of a group adds to it: `dot` is its product with the values,
+ * `row_sum` the sum of its activations. */
+FT_INLINE vf add_part(vf sum, vf dot, vf scale, vf min, vf row_scale, vf row_sum, const int kind) {
+    if (kind == FT_LINEAR_INT4_ZERO) /* all of them are whole numbers */
+        dot = vf_fma(min, vf_mul(row_sum, vf_set1(-1.0f)), dot);
+    sum = vf_fma(dot, vf_mul(scale, row_scale), sum);
+    return has_min(kind) ? vf_fma(min, vf_mul(row_sum, row_scale), sum) : sum;
+}
+
+/* Whether the sum of a group's activations is needed as such, not times the offset of the values. */
+FT_INLINE int has_sum(const int kind) { return has_min(kind) || kind == FT_LINEAR_INT4_ZERO; }
+
 /* `count` and `kind` are constants. */
 FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const int count,
                           const int kind) {
     const int parts = num_parts(kind), block = block_bytes(kind);
-    const int has_zero = kind == FT_LINEAR_INT4_ZERO, has_sum = has_min(kind) || has_zero;
     const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
     const float *x_scale = job->x_scale + tile->row * job->groups;
     const int32_t *x_offset = job->x_offset + parts * tile->row * job->groups;
@@ -146,22 +157,14 @@ FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const in
 #pragma GCC unroll 2
         for (int part = 0; part < parts; part++) {
             vf dots[MAX_TILE][2];
-            /* The offset is the group's sum where it is needed as such. */
-            x = part_dots(w, x, has_sum ? NULL : x_offset + part, part, count, kind, dots);
+            x = part_dots(w, x, has_sum(kind) ? NULL : x_offset + part, part, count, kind, dots);
 #pragma GCC unroll 12
             for (int r = 0; r < count; r++) {
                 vf row_scale = vf_set1(x_scale[r]), row_sum = vf_set1((float)x_offset[parts * r]);
 #pragma GCC unroll 2
-                for (int half = 0; half < 2; half++) {
-                    if (has_zero) /* all of them are whole numbers */
-                        dots[r][half] = vf_fma(numbers.min[half], vf_mul(row_sum, vf_set1(-1.0f)),
-                                               dots[r][half]);
-                    sum[r][half] = vf_fma(dots[r][half],
-                                          vf_mul(numbers.scale[part][half], row_scale), sum[r][half]);
-                    if (has_min(kind))
-                        sum[r][half] = vf_fma(numbers.min[half], vf_mul(row_sum, row_scale),
-                                              sum[r][half]);
-                }
+                for (int half = 0; half < 2; half++)
+                    sum[r][half] = add_part(sum[r][half], dots[r][half], numbers.scale[part][half],
+                                            numbers.min[half], row_scale, row_sum, kind);
             }
         }
         x_scale += count;

@@ -61,6 +61,9 @@ int ft_amx_suits(const ft_linear_weight *weight, int64_t rows);
 /* What ft_linear does, through the unit. The job's weight, rows, steps, x_steps, groups, panel_bytes
  * and y are set. Returns -1 when there is no memory. */
 int ft_amx_linear(ft_linear_job *job, const void *x, int x_dtype);
+
+/* The same for a weight of a grouped kind and at least 16 rows. */
+int ft_amx_groups(ft_linear_job *job, const void *x, int x_dtype);
 #endif
 
 #endif
