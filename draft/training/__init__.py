@@ -2,7 +2,5 @@
 
 `conversations` reads data, `traffic` records it, `gathering` and `answers` have the target answer
 prompts, `teacher` computes the target's distributions, `students` are the kinds of drafts,
-`new_drafts` writes their files, `trainer` is the training loop, `evaluator` measures. `builtin/` is
-the model pair that comes with the package, ordinary Hugging Face folders; bench/lab/builtin_pair/
-made it.
+`new_drafts` writes their files, `trainer` is the training loop, `evaluator` measures.
 """

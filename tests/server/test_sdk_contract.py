@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import foretoken
 from foretoken import LLM, Completion, InvalidRequest, SamplingParams
+from foretoken.api.build.model_files import BUILTIN
 
 CONTEXT = 512
 OPTIONS = {"kv_tokens": 4096, "max_model_len": CONTEXT, "max_queued": 8, "threads": 1}
 PROMPT = "def fibonacci(n):\n"
 LONG = "import collections\n\n\nclass Queue:\n    def __init__(self, items):\n" * 3
-BUILTIN = Path(foretoken.__file__).parent / "draft" / "training" / "builtin" / "target"
-EOS = json.loads((BUILTIN / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
+TARGET = BUILTIN / "target"
+EOS = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
 EOS = EOS[0] if isinstance(EOS, list) else EOS
 
 VARIED = [

@@ -20,10 +20,11 @@ from foretoken import (
     QueueFull,
     SamplingParams,
 )
+from foretoken.api.build.model_files import BUILTIN
 
 OPTIONS = {"kv_tokens": 4096, "max_model_len": 512, "threads": 1}
 PROMPT = "class Stack:\n    def push("
-BUILTIN = Path(foretoken.__file__).parent / "draft" / "training" / "builtin" / "target"
+TARGET = BUILTIN / "target"
 NAN = float("nan")
 
 BAD = [
@@ -164,7 +165,7 @@ def test_a_missing_folder_is_a_model_load_error(options: dict[str, str]) -> None
 
 
 def test_random_weights_need_a_config_only_and_real_ones_need_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((BUILTIN / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((TARGET / "config.json").read_bytes())
     first, second = ([], [])
     for ids in (first, second):
         with LLM(tmp_path, load_format="random", **OPTIONS) as llm:

@@ -17,6 +17,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 
 from foretoken.api.build import engine_builder as builder
+from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.cli.commands import main
 from foretoken.core.engine.engine import Engine
 from foretoken.core.execution.launch_behind import Finished, launch_behind
@@ -27,12 +28,11 @@ from foretoken.core.interface.request import Delta, Request
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.telemetry.observers import EngineObserver
-from foretoken.draft.training import __file__ as _training
 from foretoken.radix_cache import PrefixCache
 from support.fake_engine import make_built
 from support.scripted_server import END, MARKED, UNMARKED, Tokens
 
-FOLDER = Path(_training).parent / "builtin" / "target"
+FOLDER = BUILTIN / "target"
 CONTEXT = 2**16
 PAGE_SIZE = 16
 ASSISTANT = "<|im_start|>assistant"

@@ -12,7 +12,7 @@ def add_run_flags(parser: Parser) -> None:
         metavar="[MODEL] [PROMPT]",
         nargs="*",
         default=[],
-        help="model, as for serve: a folder, a .gguf file, OWNER/NAME, smollm2 or builtin; and the "
+        help="model, as for serve: a folder, a .gguf file, OWNER/NAME or smollm2; and the "
         "prompt, any other text. Without a prompt and piped input: a conversation",
     )
     _add_answer_flags(parser)

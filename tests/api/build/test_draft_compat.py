@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from foretoken.api.build.drafts import texts_between
+from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import ModelLoadError
-from foretoken.draft import training
 from foretoken.draft.proposers.vocab_check import check_same_tokens
 
 VOCAB = {"a": 0, "b": 1, "c": 2, "ab": 3}
@@ -145,9 +145,6 @@ def test_two_models_without_a_tokenizer_are_taken_at_their_word(tmp_path: Path) 
 def test_a_broken_file_is_a_load_error_that_names_it(tmp_path: Path, content: str) -> None:
     with pytest.raises(ModelLoadError, match="draft: not a tokenizer"):
         check(tmp_path, content)
-
-
-BUILTIN = Path(training.__file__).parent / "builtin"
 
 
 def model(vocab_size: int, **traits: object) -> Any:

@@ -6,12 +6,12 @@ import asyncio
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
 from transformers import AutoModelForCausalLM
 
+from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.certify import certificate, conditions
 from foretoken.api.certify.cases import KINDS
 from foretoken.api.certify.certificate import Certifier
@@ -19,7 +19,6 @@ from foretoken.api.certify.conditions import DRAFTED, LOOK_UPS
 from foretoken.api.certify.records import RecordedRequest
 from foretoken.api.certify.report import markdown
 from foretoken.api.cli import commands
-from foretoken.draft import training
 from support.adapters import write_adapter
 from support.tiny_models import save_tiny
 
@@ -66,7 +65,7 @@ def test_small_pages_and_a_small_pool_make_requests_give_way():
 
 
 def test_requests_with_adapters_and_without_are_compared_together(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(Path(training.__file__).parent / "builtin/target")
+    model = AutoModelForCausalLM.from_pretrained(BUILTIN / "target")
     folders = {name: write_adapter(tmp_path / name, model, seed=len(name)) for name in ("a", "bc")}
     given = tuple(f"{name}={folder}" for name, folder in folders.items())
 

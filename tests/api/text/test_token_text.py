@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.text.token_text import TokenText
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.text.tokenizer_cache import LoadedTokenizer
-from foretoken.draft import training
-
-BUILTIN = Path(training.__file__).parent / "builtin/draft"
 
 
 @pytest.fixture(scope="module")
 def byte_level() -> Tokenizer:
-    return Tokenizer.load(BUILTIN, max_model_len=99)
+    return Tokenizer.load(BUILTIN / "draft", max_model_len=99)
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from pathlib import Path
 
 import pytest
 import torch
 
+from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.model.decoder import Decoder
@@ -15,9 +15,8 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.structs.linear import NativeLinear
-from foretoken.draft import training
 
-FOLDER = Path(next(iter(training.__path__)), "builtin") / "target"
+FOLDER = BUILTIN / "target"
 TOKENS = [1, 700, 13, 2500, 99, 4, 4000, 81, 7, 256]
 
 

@@ -5,7 +5,6 @@ No GPU is there: torch is made to say what one would.
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from foretoken.api.build import engine_builder as building
 from foretoken.api.build import kv_pools
 from foretoken.api.build import target as target_loading
+from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.execution import model_runner as running
@@ -28,10 +28,9 @@ from foretoken.core.ops.machine import device as devices
 from foretoken.core.ops.machine.device import make_stopwatch
 from foretoken.core.ops.triton.linear import tiles
 from foretoken.core.sampling.logits_processors import SampleRow
-from foretoken.draft import training
 from foretoken.draft.control.outcome import NUM_BEST
 
-FOLDER = Path(next(iter(training.__path__)), "builtin") / "target"
+FOLDER = BUILTIN / "target"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
 
