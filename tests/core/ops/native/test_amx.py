@@ -43,6 +43,8 @@ from foretoken.core.ops.weights import HeadLayout
 from support.native_variants import EMULATION
 from support.rope_fixture import Turns
 
+pytestmark = pytest.mark.slow
+
 AMX = building._NEEDED["amx"]
 SHAPES = [  # [out, in]: whole tiles; less than one; odd; a tile and a bit; many tiles and a bit
     (64, 64),
