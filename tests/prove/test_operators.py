@@ -6,13 +6,9 @@ import ast
 from pathlib import Path
 from textwrap import dedent
 
-import pytest
-
 from prove.code import Code
 from prove.operators import Target, generated
 from prove.targets import EQUIVALENT, TARGETS, generated_mutations
-
-pytestmark = pytest.mark.slow
 
 METHOD = '''    @limited(3)
     def find(self, most: int = 3) -> int:
