@@ -63,13 +63,11 @@ def test_sampling_params_take_keywords_only_and_no_unknown_ones() -> None:
         SamplingParams(temprature=1)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    "prompt", ["", [10**9], [-1], 3, None, [True], ["a", 3]], ids=lambda prompt: repr(prompt)
-)
-def test_a_bad_prompt_is_an_invalid_request(llm: LLM, prompt: object) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        llm.generate(prompt, short())  # type: ignore[arg-type]
-    assert caught.value.param == "prompt"
+def test_a_bad_prompt_is_an_invalid_request(llm: LLM) -> None:
+    for prompt in ("", b"x", 3, None, [10**9], [-1], [True], [5, 1.5], ["a", 3], ["a", None]):
+        with pytest.raises(InvalidRequest) as caught:
+            llm.generate(prompt, short())  # type: ignore[arg-type]
+        assert caught.value.param == "prompt", prompt
 
 
 @pytest.mark.parametrize("conversation", [[{"role": "user"}], [{"content": "x"}], [3]], ids=str)
@@ -91,22 +89,7 @@ def test_one_bad_prompt_of_a_list_fails_the_call_and_not_the_next(llm: LLM) -> N
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("kv_token", 1),
-        ("device", "tpu"),
-        ("dtype", "int3"),
-        ("speculation", "x"),
-        ("kv_tokens", -1),
-        ("page_size", 0),
-        ("max_running", 0),
-        ("threads", "x"),
-        ("exact", "yes"),
-        ("kv_memory", "4 apples"),
-        ("quantize", "int3"),
-        ("verify", "rejection"),
-        ("kv_cache_dtype", "fp4"),
-    ],
+    ("option", "value"), [("kv_token", 1), ("device", "tpu"), ("kv_tokens", -1)]
 )
 def test_a_bad_option_names_itself(option: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match=option) as caught:

@@ -20,7 +20,7 @@ BAD_OPTIONS: list[tuple[str, object]] = [
     ("dtype", "int3"), ("quantize", "int3"), ("kv_cache_dtype", "fp4"), ("page_size", 0),
     ("kv_tokens", 0), ("kv_tokens", 1.5), ("kv_memory", "much"), ("kv_memory", "9" * 400),
     ("kv_memory", 0), ("kv_memory", True), ("max_model_len", 1), ("max_batch_tokens", 1),
-    ("max_running", 0), ("max_queued", -1), ("max_priority", -1), ("threads", 0),
+    ("max_running", 0), ("max_queued", -1), ("max_priority", -1), ("threads", 0), ("threads", "x"),
     ("kv_events", 5), ("kv_events", "5557"), ("kv_events", "http://127.0.0.1:5557"),
     ("kv_events", "tcp://127.0.0.1"), ("kv_events", "tcp://:5557"), ("kv_events", "tcp://h:99999"),
     ("kv_events", "tcp://127.0.0.1:5557/x"), ("kv_events", "tcp://127.0.0.1:65535"),
