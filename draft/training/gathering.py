@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from .answers import AnswerOptions, AnswerStore, answer_prompts
 from .conversations import Conversation
 from .new_drafts import Target
 from .records import Record
+from .status_line import status_line
 
 Regenerate: TypeAlias = Literal["auto", "on", "off"]
 ANSWERS = "answers.jsonl"
@@ -79,7 +79,7 @@ def _generate(
     store = AnswerStore(work / ANSWERS)
     prompts = [conversation.tokens for conversation in asked]
     limit = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    with _bar(len(prompts), len(store)) as show:
+    with _showing(len(prompts), len(store)) as show:
 
         def goes_on(record: Record) -> bool:
             show(record)
@@ -95,20 +95,16 @@ def _generate(
 
 
 @contextmanager
-def _bar(total: int, done: int) -> Iterator[Callable[[Record], None]]:
-    """Show a progress bar on a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda record: None  # noqa: ARG005 - nothing to show it on
-        return
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    with tqdm(total=total, initial=min(done, total), unit="answer", desc="answering") as bar:
+def _showing(total: int, done: int) -> Iterator[Callable[[Record], None]]:
+    """Show on a terminal how many prompts are answered."""
+    with status_line() as show:
         began, count = time.monotonic(), 0
 
-        def show(record: Record) -> None:
-            nonlocal count
+        def note(record: Record) -> None:
+            nonlocal count, done
             count += record.num_answer_tokens
-            bar.update()
-            bar.set_postfix_str(f"{count / max(time.monotonic() - began, 1e-9):.0f} tokens/s")
+            done += 1
+            rate = count / max(time.monotonic() - began, 1e-9)
+            show(f"{min(done, total)} of {total} answers, {rate:.0f} tokens/s")
 
-        yield show
+        yield note

@@ -23,6 +23,7 @@ from ..proposers.gap_model import FIRST_NUMBERS
 from .conversations import Conversation, Shuffler, answer_pairs, frequent_ids, split
 from .evaluator import TEMPERATURES, Acceptance, Evaluator, fit_gaps
 from .new_drafts import Kind, Shape, Target, make_student, save_student
+from .status_line import status_line
 from .students import Student
 from .teacher import Teacher
 
@@ -151,7 +152,7 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train until the budget is spent or Ctrl-C; the folder then holds the best draft."""
-        with self._stopping_gently(), self._bar() as show:
+        with self._stopping_gently(), self._showing() as show:
             saved = logged = time.monotonic()
             losses: list[float] = []
             while self.done < 1 and not self._stopped:
@@ -283,22 +284,17 @@ class Trainer:
             log.write(json.dumps(line) + "\n")
 
     @contextmanager
-    def _bar(self) -> Iterator[Callable[[float], None]]:
-        """Show a progress bar on a terminal, else a line in the program's log now and then."""
-        if not sys.stderr.isatty():
-            yield lambda loss: logger.debug("loss %.3f", loss)
-            return
-        from tqdm import tqdm  # type: ignore[import-untyped]
+    def _showing(self) -> Iterator[Callable[[float], None]]:
+        """Show the progress on a terminal, and each loss in the program's log."""
+        with status_line() as show:
 
-        with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {postfix}") as bar:
-
-            def show(loss: float) -> None:
-                bar.n = round(min(1.0, self.done) * 100, 1)
+            def note(loss: float) -> None:
+                logger.debug("loss %.3f", loss)
                 rate = self.progress.tokens / max(self.progress.seconds, 1e-9)
-                best = self.progress.best
-                bar.set_postfix_str(f"loss {loss:.3f}, {rate:.0f} tokens/s, best {best:.2f}")
+                done, best = min(1.0, self.done), self.progress.best
+                show(f"{done:.1%}, loss {loss:.3f}, {rate:.0f} tokens/s, best {best:.2f}")
 
-            yield show
+            yield note
 
     def _report(self) -> Outcome:
         """Measure what was kept, fit the gap models of its candidates, and write both down."""

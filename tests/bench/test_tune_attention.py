@@ -17,6 +17,8 @@ from foretoken.bench.lab.gpu import tune_attention
 from foretoken.bench.lab.gpu.tune_attention import Case, Scene, choices
 from foretoken.core.ops.triton.attention.launch import NARROW, WIDE, AttentionLaunch
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 # Wherever transformers is installed.
 WITH_TRANSFORMERS = {"tokenizers", "huggingface_hub", "tqdm", "yaml", "h11"}

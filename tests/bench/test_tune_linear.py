@@ -12,6 +12,8 @@ import torch
 from foretoken.bench.lab.gpu import tune_linear
 from foretoken.core.ops.triton.linear.tiles import linear_launch, linear_tiles
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_plan_is_printed_without_triton_or_a_gpu() -> None:
     code = (

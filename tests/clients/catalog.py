@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
-ENVIRONMENTS = HERE.parent.parent / ".venv-clients"  # made by `make test`
+ENVIRONMENTS = HERE.parent.parent / ".venv-clients"  # made by `make test-rest`
 NODE_MODULES = HERE / "js" / "node_modules"
 RUN_SECONDS = 120.0
 # A developer's own keys and addresses must not reach these clients.
@@ -55,11 +55,11 @@ class Client:
         """Why it cannot run on this machine, or nothing."""
         if self.environment:
             is_there = (ENVIRONMENTS / ".done").is_file()
-            return "" if is_there else f"{ENVIRONMENTS.name} is not installed: run make test"
+            return "" if is_there else f"{ENVIRONMENTS.name} is not installed: run make test-rest"
         if shutil.which("node") is None:
             return "node is not installed"
         is_there = (NODE_MODULES / ".done").is_file()
-        return "" if is_there else "npm has not installed the clients: run make test"
+        return "" if is_there else "npm has not installed the clients: run make test-rest"
 
 
 CLIENTS = (

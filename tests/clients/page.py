@@ -28,7 +28,7 @@ HEAD = """# Clients
 These clients work with foretoken by their base URL alone. `PYTHONPATH=tests python -m
 clients.page` writes this page: it runs each client in a process of its own against a real server
 whose model gives scripted answers (`tests/support/scripted_server.py`), and for images and
-scores against tiny models that see and rank. `make test` runs them again and fails if this table is
+scores against tiny models that see and rank. `make test-rest` repeats it and fails if the table is
 not true. The client's script (`tests/clients/`) shows under the name of a feature what is asserted;
 a feature that fails is in bold.
 

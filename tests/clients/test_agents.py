@@ -42,10 +42,13 @@ STRICT = """{%- for m in messages -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
 """
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("node") is None or not (AGENTS / ".done").is_file(),
-    reason="npm has not installed the agents: run make test",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        shutil.which("node") is None or not (AGENTS / ".done").is_file(),
+        reason="npm has not installed the agents: run make test-rest",
+    ),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import pytest
 from clients.catalog import CLIENTS, Client, Urls, run_client
 from clients.page import PAGE, pointing, row, servers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def urls() -> Iterator[Urls]:

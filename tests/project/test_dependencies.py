@@ -76,20 +76,27 @@ SPEAK_HTTP = {"remote", "reference"}  # modules of the command line
 
 
 BARE = """
-import importlib, sys
+import contextlib, importlib, io, sys
 
-def import_all(names, extras):
-    for extra in extras:
-        sys.modules[extra] = None  # importing it fails, as where it is not installed
+def check(names, absent):
+    for each in absent:
+        sys.modules[each] = None  # importing it fails, as where it is not installed
     for name in names:
         importlib.import_module(name)
-    assert importlib.import_module("foretoken.api.cli").main
+    main = importlib.import_module("foretoken.api.cli").main
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(["serve", "builtin"]) == 2
+    [line] = said.getvalue().splitlines()
+    assert "needs the extra server: pip install 'foretoken[server]'" in line, line
+    from foretoken import LLM, SamplingParams
+    with LLM("builtin", draft="none", device="cpu") as llm:
+        assert llm.generate("def add", SamplingParams(max_tokens=4)).token_ids
 """
 
 
-def test_all_that_names_no_extra_is_imported_without_the_extras() -> None:
-    """A plain installation has the dependencies alone, and `make serve` needs no more."""
-    extras = {*OPTIONAL}
+def test_without_extras_and_the_server_all_else_is_imported_and_the_sdk_answers() -> None:
+    """Without its packages a command of the server says so in one line."""
+    extras = {*OPTIONAL, "uvicorn", "starlette", "uvloop"}
     extras |= {"httpx", "openai", "jsonschema", "pytest", "hypothesis", "schemathesis"}
     names = []
     for package in ("radix_cache", "core", "draft", "api"):
@@ -100,7 +107,7 @@ def test_all_that_names_no_extra_is_imported_without_the_extras() -> None:
             if not needs_extra and module.name != "__main__":
                 names.append(".".join(("foretoken", *module.parts)).removesuffix(".__init__"))
     assert "foretoken.api.cli.flags" in names
-    code = f"{BARE}\nimport_all({names!r}, {sorted(extras)!r})"
+    code = f"{BARE}\ncheck({names!r}, {sorted(extras)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -187,30 +194,6 @@ def test_a_plain_installation_serves_and_leaves_newer_versions_to_its_user() -> 
         assert plain.marker == bounded.marker
 
 
-def test_without_its_packages_a_command_of_the_server_says_so_in_one_line() -> None:
-    blocked = "import sys; sys.modules.update(uvicorn=None, starlette=None, uvloop=None);"
-    run = "from foretoken.api.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", blocked + run, "serve", "builtin"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1
-    assert "needs the extra server: pip install 'foretoken[server]'" in done.stderr
-
-
-SDK = """
-import sys
-sys.modules.update(uvicorn=None, starlette=None, uvloop=None)
-from foretoken import LLM, SamplingParams
-with LLM("builtin", draft="none", device="cpu") as llm:
-    assert llm.generate("def add", SamplingParams(max_tokens=4)).token_ids
-"""
-
-
-def test_the_sdk_needs_nothing_of_the_server() -> None:
-    done = subprocess.run([sys.executable, "-c", SDK], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_every_folder_of_code_is_packed() -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
     folders = {
@@ -223,7 +206,7 @@ def test_every_folder_of_code_is_packed() -> None:
 
 def test_every_extra_is_explained_where_it_is_installed() -> None:
     page = (ROOT / "docs/install.md").read_text("utf-8")
-    extras = PROJECT["optional-dependencies"].keys() - {"test"}
+    extras = PROJECT["optional-dependencies"].keys() - {"test", "test-rest"}
     assert [name for name in extras if f"\n| `{name}` |" not in page] == []
 
 

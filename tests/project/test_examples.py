@@ -22,7 +22,7 @@ from support.server_process import Server, running
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PAGE = EXAMPLES / "web_page" / "index.html"
-CLIENTS = sorted((ROOT / ".venv-clients").glob("*/bin/python"))  # made by `make test`
+CLIENTS = sorted((ROOT / ".venv-clients").glob("*/bin/python"))  # made by `make test-rest`
 PACKAGES = {"langchain_chat": "langchain_openai", "openai_agents": "agents"}
 SECONDS = 120
 
@@ -79,6 +79,7 @@ def test_a_shared_system_prompt_is_computed_once(server: Server) -> None:
     assert int(rate[1]) >= 90
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PACKAGES))
 def test_an_example_with_a_package_of_others_runs(name: str, server: Server) -> None:
     for python in CLIENTS:
@@ -86,7 +87,7 @@ def test_an_example_with_a_package_of_others_runs(name: str, server: Server) -> 
             out = run(python, name, server)
             assert "look_outside" in out or "rain, seen to the" in out
             return
-    pytest.skip(f"{PACKAGES[name]} is not installed in .venv-clients; `make test` does that")
+    pytest.skip(f"{PACKAGES[name]} is not installed in .venv-clients; `make test-rest` does that")
 
 
 # -- the web page -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from prove.mutation import Mutation
 from prove.run import Outcome, Verdict, _outcome, prove
 from prove.workplace import TestRun, Workplace
 
-pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+pytestmark = [pytest.mark.skipif(shutil.which("git") is None, reason="needs git"), pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "pyproject.toml": (ROOT / "pyproject.toml").read_text(encoding="utf-8"),  # pytest's options

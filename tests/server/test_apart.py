@@ -21,6 +21,8 @@ from support.forked import code, command, run_forked
 from support.plain_http import get, metrics, opened, post
 from support.server_process import Server, free_port, front_at, running, start_replica
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--kv-tokens", "8192", "--max-model-len", "4096", "--threads", "1"]
 NIXL = ["--kv-transfer", "nixl"]
 SECRET = {"FORETOKEN_CLUSTER_KEY": "a secret of these tests"}

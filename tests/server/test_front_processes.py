@@ -27,6 +27,8 @@ from support.server_process import (
     start_replica,
 )
 
+pytestmark = pytest.mark.slow
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SHARED = "import sys\n\n\nclass Queue:\n    def __init__(self):\n"
 TOOL = {

@@ -18,6 +18,8 @@ from support.forked import Forked, command, run_forked
 from support.plain_http import get, metrics, post
 from support.server_process import Server, free_port, running
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--kv-tokens", "1024", "--max-model-len", "512", "--threads", "1"]
 PROMPT = "def quicksort(items):\n" * 20
 SIZE = "32MiB"

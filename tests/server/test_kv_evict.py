@@ -11,6 +11,8 @@ from support.forked import command, run_forked
 from support.plain_http import get, post
 from support.server_process import Server, running
 
+pytestmark = pytest.mark.slow
+
 FLAGS = ["--kv-evict", "window:256", "--kv-tokens", "2048", "--threads", "1"]
 PROMPT = "def quicksort(items):\n"
 

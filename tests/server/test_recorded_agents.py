@@ -12,6 +12,8 @@ from foretoken import bench
 from foretoken.bench import serve
 from support.server_process import running
 
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 RECORDINGS = Path(bench.__file__).parent / "recordings"
 PAGE = 16

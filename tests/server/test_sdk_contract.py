@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from foretoken import LLM, Completion, InvalidRequest, SamplingParams
+from foretoken import LLM, Completion, SamplingParams
 from foretoken.api.build.model_files import BUILTIN
 
 CONTEXT = 512
@@ -90,11 +90,6 @@ def test_a_list_of_one_gives_a_list_and_an_empty_list_an_empty_one(llm: LLM) -> 
 def test_a_list_of_params_belongs_to_the_prompts_in_order(llm: LLM) -> None:
     outs = llm.generate([PROMPT] * 3, [greedy(max_tokens=count) for count in (3, 1, 5)])
     assert [len(out.token_ids) for out in outs] == [3, 1, 5]
-
-
-def test_a_list_of_params_of_another_length_is_an_error(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest):
-        llm.generate([PROMPT] * 3, [greedy(), greedy()])
 
 
 def test_more_prompts_than_may_wait_are_still_answered(llm: LLM) -> None:
@@ -197,24 +192,13 @@ def test_prompt_logprobs_have_a_row_for_every_prompt_token_but_the_first(llm: LL
         assert all(row.logprob <= 0 for row in rows)
 
 
-def test_a_stop_string_cuts_the_text_before_it_and_is_the_reason(
-    llm: LLM, base: Completion
-) -> None:
-    stop = base.text[len(base.text) // 2 :][:3]
-    out = llm.generate(PROMPT, greedy(stop=["\0never\0", stop]))
-    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
-    assert out.text == base.text[: base.text.index(stop)]
-    assert out.token_ids == base.token_ids[: len(out.token_ids)]
-    assert out.usage.completion_tokens == len(out.token_ids)
-    assert llm.generate(PROMPT, greedy(stop=stop)).text == out.text
-
-
 def test_a_stop_token_id_ends_the_answer_and_is_the_reason(llm: LLM, base: Completion) -> None:
     stop = base.token_ids[6]
     at = base.token_ids.index(stop)
     out = llm.generate(PROMPT, greedy(stop_token_ids=[stop]))
     assert (out.finish_reason, out.stop_reason) == ("stop", stop)
-    assert out.token_ids in (base.token_ids[:at], base.token_ids[: at + 1])
+    assert out.token_ids == base.token_ids[: at + 1]
+    assert out.usage.completion_tokens == at + 1
     assert base.text.startswith(out.text)
 
 

@@ -39,9 +39,12 @@ PARAMS = [
 OPTIONS = {"kv_tokens": 8192, "dtype": "float32", "threads": 1}
 SERVED = ("--tp", "2", "--dtype", "float32", "--kv-tokens", "16384", "--threads", "1")
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get(FRONT) == "1", reason="ranks are children of the process that computes"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get(FRONT) == "1", reason="ranks are children of the process that computes"
+    ),
+    pytest.mark.slow,
+]
 
 
 def workers(pid: int) -> list[int]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+from _pytest.mark import ParameterSet
+
 from foretoken.core.ops.native import Variant, variants
 from foretoken.core.ops.native import build as building
 from foretoken.core.ops.native.build import can_run
@@ -13,12 +16,18 @@ EMULATION = Path(__file__).parents[1] / "core" / "ops" / "native" / "amx_emulate
 building.EMULATION = EMULATION  # whoever imports this module has the variant "amx-emulated"
 
 
-def every_variant() -> tuple[Variant, ...]:
+def every_variant() -> list[ParameterSet]:
     """Return this machine's variants, and the emulated matrix unit wherever it can be compiled.
 
-    Where the environment names a variant (`make test-avx2`) that one alone: `make test` has them
-    all.
+    All but the fastest are `slow`: `make test` compiles and runs that one alone. Where the
+    environment names a variant (`make test-avx2`), it is the only one.
     """
     every = (*variants(), "amx-emulated") if can_run("amx-emulated") else variants()
     named = os.environ.get(building.SETTING, "auto")
-    return every if named == "auto" else tuple(each for each in every if each == named)
+    if named != "auto":
+        return [pytest.param(each) for each in every if each == named]
+    return [_others(each) if each != every[0] else pytest.param(each) for each in every]
+
+
+def _others(variant: Variant) -> ParameterSet:
+    return pytest.param(variant, marks=pytest.mark.slow)

@@ -12,9 +12,8 @@ import errno
 import logging
 import os
 import struct
+import zlib
 from collections.abc import Iterator
-
-import xxhash
 
 from ..keys import KEY_BYTES, TAG_BYTES
 from .slotted_store import Entry
@@ -22,7 +21,7 @@ from .store_folder import INDEX, StoreFolder, refused
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 LEAST_PAGES = 64
 SLAB_BYTES = 256 << 20
 BLOCK = 4096  # of the file system: no two pages share one
@@ -150,7 +149,7 @@ class SlabFiles:
         """Write a page; return its checksum."""
         slab, start = self._place(slot)
         _write(slab, page, start)
-        return xxhash.xxh3_64_intdigest(page)
+        return zlib.crc32(page)
 
     def read(self, slot: int, into: memoryview) -> int | None:
         """Read a page; return its checksum, None where the slab ends early."""
@@ -161,7 +160,7 @@ class SlabFiles:
             if not count:
                 return None
             num_read += count
-        return xxhash.xxh3_64_intdigest(into)
+        return zlib.crc32(into)
 
     def write_entry(self, slot: int, entry: Entry) -> None:
         """Write the entry of a slot."""
@@ -202,7 +201,7 @@ def _header(fingerprint: bytes, page_bytes: int, per_slab: int) -> bytes:
 
 
 def _checksum(data: bytes) -> bytes:
-    return _CHECK.pack(xxhash.xxh3_64_intdigest(data))
+    return _CHECK.pack(zlib.crc32(data))
 
 
 def _write(file: int, data: memoryview, start: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 from pathlib import Path
@@ -303,6 +304,13 @@ def shown(capsys, *args: str) -> str:
         commands.main([*args])
     assert exited.value.code == 0
     return capsys.readouterr().out
+
+
+def test_every_command_flag_and_argument_has_a_help_text() -> None:
+    [group] = [a for a in commands._parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    actions = {f"{name} {a.dest}": a for name, of in group.choices.items() for a in of._actions}
+    actions |= {each.dest: each for each in group._choices_actions}
+    assert [name for name, action in actions.items() if not action.help] == []
 
 
 @pytest.mark.parametrize("command", ["serve", "run", "chat"])

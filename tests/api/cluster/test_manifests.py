@@ -67,6 +67,7 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
+@pytest.mark.slow  # needs Ray
 @pytest.mark.filterwarnings("ignore")  # of Ray
 @pytest.mark.parametrize("target", ["ray-serve", "kuberay"])
 def test_serve_configs_pass_rays_own_schema(target: str, policy: None) -> None:

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     from foretoken.api.cluster import ray_app
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"), pytest.mark.slow]
 
 
 def plan(least: int, most: int) -> ReplicaPlan:

@@ -127,15 +127,6 @@ def test_a_stop_string_over_several_tokens_ends_the_answer_before_it(llm, say, e
     assert (out.finish_reason, out.stop_reason) == ("stop", "Stop here")
 
 
-def test_a_stop_token_that_the_caller_named_is_counted_and_has_no_text(llm, say, tokenizer):
-    say("hello world")
-    *said, stop = tokenizer.encode_word("hello world")
-    out = llm.generate("x", SamplingParams(stop_token_ids=[stop]))
-    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
-    assert out.token_ids == [*said, stop]
-    assert out.text == tokenizer.decode(said) != "hello world"
-
-
 def test_streamed_texts_add_up_to_the_whole_and_each_step_is_one_delta(run, say, engine):
     say("zażółć, 東京 and 😀. The end.")
     engine.tokens_per_step = 2
@@ -241,17 +232,6 @@ def test_the_engine_is_told_what_the_parameters_say(built, llm, engine, tokenize
     assert second.deadline is None
 
 
-def test_logprobs_come_per_token_and_prompt_logprobs_per_prompt_token(llm):
-    out = llm.generate(
-        [5, 6, 7], SamplingParams(max_tokens=2, seed=0, logprobs=1, prompt_logprobs=0)
-    )
-    assert [each.token_id for each in out.logprobs] == out.token_ids
-    assert out.logprobs[0].top == ((5, -0.25),)
-    first, *rest = out.prompt_logprobs
-    assert first is None
-    assert [each.token_id for each in rest] == [6, 7]
-
-
 def test_chat_puts_the_conversation_into_the_models_format(llm, engine, tokenizer):
     talk = [{"role": "user", "content": "hi"}]
     llm.chat(talk, FOUR)
@@ -270,15 +250,6 @@ def test_a_conversation_that_the_template_refuses_is_an_invalid_request(llm, mes
         llm.chat(messages, FOUR)
     assert info.value.param == param
     assert llm.generate([5], FOUR).finish_reason == "length", "only that request failed"
-
-
-@pytest.mark.parametrize(
-    "prompt", [5, b"x", ["a", None], [5, "a"], [5, 1.5], [5, True], [-1], [10**6]]
-)
-def test_a_prompt_of_the_wrong_kind_is_an_invalid_request(llm, prompt):
-    with pytest.raises(InvalidRequest) as info:
-        llm.generate(prompt, FOUR)
-    assert info.value.param == "prompt"
 
 
 def test_a_revision_is_of_a_model_of_the_hub(monkeypatch):
@@ -306,14 +277,6 @@ def test_parameters_and_ids_must_match_the_prompts(llm):
         llm.generate([[5], [6]], FOUR, request_id="a")
     with pytest.raises(InvalidRequest, match="SamplingParams"):
         llm.generate([5], {"max_tokens": 4})
-
-
-def test_an_unknown_option_is_named(built):
-    with pytest.raises(InvalidRequest, match="kv_tokns") as info:
-        AsyncLLM(kv_tokns=5)
-    assert info.value.param == "kv_tokns"
-    with pytest.raises(InvalidRequest, match="page_size"):
-        LLM(page_size=0)
 
 
 def test_leaving_a_stream_early_aborts_the_request(run, engine):
@@ -463,20 +426,6 @@ def test_an_llm_that_is_dropped_or_left_open_at_exit_ends_quietly(built, engine)
     gc.collect()
     assert engine.draining, "closed"
     assert not [t for t in threading.enumerate() if t.name == "foretoken-loop"]
-
-
-def test_llm_serves_several_threads(llm):
-    outs = [None] * 8
-
-    def ask(index):
-        outs[index] = llm.generate([index + 5], FOUR).token_ids
-
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert outs == [[index + 5] * 4 for index in range(8)]
 
 
 def test_llm_streams_to_a_plain_loop_and_leaving_it_aborts(llm, engine):

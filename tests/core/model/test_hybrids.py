@@ -33,7 +33,7 @@ from support.checkpoints import (
 from support.float64_reference import Exact
 from support.greedy_streams import generate, greedy, random_ids
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])

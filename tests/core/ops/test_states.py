@@ -83,7 +83,7 @@ SMALL_KINDS: dict[str, Callable[[], Weights]] = {
 }
 
 
-@pytest.fixture(params=["torch", "triton", *every_variant()])
+@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.slow), *every_variant()])
 def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     torch.manual_seed(0)
     if request.param == "torch":

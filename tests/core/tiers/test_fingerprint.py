@@ -156,6 +156,13 @@ def test_bits_shape_and_dtype_of_a_tensor_matter_and_its_strides_do_not() -> Non
     assert digest_of(("a", plain.clone().requires_grad_())) == digest_of(("a", plain))
 
 
+def test_every_byte_of_a_large_tensor_matters() -> None:
+    different = [torch.zeros(200_001, dtype=torch.uint8) for _ in range(4)]
+    for each, place in zip(different, (0, 70_000, 200_000), strict=False):
+        each[place] = 1
+    assert len({digest_of(("a", each)) for each in different}) == len(different)
+
+
 def test_every_part_of_a_quantised_weight_matters() -> None:
     weight = quantize_weight(torch.arange(128.0).view(2, 64), "int4")
     scale, factor = weight.scale, torch.ones(2, 1)

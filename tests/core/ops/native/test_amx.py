@@ -49,6 +49,8 @@ from support.native_variants import EMULATION
 from support.rope_fixture import Turns
 from support.stored_weights import GROUPED, fitting, stored
 
+pytestmark = pytest.mark.slow
+
 AMX = building._NEEDED["amx"]
 SHAPES = [  # [out, in]: whole tiles; less than one; odd; a tile and a bit; many tiles and a bit
     (64, 64),

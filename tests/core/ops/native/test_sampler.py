@@ -28,6 +28,7 @@ from foretoken.core.sampling.verifier import (
     VerifyRequest,
 )
 from support.draft_trees import tree_of
+from support.native_variants import every_variant
 from support.sampling_rows import (
     PROMPT_LEN,
     Countdown,
@@ -51,7 +52,7 @@ def sampler_of(variant: Variant) -> NativeSampler:
     return NativeSampler(library)
 
 
-@pytest.fixture(params=variants(), scope="module")
+@pytest.fixture(params=every_variant(), scope="module")
 def sampler(request: pytest.FixtureRequest) -> NativeSampler:
     return sampler_of(request.param)
 
@@ -95,6 +96,7 @@ def test_big_vocabularies_draw_what_torch_draws(sampler: NativeSampler, spread: 
     assert sampler.sample(logits, rows) == ORACLE.sample(logits, rows)
 
 
+@pytest.mark.slow  # compiles all variants
 def test_all_variants_draw_the_same_tokens() -> None:
     rows = [row_of(seed, **cut) for seed, cut in enumerate(CUTS * 25)]
     logits = logits_of(len(rows), 3001)

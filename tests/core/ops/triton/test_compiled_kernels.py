@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 
 from foretoken.core.ops.triton.attention.launch import NARROW
 
+pytestmark = pytest.mark.slow
+
 SHARED_BYTES = 228 * 2**10  # of a multiprocessor; a block may use all but the 1 KiB set aside
 SET_ASIDE = 2**10  # of each block
 REGISTERS = 2**16
