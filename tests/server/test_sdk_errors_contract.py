@@ -24,8 +24,7 @@ from foretoken.api.build.model_files import BUILTIN
 from support.bounds import BAD_FOR_THE_ENGINE
 
 OPTIONS = {"kv_tokens": 4096, "max_model_len": 512, "threads": 1}
-PROMPT = "class Stack:
-    def push("
+PROMPT = "class Stack:\n    def push("
 TARGET = BUILTIN / "target"
 
 
