@@ -43,6 +43,8 @@ IN_WHEEL = (
     "core/*.c",
     "core/*.h",
     "api/*.html",
+    "api/*.css",
+    "api/*.js",
     "draft/training/builtin",
     ":!*.gitignore",
 )
