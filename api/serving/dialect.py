@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from ...core.errors import InvalidRequest
 from ..types.fields import name_as_given
@@ -189,7 +189,7 @@ class Endpoints:
             yield operation
 
     @property
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[BaseRoute]:
         """The routes, in the order of the methods."""
         return [
             Route(each.path, getattr(self, name), methods=[each.method])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from foretoken.draft.sources.names import DRAFTERS
 from support.browser import chromium, needs_browser
 from support.plain_http import post
 from support.server_process import running, running_front
@@ -136,7 +137,7 @@ def test_answers_go_back_by_their_token_ids_and_those_that_are_refused_as_text(
     (said,) = [each for each in bodies[-1]["messages"] if each["role"] == "assistant"]
     assert said["content"] == "One."
     assert said["token_ids"]
-    page.evaluate("chat.messages[1].ids = [0]")
+    page.evaluate("import('./ui/chat.js').then(page => { page.chat.messages[1].ids = [0]; })")
     say(page, "Three.")
     refused, taken = [[each.get("token_ids") for each in body["messages"]] for body in bodies[-2:]]
     assert refused[1] == [0]
@@ -181,7 +182,9 @@ def test_markdown_becomes_nodes(open_page: Open) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == "print('*x*')"
 
 
-FUZZ = r"""() => {
+FUZZ = r"""async () => {
+  const { markdown } = await import("./ui/markdown.js");
+  const { painter } = await import("./ui/answer.js");
   const marks = "xz*_`~#>-+|[]!\\\n\n  ", lost = [];
   let state = 7;
   const next = below => (state = state * 48271 % 2147483647) % below;
@@ -226,10 +229,47 @@ def test_drafted_tokens_are_coloured_named_and_the_colours_can_be_off(open_page:
     names = page.locator("#legend .names").inner_text()
     titles = {each.get_attribute("title") for each in page.locator(".content mark").all()}
     assert {f"drafted by {name}" for name in re.findall("radix|suffix|ngram|lm", names)} == titles
+    look = "mark => [mark.className, getComputedStyle(mark).textDecorationStyle].join()"
+    looks = {page.evaluate(look, each) for each in page.locator(".content mark").element_handles()}
+    assert len(looks) == len(titles), "a drafter has one colour and one pattern"
     text = told(page)
     page.uncheck("#colours")
     assert page.locator(".content mark").count() == 0
     assert told(page) == text
+
+
+def test_an_answer_has_a_table_of_its_tokens_by_drafter(open_page: Open) -> None:
+    page = open_page()
+    say(page, "value = value + 1\n" * 30)
+    table = page.locator(".by-drafter table")
+    assert table.is_hidden()
+    page.locator(".by-drafter summary").click()
+    assert table.locator("thead th").all_inner_texts() == [
+        "Drafter", "Tokens", "Share", "What it is",
+    ]  # fmt: skip
+    rows = {
+        row.locator("th").inner_text(): row.locator("td").all_inner_texts()
+        for row in table.locator("tbody tr").all()
+    }
+    own = rows.pop("the model itself")
+    total = int(own[0]) + sum(int(tokens) for tokens, *_ in rows.values())
+    assert f"{total} tokens" in page.locator(".cost").inner_text()
+    assert {name: about for name, (*_, about) in rows.items()} == {
+        name: DRAFTERS[name] for name in rows
+    }
+
+
+def test_nodes_of_closed_blocks_stay_while_an_answer_grows(open_page: Open) -> None:
+    page = open_page()
+    page.check("input[value=off]", force=True)
+    send(page, f"[[First.\n\nSecond.\n\n{LONG}]]")
+    page.locator(".content p").nth(2).wait_for()
+    first = page.locator(".content p").first.element_handle()
+    lines = page.locator(".content br").count()
+    page.locator(".content br").nth(lines + 8).wait_for(state="attached")
+    assert first.evaluate("node => node.isConnected")
+    page.keyboard.press("Escape")
+    answered(page)
 
 
 # -- stop, errors, limits -------------------------------------------------------------------------
@@ -404,6 +444,7 @@ def test_a_conversation_is_there_after_a_reload_until_it_is_deleted(open_page: O
     assert told(page) == text
     page.click("#open-history")
     page.locator("#history button", has_text="Delete").click()
+    assert page.locator("#status").inner_text().startswith("Sure? Press again to delete [[value")
     page.locator("#history button", has_text="Sure?").click()
     page.locator("#history p", has_text="No conversations yet").wait_for()
     assert page.locator(".answer").count() == 0
@@ -522,7 +563,7 @@ def test_nobody_is_watched_by_a_page_that_is_not_seen(open_page: Open) -> None:
     hide = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true});"
     change = "document.dispatchEvent(new Event('visibilitychange'))"
     page.evaluate(hide % "true" + change)
-    assert page.evaluate("watching") is None
+    assert page.evaluate("import('./ui/engine.js').then(engine => engine.watching)") is None
     with page.expect_request("**/ui/events"):
         page.evaluate(hide % "false" + change)
 

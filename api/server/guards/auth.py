@@ -13,7 +13,7 @@ from ...serving.errors import ApiError
 from ...serving.settings import Settings
 from ...types.request_context import CONTEXT, NOBODY, caller_of, header
 from ..error_forms import error_response
-from .foreign_pages import PAGE_PATHS, foreign_page
+from .foreign_pages import PAGE_FILES, PAGE_PATHS, foreign_page
 
 OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
 IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the limit
@@ -84,9 +84,10 @@ class AuthMiddleware:
         if IS_SPARE in scope["state"]:
             return self._full()
         refusal = foreign_page(scope, self._settings)
-        if refusal is not None or (path in PAGE_PATHS and self._has_page):
-            return refusal  # a page holds nothing but itself, and asks for the key
         is_operators = path in self._operator_paths or path.startswith(OPERATOR_PREFIX)
+        is_page = path in PAGE_PATHS or (path.startswith(PAGE_FILES) and not is_operators)
+        if refusal is not None or (is_page and self._has_page):
+            return refusal  # a page holds nothing but itself, and asks for the key
         needs_admin = is_operators and not self._all_are_admins
         if known is None and (self._needs_key or needs_admin):
             return ApiError(

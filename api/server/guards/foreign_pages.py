@@ -18,6 +18,7 @@ from ...serving.settings import Settings
 from ...types.request_context import header
 
 PAGE_PATHS = frozenset({"/", "/docs"})  # a link on any page may lead here
+PAGE_FILES = "/ui/"  # what these pages load, and the events of the former
 # Docker's name for the host of a container, whose loopback it reaches, and names of loopback
 LOCAL_SUFFIXES = (".localhost", "host.docker.internal")
 OTHER_SITES = ("cross-site", "same-site")  # another port of this machine is the same site

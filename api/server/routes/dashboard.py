@@ -1,8 +1,7 @@
-"""GET /: a page to talk to the model and watch the engine; GET /ui/events: what the page shows.
+"""GET /ui/events: what the live page shows of the engine.
 
-The page is one file without a build step. It needs no key itself: it asks the user for one, keeps
-it in the browser and sends it. The events have counts, sizes and ids of requests, never a text or a
-token. The engine is observed only while a page is open.
+The events have counts, sizes and ids of requests, never a text or a token. The engine is observed
+only while a page is open.
 """
 
 from __future__ import annotations
@@ -20,17 +19,13 @@ from ....core.interface.request import Delta
 from ....core.interface.request import Request as EngineRequest
 from ....core.telemetry.observers import EngineObserver
 from ....core.telemetry.overview import MAX_REQUESTS, RecentRequest
-from ....draft.sources.names import DRAFTERS
-from ...runtime.cache_diagnostics import LOSSES
 from ...serving.dialect import Endpoints, get
 from ...serving.serving_context import Service
 from ...serving.settings import Settings
 from ...serving.sse import EventStream, event
 from ...types.results import Body
-from .static_page import FOLDER, StaticPage
 
-HTML, EVENTS = "text/html", "text/event-stream"
-PAGE = FOLDER / "index.html"
+EVENTS = "text/event-stream"
 PERIOD_SECONDS = 1.0
 STEPS_SECONDS = 0.25  # between two events with the steps since the last one
 MAX_STEPS = 256  # in one event
@@ -91,24 +86,18 @@ class Watched(EngineObserver):
 
 
 class Dashboard(Endpoints):
-    """The page and its events. One snapshot a period serves all who watch."""
+    """The events of the page. One snapshot a period serves all watchers."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._watched: Watched | None = None  # while somebody watches
         self._num_watchers = 0
         self._latest: tuple[float, bytes] = (float("-inf"), b"")
-        self._page = StaticPage(PAGE, {"drafters": DRAFTERS, "losses": LOSSES})
 
     @classmethod
     def is_served(cls, settings: Settings) -> bool:
         """Return False with ``--no-ui``."""
         return settings.ui
-
-    @get("/", media=HTML)
-    async def page(self, _request: Request) -> Response:
-        """The live page, one file."""
-        return self._page.answer()
 
     @get("/ui/events", media=EVENTS, errors=(403,), is_operators=True)
     async def events(self, _request: Request) -> Response:

@@ -32,7 +32,8 @@ def routes(built):
     from foretoken import AsyncLLM
 
     llm = AsyncLLM.from_built(built)
-    return app.routes(Service(llm, Settings(admin_keys=("admin",))))
+    served = app.routes(Service(llm, Settings(admin_keys=("admin",))))
+    return [each for each in served if isinstance(each, Route)]  # not the files of pages
 
 
 @pytest.fixture

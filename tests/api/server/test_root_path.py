@@ -7,6 +7,8 @@ import re
 import httpx
 import pytest
 
+from foretoken.api.server.routes.pages import FOLDER
+
 TALK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 ROOT = "/llm"
 
@@ -47,9 +49,15 @@ def test_the_page_has_a_slash_behind_the_path_and_calls_by_relative_links(http) 
     assert (moved.status_code, moved.headers["location"]) == (308, f"{ROOT}/")
     page = http.get(f"{ROOT}/")
     assert page.status_code == 200
-    calls = re.findall(r"""fetch\(\s*["'`]([^"'`]*)|(?:href|src)="([^"]*)""", page.text)
-    assert calls
-    assert [each for call in calls for each in call if each.startswith("/")] == []
+    texts = [page.text]
+    for name in re.findall(r'(?:href|src)="(ui/[^"]*)', page.text):
+        texts.append(http.get(f"{ROOT}/{name}").raise_for_status().text)
+    for script in FOLDER.glob("*.js"):
+        texts.append(http.get(f"{ROOT}/ui/{script.name}").raise_for_status().text)
+    called = r"""(?:fetch|ask|import)\(\s*["'`]([^"'`]*)|(?:href|src)="([^"]*)|from "([^"]*)"""
+    calls = [each for text in texts for call in re.findall(called, text) for each in call if each]
+    assert {"ui/events", "v1/models", "ui/words.json", "./answer.js"} <= {*calls}
+    assert [each for each in calls if each.startswith("/")] == []
 
 
 def test_a_link_to_the_page_is_followed_from_anywhere(serve) -> None:

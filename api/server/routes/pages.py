@@ -1,0 +1,95 @@
+"""GET / and GET /docs: pages of static files, without a build step; GET /ui/...: their files.
+
+The pages need no key themselves: they ask the user for one, keep it in the browser and send it.
+They load nothing from elsewhere, and their policy permits no script and no style inside of them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+from ....draft.sources.names import DRAFTERS
+from ...runtime.cache_diagnostics import LOSSES
+from ...serving.dialect import JSON, Endpoints, get
+from ...serving.serving_context import Service
+from ...serving.settings import Settings
+
+HTML = "text/html"
+FOLDER = Path(__file__).parent / "ui"
+PREFIX = "/ui"
+# Not mimetypes': a system may call scripts otherwise, and with nosniff browsers then refuse them.
+MEDIA = {".html": HTML, ".css": "text/css", ".js": "text/javascript"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # a browser asks whether they changed: modules must match
+}
+
+
+class PageFiles(StaticFiles):
+    """The files of the pages, with their media types and the policy."""
+
+    def __init__(self) -> None:
+        super().__init__(directory=FOLDER)
+
+    def file_response(
+        self,
+        full_path: str | os.PathLike[str],
+        stat_result: os.stat_result,
+        scope: Scope,
+        status_code: int = 200,
+    ) -> Response:
+        """A file, or 304 for the one that the browser has."""
+        answer = super().file_response(full_path, stat_result, scope, status_code)
+        answer.headers.update(HEADERS)
+        if answer.status_code == status_code:
+            media = MEDIA[Path(full_path).suffix]
+            answer.headers["content-type"] = f"{media}; charset=utf-8"
+        return answer
+
+
+class Pages(Endpoints):
+    """The live page, the API viewer, and the words that the former has for drafters and causes."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._files = PageFiles()
+
+    @classmethod
+    def is_served(cls, settings: Settings) -> bool:
+        """Return False with ``--no-ui``."""
+        return settings.ui
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """The routes, and the files under `PREFIX`."""
+        return [*super().routes, Mount(PREFIX, self._files)]
+
+    @get("/", media=HTML)
+    async def show(self, request: Request) -> Response:
+        """The live page."""
+        return await self._files.get_response("index.html", request.scope)
+
+    @get("/docs", media=HTML)
+    async def show_api(self, request: Request) -> Response:
+        """A page with all routes, their fields and an example of each."""
+        return await self._files.get_response("docs.html", request.scope)
+
+    @get(f"{PREFIX}/words.json")
+    async def words(self, _request: Request) -> Response:
+        """The drafters and the causes of cache misses that the engine has, in words."""
+        words = msgspec.json.encode({"drafters": DRAFTERS, "losses": LOSSES})
+        return Response(words, media_type=JSON, headers=HEADERS)

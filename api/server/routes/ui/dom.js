@@ -1,0 +1,104 @@
+/** Nodes and words that every part of the page is made of. */
+
+/** @typedef {Node | string} Child */
+/** @typedef {Record<string, unknown>} Attributes a function is a listener; false and undefined are left out */
+
+const SVG = "http://www.w3.org/2000/svg";
+const COPIED_MS = 1500;
+
+/**
+ * The element with this id, which the page must have.
+ * @param {string} id
+ */
+export function $(id) {
+  const found = document.getElementById(id);
+  if (!found) throw new Error(`the page has no element ${id}`);
+  return found;
+}
+
+/**
+ * The same, of an element that the reader writes into.
+ * @param {string} id
+ */
+export const field = (id) => /** @type {HTMLInputElement} */ ($(id));
+
+/**
+ * @template {Element} E
+ * @param {E} element
+ * @param {Attributes} attributes
+ * @param {Child[]} children
+ * @returns {E}
+ */
+function put(element, attributes, children) {
+  for (const [key, value] of Object.entries(attributes)) {
+    if (typeof value === "function") {
+      element.addEventListener(key, /** @type {EventListener} */ (value));
+    } else if (value !== false && value !== undefined) {
+      element.setAttribute(key, String(value));
+    }
+  }
+  element.append(...children);
+  return element;
+}
+
+/**
+ * Make an element of HTML.
+ * @template {keyof HTMLElementTagNameMap} Name
+ * @param {Name} name
+ * @param {Attributes} attributes
+ * @param {...Child} children
+ */
+export const make = (name, attributes = {}, ...children) =>
+  put(document.createElement(name), attributes, children);
+
+/**
+ * Make an element of SVG.
+ * @template {keyof SVGElementTagNameMap} Name
+ * @param {Name} name
+ * @param {Attributes} attributes
+ * @param {...Child} children
+ */
+export const draw = (name, attributes = {}, ...children) =>
+  put(document.createElementNS(SVG, name), attributes, children);
+
+/** @param {number[]} numbers */
+export const sum = (numbers) => numbers.reduce((total, each) => total + each, 0);
+
+/** @param {number} share */
+export const percent = (share) => `${(100 * share).toFixed(0)}%`;
+
+/**
+ * A number with its noun, as "1 token" and "2 tokens".
+ * @param {number} number
+ * @param {string} noun
+ */
+export const count = (number, noun) =>
+  `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+
+/**
+ * A button that copies a text, which is asked for when it is pressed.
+ * @param {() => string} textOf
+ */
+export function copyButton(textOf) {
+  const button = make("button", { type: "button" }, "Copy");
+  button.addEventListener("click", async () => {
+    await toClipboard(textOf());
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = "Copy"; }, COPIED_MS);
+  });
+  return button;
+}
+
+/** @param {string} text */
+async function toClipboard(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch { // the address is not a secure context: browsers still copy a selection there
+    const area = make("textarea", { class: "sr" });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}

@@ -1,0 +1,107 @@
+/** Drafters by name: their words, colours and patterns, and the bars of steps. */
+
+import { draw, make, percent, sum } from "./dom.js";
+
+/** @typedef {Record<string, number>} Tally tokens by drafter; "" is the model itself */
+
+/** @type {{drafters: Record<string, string>, losses: Record<string, string>}} */
+const words = await (await fetch("ui/words.json")).json();
+const ORDER = Object.keys(words.drafters);
+const OWN = "the model itself";
+const LEAST_HIGH = 6; // tokens that the plot of steps has room for, however few they have
+
+/** Why tokens that might have been reused were computed, by cause. */
+export const LOSSES = words.losses;
+
+/** What a drafter is, in words. @param {string} source */
+export const wordsOf = (source) => words.drafters[source] ?? "";
+
+/**
+ * The class with the colour and the pattern of a drafter: page.css has them by number.
+ * @param {string} source
+ */
+export function classOf(source) {
+  if (!source) return "by-own";
+  const place = ORDER.indexOf(source);
+  return place < 0 ? "by-other" : `by-${place + 1}`;
+}
+
+/**
+ * By name, the model itself last.
+ * @param {Tally} tally
+ */
+const ordered = (tally) => Object.entries(tally).sort(([one], [other]) =>
+  Number(one === "") - Number(other === "") || (one < other ? -1 : 1));
+
+/**
+ * The name of a drafter with its colour and its pattern.
+ * @param {string} source
+ * @param {...string} more
+ */
+export const nameOf = (source, ...more) => make("span", { class: `num ${classOf(source)}` },
+  make("i", { class: "dot" }), make("span", { class: "name" }, source || OWN), ...more);
+
+/** @param {Tally} tally */
+export const namesOf = (tally) =>
+  ordered(tally).map(([source, tokens]) => nameOf(source, ` ${tokens}`));
+
+/** The same as a text. @param {Tally} tally */
+export const textOf = (tally) =>
+  ordered(tally).map(([source, tokens]) => `${source || OWN} ${tokens}`).join(", ");
+
+/** @param {Tally[]} tallies */
+export function added(tallies) {
+  /** @type {Tally} */
+  const total = {};
+  for (const tally of tallies) {
+    for (const [source, tokens] of Object.entries(tally)) {
+      total[source] = (total[source] ?? 0) + tokens;
+    }
+  }
+  return total;
+}
+
+/**
+ * Tokens by drafter: their names in a line, which opens to a table.
+ * @param {Tally} tally
+ */
+export function drafterTable(tally) {
+  const all = sum(Object.values(tally));
+  const heads = ["Drafter", "Tokens", "Share", "What it is"];
+  const rows = ordered(tally).map(([source, tokens]) => make("tr", {},
+    make("th", { scope: "row" }, nameOf(source)),
+    ...[tokens.toLocaleString("en"), percent(tokens / all), wordsOf(source)]
+      .map((each) => make("td", {}, each))));
+  return make("details", { class: "by-drafter" },
+    make("summary", {}, make("span", { class: "sr" }, "Tokens by drafter: "), ...namesOf(tally)),
+    make("table", {},
+      make("thead", {}, make("tr", {}, ...heads.map((each) => make("th", { scope: "col" }, each)))),
+      make("tbody", {}, ...rows)));
+}
+
+/** The most tokens that one of the steps has. @param {Tally[]} steps */
+export const highest = (steps) =>
+  steps.reduce((most, step) => Math.max(most, sum(Object.values(step))), 0);
+
+/**
+ * Draw the bars of steps: the model's own token below, drafted ones on it. One path a colour.
+ * @param {SVGElement} svg
+ * @param {Tally[]} steps
+ * @param {{slots: number, alike?: Tally[][]}} room the bars that fit; steps drawn on one scale
+ */
+export function drawBars(svg, steps, { slots, alike = [] }) {
+  const top = Math.max(LEAST_HIGH, highest(steps), ...alike.map(highest));
+  /** @type {Map<string, string>} */
+  const paths = new Map();
+  steps.forEach((step, index) => {
+    const x = 4 * (index + slots - steps.length);
+    let y = top;
+    for (const [source, tokens] of ordered(step).reverse()) {
+      y -= tokens;
+      paths.set(source, `${paths.get(source) ?? ""}M${x} ${y}h3v${tokens}h-3z`);
+    }
+  });
+  svg.setAttribute("viewBox", `0 0 ${slots * 4} ${top}`);
+  svg.replaceChildren(...[...paths].map(([source, d]) =>
+    draw("path", { d, class: `bar-part ${classOf(source)}` })));
+}

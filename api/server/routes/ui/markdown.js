@@ -1,0 +1,466 @@
+/**
+ * Markdown as nodes, never as HTML: nothing of a text is run or loaded.
+ *
+ * The parser works on stretches of the text and leaves the words to `paint`, so that the caller
+ * knows where in the text each word was: tokens have colours.
+ */
+
+import { copyButton, make } from "./dom.js";
+
+/** @typedef {[from: number, to: number]} Stretch a line of the text, or a part of one */
+/** @typedef {(from: number, to: number) => (Node | string)[]} Paint makes the nodes of a stretch */
+/** @typedef {{node: ChildNode | null, end: number}} Block `end`: the line after it; no node: an empty line */
+
+const DEEPEST = 8; // quotes, lists and emphasis in each other
+const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})\s+/;
+const RULE = /^ {0,3}([-*_])( *\1){2,}\s*$/;
+const QUOTE = /^ {0,3}> ?/;
+const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?: +|$)/;
+const COLUMNS = /^ *\|?( *:?-+:? *\|)+( *:?-+:? *)?$/;
+const SPECIAL = /[\\`*_~[h]/; // what an entry of `INLINE` begins with
+const SAFE = /^(https?:\/\/|mailto:)/i;
+
+/**
+ * Marks inside a line, and the nodes of what they match. The first one that matches counts.
+ * @type {[RegExp, (parser: Parser, found: RegExpExecArray, depth: number) => (Node | string)[]][]}
+ */
+const INLINE = [
+  [/\\([!-/:-@[-`{-~])/y, (parser, { index }) => parser.paint(index + 1, index + 2)],
+  [/(`+)(?!`)(.*?[^`])\1(?!`)/y, (parser, found) =>
+    [make("code", {}, ...parser.paint(...within(found, found[1].length)))]],
+  [/(\*\*|__)(?=\S)(.*?\S)\1/y, (parser, found, depth) =>
+    [make("strong", {}, ...parser.inline(within(found, 2), depth))]],
+  [/~~(?=\S)(.*?\S)~~/y, (parser, found, depth) =>
+    [make("del", {}, ...parser.inline(within(found, 2), depth))]],
+  [/\*(?=[^\s*])(.*?[^\s*])\*(?!\*)|(?<!\w)_(?=[^\s_])(.*?[^\s_])_(?!\w)/y,
+    (parser, found, depth) => [make("em", {}, ...parser.inline(within(found, 1), depth))]],
+  [/\[([^[\]]+)\]\(\s*([^()\s]*(?:\([^()\s]*\)[^()\s]*)*)(?:\s+"[^"]*")?\s*\)/y,
+    (parser, found, depth) => {
+      const start = found.index + 1;
+      return link(found[2], parser.inline([start, start + found[1].length], depth));
+    }],
+  [/https?:\/\/[^\s<>"'`*)\]]*[^\s<>"'`*)\].,:;!?]/y, (parser, found) =>
+    link(found[0], parser.paint(...within(found, 0)))],
+];
+
+/**
+ * What a mark of `width` characters on both sides encloses.
+ * @param {RegExpExecArray} found
+ * @param {number} width
+ * @returns {Stretch}
+ */
+function within(found, width) {
+  return [found.index + width, found.index + found[0].length - width];
+}
+
+/**
+ * @param {string} address
+ * @param {(Node | string)[]} inside
+ */
+function link(address, inside) {
+  if (!SAFE.test(address)) return inside;
+  const attributes = { href: address, target: "_blank", rel: "noopener noreferrer nofollow" };
+  return [make("a", attributes, ...inside)];
+}
+
+/**
+ * A block of code, and the element that its lines are in.
+ * @param {string} language
+ */
+function codeBlock(language) {
+  const code = make("code");
+  const copy = copyButton(() => code.textContent);
+  const header = make("header", {}, make("span", {}, language || "code"), copy);
+  return { code, node: make("div", { class: "code" }, header, make("pre", { tabindex: 0 }, code)) };
+}
+
+/**
+ * The lines of a text from `start` on.
+ * @param {string} text
+ * @param {number} start
+ * @returns {Stretch[]}
+ */
+function linesOf(text, start = 0) {
+  /** @type {Stretch[]} */
+  const lines = [];
+  for (let from = start; from <= text.length;) {
+    const next = text.indexOf("\n", from);
+    const to = next < 0 ? text.length : next;
+    lines.push([from, to]);
+    from = to + 1;
+  }
+  return lines;
+}
+
+/**
+ * The line that ends a block of code.
+ * @param {RegExpExecArray} fence its first line
+ */
+const fenceEnd = (fence) => new RegExp(`^ {0,3}${fence[1][0]}{${fence[1].length},}\\s*$`);
+
+class Parser {
+  /**
+   * @param {string} text
+   * @param {Paint} paint
+   */
+  constructor(text, paint) {
+    this.text = text;
+    this.paint = paint;
+  }
+
+  /** @param {Stretch} stretch */
+  at([from, to]) {
+    return this.text.slice(from, to);
+  }
+
+  /**
+   * The nodes of these lines.
+   * @param {Stretch[]} lines
+   * @param {number} depth
+   */
+  blocks(lines, depth) {
+    /** @type {Node[]} */
+    const nodes = [];
+    for (let i = 0; i < lines.length;) {
+      const { node, end } = this.block(lines, i, depth);
+      if (node) nodes.push(node);
+      i = end;
+    }
+    return nodes;
+  }
+
+  /**
+   * The block that begins with line `i`. It depends on no line before that, and on none after the
+   * one behind its end: `GrowingMarkdown` relies on both.
+   * @param {Stretch[]} lines
+   * @param {number} i
+   * @param {number} depth
+   * @returns {Block}
+   */
+  block(lines, i, depth) {
+    const line = this.at(lines[i]);
+    if (!line.trim()) return { node: null, end: i + 1 };
+    switch (kindOf(line, depth)) {
+      case "fence": return this.#code(lines, i);
+      case "heading": return { node: this.#heading(lines[i]), end: i + 1 };
+      case "rule": return { node: make("hr"), end: i + 1 };
+      case "quote": return this.#quote(lines, i, depth);
+      case "item": return this.#list(lines, i, depth);
+    }
+    const isTable = line.includes("|") && i + 1 < lines.length && COLUMNS.test(this.at(lines[i + 1]));
+    return isTable ? this.#table(lines, i) : this.#paragraph(lines, i, depth);
+  }
+
+  /**
+   * @param {Stretch[]} lines
+   * @param {number} i
+   * @returns {Block}
+   */
+  #code(lines, i) {
+    const fence = /** @type {RegExpExecArray} */ (FENCE.exec(this.at(lines[i])));
+    const isEnd = fenceEnd(fence), { code, node } = codeBlock(fence[2].trim());
+    let end = i + 1;
+    for (; end < lines.length && !isEnd.test(this.at(lines[end])); end += 1) {
+      code.append(...(end > i + 1 ? ["\n"] : []), ...this.paint(...lines[end]));
+    }
+    return { node, end: end + 1 };
+  }
+
+  /** @param {Stretch} line */
+  #heading([from, to]) {
+    const found = /** @type {RegExpExecArray} */ (HEADING.exec(this.at([from, to])));
+    const name = /** @type {"h1"} */ (`h${found[1].length}`);
+    return make(name, {}, ...this.inline([from + found[0].length, to]));
+  }
+
+  /**
+   * @param {Stretch[]} lines
+   * @param {number} i
+   * @param {number} depth
+   * @returns {Block}
+   */
+  #quote(lines, i, depth) {
+    /** @type {Stretch[]} */
+    const inside = [];
+    let end = i;
+    for (; end < lines.length; end += 1) {
+      const [from, to] = lines[end], found = QUOTE.exec(this.at(lines[end]));
+      if (!found) break;
+      inside.push([from + found[0].length, to]);
+    }
+    return { node: make("blockquote", {}, ...this.blocks(inside, depth + 1)), end };
+  }
+
+  /**
+   * @param {Stretch[]} lines
+   * @param {number} i
+   * @param {number} depth
+   * @returns {Block}
+   */
+  #list(lines, i, depth) {
+    const number = parseInt(this.at(lines[i]), 10), isOrdered = !isNaN(number), items = [];
+    let end = i;
+    while (end < lines.length && this.#isItem(lines[end], isOrdered)) {
+      const item = this.#itemLines(lines, end);
+      items.push(make("li", {}, ...this.blocks(item.lines, depth + 1)));
+      end = item.end;
+      while (this.#isEmpty(lines[end]) && lines[end + 1] && ITEM.test(this.at(lines[end + 1]))) {
+        end += 1;
+      }
+    }
+    const start = isOrdered ? number : undefined;
+    return { node: make(isOrdered ? "ol" : "ul", { start }, ...items), end };
+  }
+
+  /**
+   * @param {Stretch} line
+   * @param {boolean} isOrdered
+   */
+  #isItem(line, isOrdered) {
+    const text = this.at(line), found = ITEM.exec(text);
+    return found !== null && /\d/.test(found[2]) === isOrdered && !RULE.test(text);
+  }
+
+  /** @param {Stretch | undefined} line */
+  #isEmpty(line) {
+    return line !== undefined && !this.at(line).trim();
+  }
+
+  /**
+   * The lines of the item that begins with line `i`, without the item's mark and indent.
+   * @param {Stretch[]} lines
+   * @param {number} i
+   */
+  #itemLines(lines, i) {
+    const mark = /** @type {RegExpExecArray} */ (ITEM.exec(this.at(lines[i])));
+    const indent = Math.min(mark[0].length, mark[1].length + mark[2].length + 4);
+    /** @type {Stretch[]} */
+    const inside = [[lines[i][0] + mark[0].length, lines[i][1]]];
+    let end = i + 1;
+    for (; end < lines.length && !this.#endsItem(lines, end, inside[inside.length - 1]); end += 1) {
+      const [from, to] = lines[end];
+      inside.push([from + Math.min(leadOf(this.at(lines[end])), indent), to]);
+    }
+    while (inside.length > 1 && this.#isEmpty(inside[inside.length - 1])) inside.pop();
+    return { lines: inside, end };
+  }
+
+  /**
+   * Whether line `i` belongs no more to an item whose last line is `last`.
+   * @param {Stretch[]} lines
+   * @param {number} i
+   * @param {Stretch} last
+   */
+  #endsItem(lines, i, last) {
+    const line = this.at(lines[i]);
+    if (!line.trim()) {
+      const next = i + 1 < lines.length ? this.at(lines[i + 1]) : "";
+      return !/^ {2,}\S/.test(next) && !ITEM.test(next);
+    }
+    if (leadOf(line) >= 2) return false;
+    return this.#isEmpty(last) || ITEM.test(line) || FENCE.test(line) || HEADING.test(line);
+  }
+
+  /**
+   * @param {Stretch[]} lines
+   * @param {number} i
+   * @returns {Block}
+   */
+  #table(lines, i) {
+    const row = (/** @type {"th" | "td"} */ kind, /** @type {Stretch} */ line) => make("tr", {},
+      ...this.#cells(line).map((cell) => make(kind, {}, ...this.inline(cell))));
+    const head = row("th", lines[i]), body = [];
+    let end = i + 2;
+    for (; end < lines.length && this.at(lines[end]).includes("|"); end += 1) {
+      body.push(row("td", lines[end]));
+    }
+    const table = make("table", {}, make("thead", {}, head), make("tbody", {}, ...body));
+    return { node: make("div", { class: "wide" }, table), end };
+  }
+
+  /** @param {Stretch} line */
+  #cells([from, to]) {
+    /** @type {Stretch[]} */
+    const cells = [];
+    let start = from;
+    for (let i = from; i <= to; i += 1) {
+      if (i < to && (this.text[i] !== "|" || this.text[i - 1] === "\\")) continue;
+      cells.push([start, i]);
+      start = i + 1;
+    }
+    if (this.#isEmpty(cells[0])) cells.shift();
+    if (this.#isEmpty(cells[cells.length - 1])) cells.pop();
+    return cells.map((cell) => /** @type {Stretch} */ ([cell[0] + leadOf(this.at(cell)), cell[1]]));
+  }
+
+  /**
+   * @param {Stretch[]} lines
+   * @param {number} i
+   * @param {number} depth
+   * @returns {Block}
+   */
+  #paragraph(lines, i, depth) {
+    const inside = this.inline(lines[i]);
+    let end = i + 1;
+    for (; end < lines.length; end += 1) {
+      const line = this.at(lines[end]);
+      if (!line.trim() || kindOf(line, depth)) break;
+      inside.push(make("br"), ...this.inline(lines[end]));
+    }
+    return { node: make("p", {}, ...inside), end };
+  }
+
+  /**
+   * The nodes of a stretch inside one line.
+   * @param {Stretch} stretch
+   * @param {number} depth
+   */
+  inline([from, to], depth = 0) {
+    const nodes = [], line = this.text.slice(0, to);
+    let plain = from;
+    for (let i = from; i < to;) {
+      const found = depth <= DEEPEST && SPECIAL.test(line[i]) ? markAt(line, i) : null;
+      if (!found) {
+        i += 1;
+        continue;
+      }
+      const [match, nodesOf] = found;
+      nodes.push(...this.paint(plain, i), ...nodesOf(this, match, depth + 1));
+      plain = i += match[0].length;
+    }
+    return [...nodes, ...this.paint(plain, to)];
+  }
+}
+
+/**
+ * The kind of block that a line begins also where a paragraph is not ended by an empty line.
+ * @param {string} line
+ * @param {number} depth
+ */
+function kindOf(line, depth) {
+  if (FENCE.test(line)) return "fence";
+  if (HEADING.test(line)) return "heading";
+  if (RULE.test(line)) return "rule";
+  if (depth > DEEPEST) return "";
+  if (QUOTE.test(line)) return "quote";
+  return ITEM.test(line) ? "item" : "";
+}
+
+/** The number of spaces at the beginning. @param {string} line */
+const leadOf = (line) => line.length - line.replace(/^ +/, "").length;
+
+/**
+ * @param {string} line
+ * @param {number} i
+ * @returns {[RegExpExecArray, typeof INLINE[number][1]] | null}
+ */
+function markAt(line, i) {
+  for (const [pattern, nodesOf] of INLINE) {
+    pattern.lastIndex = i;
+    const found = pattern.exec(line);
+    if (found) return [found, nodesOf];
+  }
+  return null;
+}
+
+/**
+ * The nodes of a whole text.
+ * @param {string} text
+ * @param {Paint} paint
+ */
+export const markdown = (text, paint) => new Parser(text, paint).blocks(linesOf(text), 0);
+
+/** @typedef {{isEnd: RegExp, code: Element, hasLines: boolean}} OpenFence a block of code that has no end yet */
+
+/**
+ * Markdown that grows. A block that no further text can change is parsed once, and its node stays;
+ * of a block of code without an end yet the same is true for each whole line.
+ */
+export class GrowingMarkdown {
+  #closed = 0; // the text before this is shown by nodes that stay
+  /** @type {ChildNode[]} */
+  #open = []; // the nodes of the text behind it
+  /** @type {OpenFence | null} */
+  #fence = null; // that the closed text ends in
+
+  /** @param {Element} box */
+  constructor(box) {
+    this.box = box;
+  }
+
+  /** Forget the text: the next one is shown from its beginning. */
+  clear() {
+    this.box.replaceChildren();
+    this.#closed = 0;
+    this.#open = [];
+    this.#fence = null;
+  }
+
+  /**
+   * Show a text that begins with the one shown before.
+   * @param {string} text
+   * @param {Paint} paint
+   */
+  update(text, paint) {
+    for (const node of this.#open) node.remove();
+    this.#open = [];
+    const parser = new Parser(text, paint), lines = linesOf(text, this.#closed);
+    for (let i = 0; i < lines.length;) {
+      i = this.#fence ? this.#addCode(this.#fence, parser, lines, i) : this.#add(parser, lines, i);
+    }
+  }
+
+  /**
+   * Add the block that begins with line `i`; the line behind it.
+   * @param {Parser} parser
+   * @param {Stretch[]} lines
+   * @param {number} i
+   */
+  #add(parser, lines, i) {
+    const last = lines.length - 1; // may go on
+    const areClosed = this.#open.length === 0; // all blocks before
+    const fence = i < last && areClosed ? FENCE.exec(parser.at(lines[i])) : null;
+    if (fence) {
+      const { code, node } = codeBlock(fence[2].trim());
+      this.box.append(node);
+      this.#fence = { isEnd: fenceEnd(fence), code, hasLines: false };
+      this.#closed = lines[i + 1][0];
+      return i + 1;
+    }
+    const { node, end } = parser.block(lines, i, 0);
+    if (node) this.box.append(node);
+    if (areClosed && end + 1 < last) this.#closed = lines[end][0];
+    else if (node) this.#open.push(node);
+    return end;
+  }
+
+  /**
+   * Add a line to a block of code, or end the block; the line behind it.
+   * @param {OpenFence} fence
+   * @param {Parser} parser
+   * @param {Stretch[]} lines
+   * @param {number} i
+   */
+  #addCode(fence, parser, lines, i) {
+    const isLast = i === lines.length - 1; // it may go on, and then be no end
+    const isEnd = fence.isEnd.test(parser.at(lines[i]));
+    if (!isEnd) {
+      const nodes = [...(fence.hasLines ? ["\n"] : []), ...parser.paint(...lines[i])].map(nodeOf);
+      fence.code.append(...nodes);
+      if (isLast) this.#open.push(...nodes);
+      else fence.hasLines = true;
+    } else if (!isLast) this.#fence = null;
+    if (!isLast) this.#closed = lines[i + 1][0];
+    return i + 1;
+  }
+}
+
+/**
+ * @param {Node | string} child
+ * @returns {ChildNode}
+ */
+function nodeOf(child) {
+  const node = typeof child === "string" ? document.createTextNode(child) : child;
+  return /** @type {ChildNode} */ (node);
+}

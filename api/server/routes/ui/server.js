@@ -1,0 +1,58 @@
+/** Requests to the server, by links relative to the page: a proxy may have it under any path. */
+
+/** An answer of the server that is an error. */
+export class Refused extends Error {
+  /**
+   * @param {string} message
+   * @param {number} status of HTTP; 0 inside a stream
+   * @param {string} [param] the field of the body that is wrong
+   */
+  constructor(message, status, param) {
+    super(message);
+    this.status = status;
+    this.param = param;
+  }
+}
+
+/** Keep the API key until the browser's tab is closed. @param {string} key */
+export const keepKey = (key) => sessionStorage.setItem("key", key);
+
+/**
+ * Send a request with the API key; throws `Refused`.
+ * @param {string} path
+ * @param {RequestInit} [options]
+ */
+export async function ask(path, options) {
+  const key = sessionStorage.getItem("key");
+  const headers = {
+    "content-type": "application/json",
+    ...(key ? { authorization: `Bearer ${key}` } : {}),
+  };
+  const response = await fetch(path, { ...options, headers });
+  if (response.ok) return response;
+  const body = await response.json().catch(() => ({}));
+  throw new Refused(body.error?.message ?? `HTTP ${response.status}`, response.status,
+    body.error?.param);
+}
+
+/**
+ * The data of a stream's events; throws `Refused` for an error among them.
+ * @param {Response} response
+ */
+export async function* events(response) {
+  if (!response.body) return;
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop() ?? "";
+    for (const part of parts) {
+      if (!part.startsWith("data: ") || part === "data: [DONE]") continue;
+      const event = JSON.parse(part.slice("data: ".length));
+      if (event.error) throw new Refused(event.error.message, 0);
+      yield event;
+    }
+  }
+}
