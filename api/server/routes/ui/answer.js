@@ -388,7 +388,7 @@ export function verdictOf(on, off) {
   const [fast, slow] = [on, off].map(({ ms }) => ms?.last || ms?.total || 0);
   const [short, long] = [fast, slow].map((each) => `${(each / 1000).toFixed(1)} s`);
   return say(`The same ${count(on.usage.completion_tokens, "token")}, ${speedUp(slow / fast)} `,
-    quiet(`with speculation: ${short} instead of ${long} behind the first token`));
+    quiet(`with speculation: ${short} instead of ${long} after the first token`));
 }
 
 /** @param {Answer} answer */
