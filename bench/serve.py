@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ..api.cli.flags import Parser
+from ..core.errors import InvalidRequest
 from .common.report import heading, table, write_json
 from .common.roofline import Roofline, measured_roofline
 from .load.cli import parsed, recorded, run
@@ -269,13 +270,15 @@ def long_builtin() -> Iterator[str]:
     """The folder of the built-in model, with a context that takes the sessions of agents.
 
     It was not trained for so many tokens. What it says there does not matter. Raises
-    `ModelLoadError` outside a checkout.
+    `InvalidRequest` outside a checkout.
     """
-    from ..api.build.model_files import find_model
+    from ..api.build.model_files import BUILTIN
 
+    if not BUILTIN.is_dir():
+        raise InvalidRequest("recorded sessions need --model or --url here", param="model")
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder) / "builtin-64k"
-        shutil.copytree(find_model("builtin").path, copied)
+        shutil.copytree(BUILTIN / "target", copied)
         config = json.loads((copied / "config.json").read_text("utf-8"))
         config["max_position_embeddings"] = LONG_CONTEXT
         (copied / "config.json").write_text(json.dumps(config), "utf-8")

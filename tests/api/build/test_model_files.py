@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,15 @@ def test_the_list_tells_how_to_install_the_default_and_leaves_out_the_pair(
     wheel_alone: None,
 ) -> None:
     assert list(ready_models()) == [f"smollm2    {MISSING}"]
+
+
+def test_recorded_agents_ask_for_a_model_where_the_pair_is_not(
+    wheel_alone: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """SmolLM2's context is too short for them."""
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    line = {"path": "/v1/chat/completions", "body": body}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
+    assert commands.main(["bench", "serve", "agents", "--record", str(tmp_path)]) == 2
+    message = "recorded sessions need --model or --url here"
+    assert capsys.readouterr().err == f"foretoken bench serve: {message}\n"
