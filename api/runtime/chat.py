@@ -31,7 +31,7 @@ from ..types.request_context import owner_of, random_id
 from ..types.results import CallDelta, Choice, Completion, TextDelta, ToolChoice
 from ..types.sampling_params import SamplingParams
 from .conversation.chat_input import ChatInput
-from .conversation.conversation_tokens import TAIL_IDS, ConversationTokens, PromptTokens
+from .conversation.conversation_tokens import TAIL_IDS, ConversationTokens
 from .conversation.normalize import Normalizer
 from .conversation.prompt_history import PromptNote
 from .conversation.seen_images import see, with_results_seen
@@ -39,7 +39,7 @@ from .conversation.template_writer import TemplateWriter
 from .conversation.token_history import Place, TokenHistory, said_of
 from .engine_client import EngineClient
 from .generation import Answer, Generation, each_of
-from .preprocess import needs_closing, warm_params
+from .preprocess import PromptTokens, needs_closing, warm_params
 
 MESSAGE_BYTES = 256  # to note a message takes about as long as to read so many
 
@@ -325,16 +325,13 @@ class ChatClient:
         shown = self.syntax.shown_ids(tools=bool(tools))
         try:
             answer = await self._llm.open(
-                prompt.token_ids,
+                prompt,
                 self._constrained(chat, tail),
                 request_id=request_id,
                 shown_ids=shown,
                 cache=chat.cache,
                 note=await self._note(chat),
                 needs_closing=_needs_closing(chat),
-                num_spliced=prompt.num_spliced,
-                normalized=prompt.normalized,
-                images=prompt.images,
                 transfer=transfer,
             )
         except InvalidRequest as error:
@@ -364,16 +361,13 @@ class ChatClient:
         """
         self._check_tools(chat)
         prompt = await self.render(chat)
-        prompt_ids = prompt.token_ids
         try:
             if is_prewarm:
-                params = warm_params(chat.params)
-                return await self._llm.check(prompt_ids, params, images=prompt.images)
+                return await self._llm.check(prompt, warm_params(chat.params))
             return await self._llm.check(
-                prompt_ids,
-                self._constrained(chat, self._tail(prompt_ids)),
+                prompt,
+                self._constrained(chat, self._tail(prompt.token_ids)),
                 needs_closing=_needs_closing(chat),
-                images=prompt.images,
             )
         except InvalidRequest as error:
             _name_field(error, chat)
@@ -451,14 +445,11 @@ class ChatClient:
             prompt = await self.render(chat)
         try:
             answer = await self._llm.open(
-                prompt.token_ids,
+                prompt,
                 warm_params(chat.params),
                 request_id=request_id,
                 cache=chat.cache,
                 note=await self._note(chat),
-                num_spliced=prompt.num_spliced,
-                normalized=prompt.normalized,
-                images=prompt.images,
             )
         except InvalidRequest as error:
             _name_field(error, chat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import os
 import time
@@ -16,9 +17,9 @@ from msgspec.structs import replace
 
 from ...core.config import EngineConfig
 from ...core.errors import EngineDead, ForetokenError, InvalidRequest
-from ...core.interface.images import PromptImage
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.interface.sampling import Pooling
+from ...core.interface.transfers import NO_HANDOVER, Handover
 from ...core.ops.machine.host_memory import keep_freed_memory
 from ...core.ops.machine.imports import uncollected
 from ...core.startup import timed
@@ -41,14 +42,16 @@ from ..types.request_context import (
 )
 from ..types.results import Body, Completion
 from ..types.sampling_params import SamplingParams
-from .adapters import Adapters
+from .adapters import Adapters, ServedAdapter
 from .cache_diagnostics import CAUSES, Explainer, Explanation
 from .conversation.prompt_history import NO_NOTE, PromptLog, PromptNote, Remembered
 from .end_tokens import end_token_ids
 from .generation import Answer, Generation
 from .preprocess import (
     Conversation,
+    Prepared,
     Prompt,
+    PromptTokens,
     bad_words_ids,
     children,
     closing_limit,
@@ -329,7 +332,7 @@ class EngineClient:
 
     async def open(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PromptTokens,
         params: SamplingParams,
         *,
         request_id: str | None = None,
@@ -337,61 +340,56 @@ class EngineClient:
         cache: CacheOptions = DEFAULT_CACHE,
         note: PromptNote = NO_NOTE,
         needs_closing: bool = False,
-        num_spliced: int = 0,
-        normalized: tuple[str, ...] = (),
         pooling: Pooling | None = None,
-        images: tuple[PromptImage, ...] = (),
         transfer: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Tokenise and submit. The caller must `forget` the answer in a ``finally``.
 
         ``shown_ids``: special tokens that its text shows. ``needs_closing``: its grammar must be
-        completed within its tokens, as a JSON schema is. ``num_spliced``: tokens of the prompt that
-        are those of earlier answers. ``normalized``: names of the rules that changed it before.
-        ``pooling``: what the request wants in place of text; its prompt is not remembered, it is
-        no turn of a session, and part of a `call`. ``transfer``: its ``kv_transfer_params``, which
-        mean nothing unless the engine transfers KV. ``images``: those of the prompt.
+        completed within its tokens, as a JSON schema is. ``pooling``: what the request wants in
+        place of text; its prompt is not remembered, it is no turn of a session, and part of a
+        `call`. ``transfer``: its ``kv_transfer_params``, which mean nothing unless the engine
+        transfers KV.
 
         Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded` and `EngineDead`.
         """
         since = arrival()
         answer = self._register(params, request_id, is_in_call=pooling is not None)
-        if (transfers := self.built.transfers) is not None:
-            answer.handover = transfers.read(transfer)
+        transfers = self.built.transfers
+        handover = NO_HANDOVER if transfers is None else transfers.read(transfer)
         if pooling is None:  # others are noted when they end: a call may have thousands
             note_answer(answer)
-        answer.shown_ids = shown_ids
         session = session_key(note.cache_key) if pooling is None else None
-        answer.cache = replace(cache, session=session)
-        answer.num_spliced, answer.normalized = num_spliced, normalized
-        answer.needs_closing |= needs_closing
-        answer.pooling, answer.images = pooling, images
         try:
-            await self._prepare(answer, prompt)
-            self._submit_choices(answer, since)
+            prepared = await self._prepare(
+                prompt,
+                answer.params,
+                adapter=answer.adapter,
+                needs_closing=needs_closing,
+                pooling=pooling,
+            )
+            cache = replace(cache, session=session)
+            prepared = dataclasses.replace(
+                prepared, cache=cache, shown_ids=shown_ids, handover=handover
+            )
+            self._submit_choices(answer, prepared, since)
             if pooling is None:
                 first = answer.generations[0].request
                 self.prompts.record(answer.request_id, first, note, self.engine.now)
         except BaseException:
-            self._end_offer(answer)
+            if transfers is not None and handover.offer is not None:
+                transfers.end(handover.offer)  # its peer may free the pages
             self.forget(answer)
             raise
         return answer
 
-    def _end_offer(self, answer: Answer) -> None:
-        """Let a peer free the pages that it offers to a request that the engine did not get."""
-        transfers, offer = self.built.transfers, answer.handover.offer
-        if transfers is not None and offer is not None:
-            transfers.end(offer)
-
     async def check(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PromptTokens,
         params: SamplingParams,
         *,
         needs_closing: bool = False,
         pooling: Pooling | None = None,
-        images: tuple[PromptImage, ...] = (),
         param: str = "prompt",
     ) -> Sequence[int]:
         """Tokenise and check as `open` does, and submit nothing; returns the prompt's token ids.
@@ -400,20 +398,23 @@ class EngineClient:
         does, and `EngineDead` for a closed client.
         """
         self._check_open(is_in_call=pooling is not None)
-        answer = Answer("", self.built.sampling_defaults.fill(params))
         if (name := params.lora or adapter_name()) is not None:
             self.adapters.find(name)
-        answer.needs_closing |= needs_closing
-        answer.pooling, answer.images = pooling, images
-        await self._prepare(answer, prompt, param)
-        choice, seed = next(children(answer.params))  # its siblings differ in the seed
+        prepared = await self._prepare(
+            prompt,
+            self.built.sampling_defaults.fill(params),
+            param=param,
+            needs_closing=needs_closing,
+            pooling=pooling,
+        )
+        choice, seed = next(children(prepared.params))  # its siblings differ in the seed
         try:
-            self.engine.check(self._request(answer, choice, seed))
+            self.engine.check(self._request("", dataclasses.replace(prepared, params=choice), seed))
         except InvalidRequest as error:
             if error.param == "prompt":
                 error.param = param
             raise
-        return answer.prompt_token_ids
+        return prepared.prompt.token_ids
 
     def abort(self, request_id: str) -> None:
         """End a request and all its choices; unknown ids are ignored."""
@@ -549,54 +550,72 @@ class EngineClient:
         params = self.built.sampling_defaults.fill(params)
         name = params.lora or adapter_name()
         adapter = None if name is None else self.adapters.enter(name)
-        answer = self._answers[request_id] = Answer(request_id, params)
-        answer.adapter, answer.in_batch = adapter, in_batch()
+        answer = Answer(request_id, params, adapter=adapter, in_batch=in_batch())
+        self._answers[request_id] = answer
         return answer
 
-    async def _prepare(self, answer: Answer, prompt: Prompt, param: str = "prompt") -> None:
-        """Tokenise; ``param``: the field that has the prompt, for errors."""
+    async def _prepare(
+        self,
+        prompt: Prompt | PromptTokens,
+        params: SamplingParams,
+        *,
+        adapter: ServedAdapter | None = None,
+        param: str = "prompt",
+        needs_closing: bool = False,
+        pooling: Pooling | None = None,
+    ) -> Prepared:
+        """Tokenise and compile; ``param``: the field that has the prompt, for errors."""
         own = self.tokenizer
-        generates = answer.pooling is None and not answer.params.prompt_only
+        generates = pooling is None and not params.prompt_only
         if isinstance(prompt, str):
-            answer.prompt_token_ids = await own.encode(prompt, param=param, generates=generates)
+            prompt = await own.encode(prompt, param=param, generates=generates)
         else:
-            own.check_ids(prompt, self.built.vocab_size, param, generates=generates)
-            answer.prompt_token_ids = prompt
-        await own.prepare_stops(answer.params.stop)
-        answer.bad_words_ids = await bad_words_ids(own, answer.params)
-        answer.prediction = await prediction_ids(own, answer.params)
-        if self._grammars is not None:
-            answer.grammar = await self._grammars.compile(answer.params)
+            given = prompt.token_ids if isinstance(prompt, PromptTokens) else prompt
+            own.check_ids(given, self.built.vocab_size, param, generates=generates)
+        tokens = prompt if isinstance(prompt, PromptTokens) else PromptTokens(prompt)
+        await own.prepare_stops(params.stop)
+        room = self.built.max_model_len - len(tokens.token_ids)
+        return Prepared(
+            prompt=tokens,
+            params=params,
+            bad_words_ids=await bad_words_ids(own, params),
+            prediction=await prediction_ids(own, params),
+            grammar=None if self._grammars is None else await self._grammars.compile(params),
+            limit=closing_limit(params, room, is_forced=needs_closing),
+            pooling=pooling,
+            adapter=adapter,
+        )
 
-    def _submit_choices(self, answer: Answer, since: float | None = None) -> None:
+    def _submit_choices(
+        self, answer: Answer, prepared: Prepared, since: float | None = None
+    ) -> None:
         """Give all of them to the engine or none. Their time counts since then, else from now."""
-        self._check_open(is_in_call=answer.pooling is not None)
+        self._check_open(is_in_call=prepared.pooling is not None)
+        answer.prompt = prepared.prompt
         try:
-            limits = (answer.params.deadline, self.max_request_seconds)
+            limits = (prepared.params.deadline, self.max_request_seconds)
             left = seconds_left(since or arrival(), *limits)
-            for params, seed in children(answer.params):
-                self._add_choice(answer, params, seed, left)
+            for params, seed in children(prepared.params):
+                self._add_choice(answer, dataclasses.replace(prepared, params=params), seed, left)
         except BaseException:
             answer.close()
             answer.generations.clear()
             raise
 
     def _add_choice(
-        self, answer: Answer, params: SamplingParams, seed: int, deadline: float | None
+        self, answer: Answer, prepared: Prepared, seed: int, deadline: float | None
     ) -> None:
         index = len(answer.generations)
         text = AnswerText(
-            self.tokenizer.detokenizer(answer.prompt_token_ids, answer.shown_ids),
-            stops=tuple(params.stop),
-            min_tokens=params.min_tokens,
+            self.tokenizer.detokenizer(answer.prompt_token_ids, prepared.shown_ids),
+            stops=tuple(prepared.params.stop),
+            min_tokens=prepared.params.min_tokens,
         )
-        request = self._request(answer, params, seed, text.push if text.watches else None)
-        if answer.params.n > 1:
-            request.request_id = f"{answer.request_id}-{index}"
+        name = answer.request_id if answer.params.n == 1 else f"{answer.request_id}-{index}"
+        request = self._request(name, prepared, seed, text.push if text.watches else None)
         request.deadline = deadline
-        request.shown_ids = answer.shown_ids
         if index == 0:
-            self._hand_over(answer, request)
+            self._hand_over(request, prepared.handover, aborted=answer.aborted)
         if answer.aborted:
             stream = ended_stream(request)
         else:
@@ -605,42 +624,23 @@ class EngineClient:
                 answer.adapter.hold(stream)
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
 
-    def _hand_over(self, answer: Answer, request: Request) -> None:
+    def _hand_over(self, request: Request, handover: Handover, *, aborted: bool) -> None:
         """Have a request's pages held, or read from the peer that offers them."""
-        transfers, handover = self.built.transfers, answer.handover
+        transfers = self.built.transfers
         request.hands_over = handover.hands_over
         if transfers is None or handover.offer is None:
             return
-        if answer.aborted:
+        if aborted:
             transfers.end(handover.offer)
         elif transfers.check(handover.offer, len(request.tokens)):
             request.offer = handover.offer
 
     def _request(
-        self, answer: Answer, params: SamplingParams, seed: int, on_token: OnToken | None = None
+        self, name: str, prepared: Prepared, seed: int, on_token: OnToken | None = None
     ) -> Request:
-        """Make the engine's request of one choice, under the id of the answer."""
-        return make_request(
-            answer.request_id,
-            answer.prompt_token_ids,
-            params,
-            seed=seed,
-            eos_token_ids=self.built.eos_token_ids,
-            bad_words_ids=answer.bad_words_ids,
-            prediction=answer.prediction,
-            grammar=answer.grammar,
-            limit=closing_limit(
-                params,
-                len(answer.prompt_token_ids),
-                self.built.max_model_len,
-                needs_closing=answer.needs_closing,
-            ),
-            on_token=on_token,
-            pooling=answer.pooling,
-            cache=answer.cache,
-            adapter=answer.adapter,
-            images=answer.images,
-        )
+        """Make the engine's request of one choice."""
+        ends = self.built.eos_token_ids
+        return make_request(name, prepared, seed=seed, eos_token_ids=ends, on_token=on_token)
 
 
 def _build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built[ServingEngine]:

@@ -14,19 +14,17 @@ from msgspec.structs import replace
 
 from ...core.engine.inbox import TokenStream
 from ...core.errors import DeadlineExceeded, EngineDead, ForetokenError
-from ...core.interface.images import PromptImage
-from ...core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request, Usage
-from ...core.interface.sampling import Pooling
-from ...core.interface.transfers import NO_HANDOVER
-from ..structured.matcher import Grammar, GrammarMatcher
+from ...core.interface.request import Delta, FinishReason, Request, Usage
+from ..structured.matcher import GrammarMatcher
 from ..text.detokenizer import AnswerText
 from ..types.results import Choice, Completion, TextDelta, batch_usage, total_usage
 from ..types.sampling_params import SamplingParams
 from .adapters import ServedAdapter
-from .preprocess import needs_closing
+from .preprocess import PromptTokens
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+NO_PROMPT = PromptTokens(())
 
 
 class Generation:
@@ -137,25 +135,22 @@ class Answer:
         self,
         request_id: str,
         params: SamplingParams,
+        *,
+        adapter: ServedAdapter | None = None,
+        in_batch: bool = False,
     ) -> None:
         self.request_id = request_id
         self.params = params
-        self.prompt_token_ids: Sequence[int] = ()  # until it is tokenised
-        self.bad_words_ids: tuple[tuple[int, ...], ...] = ()
-        self.prediction: array[int] | None = None  # one for all choices; nobody writes into it
-        self.grammar: Grammar | None = None  # compiled once; each choice has its own matcher
-        self.needs_closing = needs_closing(params)
+        self.adapter = adapter  # until the answer is forgotten
+        self.in_batch = in_batch  # no person waits for it
+        self.prompt = NO_PROMPT  # until it is prepared
         self.generations: list[Generation] = []  # until the engine has room
-        self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
-        self.cache = DEFAULT_CACHE
-        self.adapter: ServedAdapter | None = None  # until the answer is forgotten
-        self.images: tuple[PromptImage, ...] = ()  # in the prompt
-        self.pooling: Pooling | None = None  # what it wants in place of text
-        self.handover = NO_HANDOVER  # of its first choice: others find the pages in the cache
-        self.num_spliced = 0  # tokens of the prompt that are those of earlier answers
-        self.normalized: tuple[str, ...] = ()  # names of the rules that changed the prompt before
-        self.in_batch = False  # no person waits for it
         self.aborted = False  # maybe before there is anything to abort
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt."""
+        return self.prompt.token_ids
 
     @property
     def request(self) -> Request:
@@ -177,7 +172,8 @@ class Answer:
         """The prompt counted once, the rest summed."""
         usages = [generation.usage for generation in self.generations]
         usage = usages[0] if len(usages) == 1 else total_usage(usages)
-        usage.spliced_tokens, usage.normalized = self.num_spliced, self.normalized
+        usage.spliced_tokens = self.prompt.num_spliced
+        usage.normalized = self.prompt.normalized
         return usage
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from ...core.config import EngineConfig
@@ -21,6 +21,7 @@ from ...core.interface.request import (
     Request,
 )
 from ...core.interface.sampling import Pooling, SamplingMetadata
+from ...core.interface.transfers import NO_HANDOVER, Handover
 from ...core.sampling.seeds import sibling_seed
 from ..structured.matcher import Grammar
 from ..text.tokenizer import Tokenizer
@@ -160,46 +161,75 @@ def needs_closing(params: SamplingParams) -> bool:
     return params.json_schema is not None or params.choice is not None
 
 
-def closing_limit(
-    params: SamplingParams, num_prompt: int, max_model_len: int, *, needs_closing: bool
-) -> int | None:
+def closing_limit(params: SamplingParams, room: int, *, is_forced: bool) -> int | None:
     """Limit on output tokens for structured output to be completed in; None: it may be cut.
 
-    None where other parameters ban tokens, which could be those that complete the output, and for
-    the caller's own regex or grammar.
+    ``room``: output tokens that fit the context. ``is_forced``: whatever the output. None where
+    other parameters ban tokens, which could be those that complete the output, and for the
+    caller's own regex or grammar.
     """
     bans = params.allowed_token_ids is not None or params.bad_words or params.logit_bias
-    if not params.close_early or bans or not needs_closing:
+    if not params.close_early or bans or not (is_forced or needs_closing(params)):
         return None
-    room = max_model_len - num_prompt
     return room if params.max_tokens is None else min(room, params.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The token ids of a prompt; ``num_spliced`` are ids of earlier answers.
+
+    ``images``: those in the places of image tokens. ``normalized``: names of the rules of
+    `normalize` that changed a conversation before.
+    """
+
+    token_ids: Sequence[int]
+    num_spliced: int = 0
+    normalized: tuple[str, ...] = ()
+    images: tuple[PromptImage, ...] = ()
+
+    @property
+    def cached_ids(self) -> array[int]:
+        """The ids by which the prefix cache has it: those of rows where images stand."""
+        return with_image_rows(self.token_ids, self.images)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A prompt and its parameters in token ids, from which each choice gets its request.
+
+    ``grammar`` is compiled once: each choice has a matcher of its own. ``limit``: output tokens
+    within which structured output must be completed; None: no limit. ``shown_ids``: special tokens
+    that the text shows. ``pooling``: what it wants in place of an answer. ``adapter``: that changes
+    the model for it. ``handover`` belongs to the first choice: others find the pages in the cache.
+    """
+
+    prompt: PromptTokens
+    params: SamplingParams
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    prediction: array[int] | None = None  # one for all choices; nobody writes into it
+    grammar: Grammar | None = None
+    limit: int | None = None
+    shown_ids: frozenset[int] = frozenset()
+    pooling: Pooling | None = None
+    cache: CacheOptions = DEFAULT_CACHE
+    adapter: ServedAdapter | None = None
+    handover: Handover = NO_HANDOVER
 
 
 def make_request(
     request_id: str,
-    prompt_ids: Sequence[int],
-    params: SamplingParams,
+    prepared: Prepared,
     *,
     seed: int,
     eos_token_ids: frozenset[int],
-    bad_words_ids: tuple[tuple[int, ...], ...],
-    prediction: array[int] | None,
-    grammar: Grammar | None = None,
-    limit: int | None = None,
-    on_token: OnToken | None,
-    pooling: Pooling | None = None,
-    cache: CacheOptions = DEFAULT_CACHE,
-    adapter: ServedAdapter | None = None,
-    images: tuple[PromptImage, ...] = (),
+    on_token: OnToken | None = None,
 ) -> Request:
     """Make the request for the scheduler, on behalf of the present caller.
 
-    ``limit``: output tokens within which structured output must be completed; None: no limit.
-    ``pooling``: what it wants in place of an answer. ``adapter``: that changes the model for it.
-    ``images``: those of the prompt.
-
     Raises `InvalidRequest` if no token could end structured output.
     """
+    params, grammar, adapter = prepared.params, prepared.grammar, prepared.adapter
+    pooling = prepared.pooling
     # An answer that is complete must end: behind it, nothing is allowed.
     ends = not params.ignore_eos or grammar is not None
     stop_ids = (eos_token_ids if ends else frozenset()) | frozenset(params.stop_token_ids)
@@ -209,25 +239,26 @@ def make_request(
     sampling = SamplingMetadata(
         params=params,
         seed=seed,
-        prompt_len=len(prompt_ids),
+        prompt_len=len(prepared.prompt.token_ids),
         stop_ids=stop_ids,
-        bad_words_ids=bad_words_ids,
-        constraint=None if grammar is None else grammar.matcher(stop_ids, limit),
+        bad_words_ids=prepared.bad_words_ids,
+        constraint=None if grammar is None else grammar.matcher(stop_ids, prepared.limit),
         constraint_param=None if grammar is None else params.structured_field,
         pooling=pooling,
     )
     return Request(
         request_id=request_id,
-        tokens=with_image_rows(prompt_ids, images),
+        tokens=prepared.prompt.cached_ids,
         sampling=sampling,
         stop_ids=stop_ids,
         depth=0 if params.speculation == "off" or pooling is not None else params.speculation,
-        prediction=prediction,
+        prediction=prepared.prediction,
         namespace=params.cache_salt if adapter is None else adapter.namespace(params.cache_salt),
         adapter=None if adapter is None else adapter.loaded.weights,
         tenant=tenant_of(params.cache_salt),
-        cache=cache,
-        images=images,
+        cache=prepared.cache,
+        images=prepared.prompt.images,
+        shown_ids=prepared.shown_ids,
         priority=params.priority,
         deadline=params.deadline,
         on_token=on_token,

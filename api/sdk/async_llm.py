@@ -26,6 +26,7 @@ from ..runtime.pooled.pooled_prompts import Pooled, PooledPrompts, entry_names, 
 from ..runtime.pooled.reranker import Reranker, ranked
 from ..runtime.preprocess import (
     Conversation,
+    Prepared,
     Prompt,
     is_one_conversation,
     is_one_prompt,
@@ -442,14 +443,14 @@ class AsyncLLM(EngineClient):
         tasks: list[asyncio.Task[Completion]] = []
         async with asyncio.TaskGroup() as group:
             for answer, prompt in zip(answers, prompts, strict=True):
-                await self._prepare(answer, prompt)
-                await self._submit_patiently(answer)
+                prepared = await self._prepare(prompt, answer.params, adapter=answer.adapter)
+                await self._submit_patiently(answer, prepared)
                 tasks.append(group.create_task(self.finish(answer)))
         return [task.result() for task in tasks]
 
-    async def _submit_patiently(self, answer: Answer) -> None:
+    async def _submit_patiently(self, answer: Answer, prepared: Prepared) -> None:
         async def submit() -> None:
-            self._submit_choices(answer)
+            self._submit_choices(answer, prepared)
 
         await self._patiently(submit)
 

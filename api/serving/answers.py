@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from ...core.interface.request import Request, Usage
 from ..runtime.conversation.chat_input import ChatInput
-from ..runtime.conversation.conversation_tokens import PromptTokens
+from ..runtime.preprocess import PromptTokens
 from ..types.results import Completion, TextDelta
 from .errors import deadline_exceeded, unavailable
 from .serving_context import SHUTTING_DOWN, Service

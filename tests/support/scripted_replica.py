@@ -26,7 +26,7 @@ from foretoken.api.cluster.wire.messages import (
     body_form,
 )
 from foretoken.api.cluster.wire.transport import ReplicaSocket
-from foretoken.api.runtime.preprocess import make_request
+from foretoken.api.runtime.preprocess import Prepared, PromptTokens, make_request
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import ForetokenError
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
@@ -171,10 +171,8 @@ def request(
 ) -> Request:
     """A request as the client makes it; its answer has at most 8 tokens."""
     given = SamplingParams(**({"max_tokens": 8, "seed": 3} | params))
-    return make_request(
-        request_id, list(prompt), given, seed=3, eos_token_ids=frozenset({EOS}), bad_words_ids=(),
-        prediction=None, on_token=None, pooling=pooling,
-    )  # fmt: skip
+    prepared = Prepared(prompt=PromptTokens(list(prompt)), params=given, pooling=pooling)
+    return make_request(request_id, prepared, seed=3, eos_token_ids=frozenset({EOS}))
 
 
 async def read(stream: AsyncIterator[Delta]) -> Delta:

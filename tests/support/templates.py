@@ -11,12 +11,13 @@ from typing import Any
 
 from foretoken.api.parsing.output_format import Syntax
 from foretoken.api.runtime.conversation.chat_input import ChatInput
-from foretoken.api.runtime.conversation.conversation_tokens import ConversationTokens, PromptTokens
+from foretoken.api.runtime.conversation.conversation_tokens import ConversationTokens
 from foretoken.api.runtime.conversation.shield import Shield
 from foretoken.api.runtime.conversation.template_facts import TemplateFacts
 from foretoken.api.runtime.conversation.template_writer import TemplateWriter
 from foretoken.api.runtime.conversation.token_history import TokenHistory
 from foretoken.api.runtime.conversation.tools import plain_call
+from foretoken.api.runtime.preprocess import PromptTokens
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.results import Tool
 from foretoken.api.types.sampling_params import SamplingParams

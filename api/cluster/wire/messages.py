@@ -30,7 +30,7 @@ from ....core.interface.sampling import Pooling
 from ....core.validation import Count, Positive, Seconds, TokenId
 from ...build.built import ModelFacts
 from ...runtime.adapters import ServedAdapter
-from ...runtime.preprocess import make_request, warm_params
+from ...runtime.preprocess import Prepared, PromptTokens, make_request, warm_params
 from ...structured.matcher import Grammar, GrammarMatcher
 from ...types.results import Body
 from ...types.sampling_params import SamplingParams
@@ -493,25 +493,27 @@ def request_of(
     `WireError`.
     """
     with meaningful("a request"):
-        request = make_request(
-            submit.request_id,
-            ids_of(submit.prompt),
-            params,
-            seed=submit.seed,
-            eos_token_ids=eos_token_ids,
+        prepared = Prepared(
+            prompt=PromptTokens(ids_of(submit.prompt), images=submit.images),
+            params=params,
             bad_words_ids=submit.bad_words_ids,
             prediction=None if submit.prediction is None else ids_of(submit.prediction),
             grammar=grammar,
             limit=submit.limit,
-            on_token=on_token,
+            shown_ids=submit.shown_ids,
             pooling=submit.pooling,
             cache=submit.cache,
             adapter=adapter,
-            images=submit.images,
+        )
+        request = make_request(
+            submit.request_id,
+            prepared,
+            seed=submit.seed,
+            eos_token_ids=eos_token_ids,
+            on_token=on_token,
         )
     request.tokens.extend(ids_of(submit.output))
     request.tenant = submit.tenant  # the front knows whose key it was
     request.deadline = submit.deadline
     request.num_prompt_logprobs = submit.num_prompt_logprobs
-    request.shown_ids = submit.shown_ids
     return request

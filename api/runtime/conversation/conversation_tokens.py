@@ -17,7 +17,6 @@ from itertools import islice
 from typing import Any
 
 from ....core.errors import InvalidRequest
-from ....core.interface.images import PromptImage, with_image_rows
 from ...parsing.formats.harmony import HARMONY_THINK, marked_call, without_calls
 from ...parsing.output_format import Syntax
 from ...parsing.output_parser import (
@@ -34,6 +33,7 @@ from ...text.tokenizer import Tokenizer
 from ...types.request_context import owner_of, random_id
 from ...types.results import Tool
 from ...types.sampling_params import SamplingParams
+from ..preprocess import PromptTokens
 from .chat_input import ChatInput, Handle, splice_mark
 from .shield import NO_SHIELD, Shield
 from .token_history import Key, Place, TokenHistory, said_of
@@ -46,25 +46,6 @@ NOT_WRITTEN = (
 )
 Write = Callable[[ChatInput], Awaitable[str]]
 """Writes a conversation by the chat template."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """The token ids of a conversation; ``num_spliced`` are ids of earlier answers.
-
-    ``images``: those in the places of image tokens. ``normalized``: names of the rules of
-    `normalize` that changed it before.
-    """
-
-    token_ids: Sequence[int]
-    num_spliced: int = 0
-    normalized: tuple[str, ...] = ()
-    images: tuple[PromptImage, ...] = ()
-
-    @property
-    def cached_ids(self) -> array[int]:
-        """The ids by which the prefix cache has it: those of rows where images stand."""
-        return with_image_rows(self.token_ids, self.images)
 
 
 @dataclass(slots=True, eq=False)

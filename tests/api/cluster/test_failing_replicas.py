@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from foretoken.api.cluster.front.replicas import Replicas
-from foretoken.api.runtime.preprocess import make_request
+from foretoken.api.runtime.preprocess import Prepared, PromptTokens, make_request
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.interface.request import Request
@@ -89,10 +89,8 @@ async def two(
 def asked() -> Request:
     """A request that the first replica gets: both owe nothing."""
     params = SamplingParams(max_tokens=NUM_TOKENS, seed=3, temperature=0.0)
-    return make_request(
-        "r", PROMPT, params, seed=3, eos_token_ids=frozenset({EOS}), bad_words_ids=(),
-        prediction=None, on_token=None,
-    )  # fmt: skip
+    prepared = Prepared(prompt=PromptTokens(PROMPT), params=params)
+    return make_request("r", prepared, seed=3, eos_token_ids=frozenset({EOS}))
 
 
 @pytest.mark.parametrize(

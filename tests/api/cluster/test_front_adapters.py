@@ -34,7 +34,7 @@ from foretoken.api.cluster.wire.messages import (
     submit_of,
 )
 from foretoken.api.runtime.adapters import NO_ADAPTERS, Adapters, ServedAdapter
-from foretoken.api.runtime.preprocess import make_request
+from foretoken.api.runtime.preprocess import Prepared, PromptTokens, make_request
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import (
     InvalidRequest,
@@ -70,11 +70,9 @@ PROMPT = list(range(5, 69))
 
 def of(adapter: ServedAdapter, request_id: str = "r", **params: Any) -> Request:
     """A request of an adapter."""
-    return make_request(
-        request_id, PROMPT, SamplingParams(max_tokens=8, seed=3, **params), seed=3,
-        eos_token_ids=frozenset({EOS}), bad_words_ids=(), prediction=None, on_token=None,
-        adapter=adapter,
-    )  # fmt: skip
+    given = SamplingParams(max_tokens=8, seed=3, **params)
+    prepared = Prepared(prompt=PromptTokens(PROMPT), params=given, adapter=adapter)
+    return make_request(request_id, prepared, seed=3, eos_token_ids=frozenset({EOS}))
 
 
 async def loads(replica: ScriptedReplica, digest: bytes = FILES) -> LoadAdapter:

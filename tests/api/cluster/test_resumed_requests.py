@@ -12,7 +12,7 @@ import pytest
 
 from foretoken.api.build.engine_builder import build
 from foretoken.api.cluster.replica.engine_host import EngineHost
-from foretoken.api.runtime.preprocess import closing_limit, needs_closing
+from foretoken.api.runtime.preprocess import closing_limit
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
@@ -62,7 +62,7 @@ class House:
             self.front.beat()
 
     async def serve(self, params: SamplingParams, **more: Any) -> Heard:
-        limit = closing_limit(params, len(self.prompt), 512, needs_closing=needs_closing(params))
+        limit = closing_limit(params, 512 - len(self.prompt), is_forced=False)
         message = submit(next(self._ids), self.prompt, params, limit=limit, **more)
         return await self.front.serve(message)
 

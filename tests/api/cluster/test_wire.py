@@ -41,7 +41,7 @@ from foretoken.api.cluster.wire.messages import (
     request_of,
     submit_of,
 )
-from foretoken.api.runtime.preprocess import make_request
+from foretoken.api.runtime.preprocess import Prepared, PromptTokens, make_request
 from foretoken.api.structured.compiler import Grammars
 from foretoken.api.types.sampling_params import SamplingDefaults, SamplingParams
 from foretoken.core.interface.request import CacheOptions, Pin, Request
@@ -267,17 +267,17 @@ EOS = frozenset({1, 2})
 
 
 def make(params: SamplingParams, **options: Any) -> Request:
-    request = make_request(
-        "r-1", [5, 6, 7], params, seed=2**63 + 1, eos_token_ids=EOS, bad_words_ids=((8, 9), (10,)),
-        prediction=array("q", [11, 12]), on_token=None,
-        pooling=Pooling((8, 9)), cache=CacheOptions(read=False, pins=(Pin(2, 60.0),)),
-        images=(IMAGE,), **options,
+    prepared = Prepared(
+        prompt=PromptTokens([5, 6, 7], images=(IMAGE,)), params=params,
+        bad_words_ids=((8, 9), (10,)), prediction=array("q", [11, 12]),
+        shown_ids=frozenset({3}), pooling=Pooling((8, 9)),
+        cache=CacheOptions(read=False, pins=(Pin(2, 60.0),)), **options,
     )  # fmt: skip
+    request = make_request("r-1", prepared, seed=2**63 + 1, eos_token_ids=EOS)
     request.tenant = "key-0"
     request.tokens.extend([13, 14])  # its output so far
     request.num_prompt_logprobs = 2
     request.deadline = 30.0
-    request.shown_ids = frozenset({3})
     return request
 
 

@@ -280,7 +280,7 @@ def test_free_words_may_be_cut_but_a_call_that_has_begun_closes(bench: Bench) ->
 
 
 @pytest.mark.parametrize(
-    ("params", "needs_closing", "limit"),
+    ("params", "is_forced", "limit"),
     [
         ({"max_tokens": 5}, True, 5),
         ({}, True, 90),
@@ -290,7 +290,8 @@ def test_free_words_may_be_cut_but_a_call_that_has_begun_closes(bench: Bench) ->
         ({"max_tokens": 5, "logit_bias": {1: -100}}, True, None),
         ({"max_tokens": 5, "allowed_token_ids": [1]}, True, None),
         ({"max_tokens": 5}, False, None),
+        ({"max_tokens": 5, "choice": ["x"]}, False, 5),
     ],
 )
-def test_when_a_form_is_to_close(params, needs_closing, limit) -> None:
-    assert closing_limit(SamplingParams(**params), 10, 100, needs_closing=needs_closing) == limit
+def test_when_a_form_is_to_close(params, is_forced, limit) -> None:
+    assert closing_limit(SamplingParams(**params), 90, is_forced=is_forced) == limit
