@@ -1,35 +1,20 @@
-"""PlannedReplicas: as many replicas as a plan says, and updates that prove themselves.
-
-A `Cluster` starts the replicas. It replaces those of an earlier plan one after the other, each new
-one before an old one leaves. If one does not come, the earlier plan is deployed again: replicas
-that are still there stay. Meanwhile the bounds of their number may change, for both plans.
-"""
+"""PlannedReplicas: as many replicas as a plan says, started by a `Cluster`."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import threading
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
-from ..runtime.preprocess import make_config
-from ..serving.errors import UpdateUnderWay
 from ..serving.settings import FrontOptions
-from ..types.results import Body
 
-logger = logging.getLogger(__name__)
 QUIET_SECONDS = 30.0  # of a low load before a replica is taken away
-UPDATE_SECONDS = 600.0  # within which a new replica must come, from one to the next
-SETTLE_SECONDS = 30.0  # for replicas that start before an update
-LOOK_SECONDS = 0.5  # between looks at an update
 
 
 class LauncherError(ForetokenError):
@@ -48,7 +33,9 @@ class ReplicaPlan:
     gpus: float
     quiet_seconds: float  # of a low load before a replica is taken away
     options: Mapping[str, Any] = field(default_factory=dict)  # engine options
-    most_ever: int = 0
+    # Shares of a disk: one more than there may be replicas, because a replica that replaces another
+    # may come before that has left its share. None without a disk.
+    num_shares: int | None = None
 
     @property
     def is_fixed(self) -> bool:
@@ -56,16 +43,8 @@ class ReplicaPlan:
         return self.least == self.most
 
     @property
-    def num_shares(self) -> int | None:
-        """Number of shares of a disk; None without one. It never becomes less.
-
-        One more than there may be replicas: a new one comes before an old one leaves.
-        """
-        return None if self.options.get("kv_disk") is None else max(self.most, self.most_ever) + 1
-
-    @property
     def version(self) -> str:
-        """Equal for plans whose replicas are alike: those of another version are replaced."""
+        """Return what is equal for plans whose replicas are alike: the cluster keeps those."""
         alike = (self.model, self.front, sorted(self.options.items()), self.num_shares)
         return blake2b(repr(alike).encode(), digest_size=8).hexdigest()
 
@@ -97,15 +76,8 @@ def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) 
             QUIET_SECONDS if front.scale_down_seconds is None else front.scale_down_seconds
         ),
         options={"threads": max(1, int(cpus) // num_ranks), **options},
+        num_shares=None if options.get("kv_disk") is None else most + 1,
     )
-
-
-class Rollout(NamedTuple):
-    """Progress of a cluster with the plan that was deployed last."""
-
-    failure: str | None = None  # in one line: why its replicas cannot be started
-    is_complete: bool = False  # all of them are there, and none of an earlier plan
-    is_gone: bool = False  # nothing starts replicas any longer
 
 
 class Cluster(Protocol):
@@ -114,14 +86,11 @@ class Cluster(Protocol):
     def open(self, plan: ReplicaPlan) -> None:
         """Get ready to start replicas, or refuse a plan that would wait for ever."""
 
-    def deploy(self, plan: ReplicaPlan, *, is_update: bool = False) -> None:
-        """Ask for the replicas of a plan, in place of an earlier one's.
+    def deploy(self, plan: ReplicaPlan) -> None:
+        """Ask for the replicas of a plan, in place of an earlier one's."""
 
-        ``is_update``: some of them are replaced, so there must be room for one more.
-        """
-
-    def rollout(self) -> Rollout:
-        """Progress with the plan that was deployed last."""
+    def failure(self) -> str | None:
+        """Return in one line why replicas cannot be started; None if all is well."""
 
     def close(self) -> None:
         """End the replicas."""
@@ -130,29 +99,14 @@ class Cluster(Protocol):
 class PlannedReplicas:
     """Keeps as many replicas as a plan says. A `Launcher`; belongs to one event loop."""
 
-    def __init__(
-        self,
-        plan: ReplicaPlan,
-        cluster: Cluster,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        look_seconds: float = LOOK_SECONDS,
-    ) -> None:
+    def __init__(self, plan: ReplicaPlan, cluster: Cluster) -> None:
         self.plan = plan
-        self.update: Body | None = None  # the last one: its state, and why it was undone
-        self._earlier = plan  # deployed again if the update that runs fails
-        self._cluster, self._clock, self._look_seconds = cluster, clock, look_seconds
-        self._num_joined: Callable[[], int] = int
+        self._cluster = cluster
         self._changing = asyncio.Lock()
-        self._closed = asyncio.Event()
-        self._updating: asyncio.Task[None] | None = None
+        self._is_closed = False
 
-    async def start(self, address: str, num_joined: Callable[[], int]) -> None:
-        """Ask for replicas that dial ``address``. Raises `LauncherError`.
-
-        ``num_joined`` returns how many have ever joined there.
-        """
-        self._num_joined = num_joined
+    async def start(self, address: str) -> None:
+        """Ask for replicas that dial ``address``. Raises `LauncherError`."""
         await asyncio.to_thread(self._cluster.open, self.plan)
         _take_signals_back()
         self.plan = replace(self.plan, front=address)
@@ -162,141 +116,32 @@ class PlannedReplicas:
             await self.close()
             raise
 
-    async def change(
-        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
-    ) -> None:
-        """Change the fewest and most; with options replace all, one after the other.
+    async def change(self, least: int, most: int) -> None:
+        """Change the fewest and most; returns when the cluster has taken note.
 
-        Returns when the cluster has taken note; `update` has the outcome for replicas that are
-        replaced. Waits for those that start, but no longer than `SETTLE_SECONDS`. While an update
-        runs, bounds count for its replicas and for those that come back if it fails.
-        Raises `InvalidRequest` for an option that is none, or that the front holds to,
-        `UpdateUnderWay` for a change that would replace replicas during an update, and
-        `LauncherError`.
+        Raises `InvalidRequest` for more replicas than a disk has shares for, and `LauncherError`.
         """
         async with self._changing:
-            self._check_open()
-            plan = _changed(self.plan, bounds, options)
-            is_update = plan.version != self.plan.version
-            if self._is_updating:
-                await self._change_during_update(plan, bounds, is_update=is_update)
-                return
-            if is_update:
-                await self._settle()
-                self._check_open()
-            await asyncio.to_thread(self._cluster.deploy, plan, is_update=is_update)
-            self._earlier, self.plan = self.plan, plan
-            if is_update:
-                self._note("running")
-                self._updating = asyncio.create_task(self._follow())
-
-    async def _change_during_update(
-        self, plan: ReplicaPlan, bounds: tuple[int, int] | None, *, is_update: bool
-    ) -> None:
-        """Go on with the update, and with these bounds whatever becomes of it."""
-        earlier = _changed(self._earlier, bounds, None)
-        if is_update or earlier.version != self._earlier.version:
-            raise UpdateUnderWay(
-                "replicas are being replaced, and this change would replace them once more: "
-                "send it again when GET /replicas shows an update that is done or undone"
-            )
-        await asyncio.to_thread(self._cluster.deploy, plan, is_update=True)
-        self._earlier, self.plan = earlier, plan
-
-    def _check_open(self) -> None:
-        if self._closed.is_set():
-            raise LauncherError("the front closes: its replicas change no more")
-
-    async def _settle(self) -> None:
-        """Wait for replicas that start: an update would end them at once, others go one by one."""
-        since = self._clock()
-        while not (await asyncio.to_thread(self._cluster.rollout)).is_complete:
-            is_closed = await self._closes_within(self._look_seconds)
-            if is_closed or self._clock() - since >= SETTLE_SECONDS:
-                return
-
-    @property
-    def _is_updating(self) -> bool:
-        return self._updating is not None and not self._updating.done()
-
-    def _note(self, state: str, reason: str | None = None) -> None:
-        self.update = {"state": state, "reason": reason}
-
-    async def _follow(self) -> None:
-        """Wait until all replicas are new; undo the update if one of them does not come."""
-        reason = await self._hindrance(self._wait_until_complete())
-        if reason is not None and not self._closed.is_set():
-            logger.warning(
-                "the replicas keep their options, because a new one did not come: %s", reason
-            )
-            if (further := await self._hindrance(self._undo())) is not None:
-                reason = f"{reason}; {further}"
-        if self._closed.is_set():
-            return
-        if reason is None:
-            logger.info("all replicas are new")
-        self._note("done" if reason is None else "undone", reason)
-
-    async def _hindrance(self, progress: Awaitable[str | None]) -> str | None:
-        """Why a replica is not there, or why that is unknown; None if all are or `close` came."""
-        try:
-            return await progress
-        except LauncherError as error:
-            return str(error)
-        except Exception as error:
-            logger.exception("how far the replicas are is unknown")
-            return str(error) or type(error).__name__
-
-    async def _undo(self) -> str | None:
-        """Deploy the earlier plan; replicas of it that are there stay. As `_hindrance` else."""
-        async with self._changing:
-            self.plan = self._earlier
-            if not self._closed.is_set():
-                await asyncio.to_thread(self._cluster.deploy, self.plan)
-        return await self._wait_until_complete()
-
-    async def _wait_until_complete(self) -> str | None:
-        num_joined, began = self._num_joined(), self._clock()
-        since = began
-        while not (rollout := await asyncio.to_thread(self._cluster.rollout)).is_complete:
-            if rollout.failure is not None:
-                return rollout.failure
-            now = self._clock()
-            most_seconds = UPDATE_SECONDS * self.plan.most  # old ones that join again are no news
-            if self._num_joined() > num_joined:
-                num_joined, since = self._num_joined(), now
-            elif now - since >= UPDATE_SECONDS:
-                return f"no new replica came in {UPDATE_SECONDS:g} s"
-            if now - began >= most_seconds:
-                return f"not all replicas were there in {most_seconds:g} s"
-            if await self._closes_within(self._look_seconds):
-                break
-        return None
-
-    async def _closes_within(self, seconds: float) -> bool:
-        try:
-            await asyncio.wait_for(self._closed.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
+            if self._is_closed:
+                raise LauncherError("the front closes: its replicas change no more")
+            if (shares := self.plan.num_shares) is not None and most >= shares:
+                raise InvalidRequest(
+                    f"replicas must be at most {shares - 1}, as --kv-disk is divided for so many, "
+                    f"not {most}: start the front with a larger --max-replicas",
+                    param="replicas",
+                )
+            plan = replace(self.plan, least=least, most=most)
+            await asyncio.to_thread(self._cluster.deploy, plan)
+            self.plan = plan
 
     async def failure(self) -> str | None:
-        """Why replicas cannot be started, or that nothing starts them; None if all is well.
-
-        An update that fails is undone instead.
-        """
-        rollout = await asyncio.to_thread(self._cluster.rollout)
-        return rollout.failure if rollout.is_gone or not self._is_updating else None
+        """Return why replicas cannot be started, or that nothing starts them; None if neither."""
+        return await asyncio.to_thread(self._cluster.failure)
 
     async def close(self) -> None:
         """End the replicas, once no change of them is under way."""
-        self._closed.set()
+        self._is_closed = True
         async with self._changing:  # the last change: later ones are refused
-            updating = self._updating
-        try:
-            if updating is not None:
-                await asyncio.wait((updating,))
-        finally:
             await asyncio.to_thread(self._cluster.close)
 
 
@@ -309,28 +154,3 @@ def _take_signals_back() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             if (handler := signal.getsignal(number)) is not None:  # of Python
                 signal.signal(number, handler)
-
-
-def _changed(
-    plan: ReplicaPlan, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
-) -> ReplicaPlan:
-    """Return a plan with other bounds and further options. Raises `InvalidRequest`."""
-    wanted = plan
-    if bounds is not None:
-        ever = max(plan.most, plan.most_ever)
-        wanted = replace(wanted, least=bounds[0], most=bounds[1], most_ever=ever)
-    if options is not None:
-        if "lora" in options:
-            message = "lora: load adapters by /v1/load_lora_adapter"
-            raise InvalidRequest(message, param="options.lora")
-        wanted = replace(wanted, options={**plan.options, **options})
-        _check_same_model(make_config(plan.options), make_config(wanted.options))
-    return wanted
-
-
-def _check_same_model(now: EngineConfig, wanted: EngineConfig) -> None:
-    """Refuse replicas that the front would not take. Raises `InvalidRequest`."""
-    for name in ("max_model_len", "page_size"):
-        if getattr(now, name) != getattr(wanted, name):
-            message = f"{name} cannot change while this front serves: start another one"
-            raise InvalidRequest(message, param=f"options.{name}")

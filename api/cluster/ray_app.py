@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve, which starts, watches, scales and updates them.
+"""Replicas on Ray Serve, which starts, watches and scales them.
 
 No request passes through Ray: a replica dials in to the front as any other does. The only file that
 imports Ray.
@@ -15,6 +15,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -26,7 +27,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import ApplicationStatus
 
 from ...core.config import EngineConfig
-from .launcher import QUIET_SECONDS, LauncherError, ReplicaPlan, Rollout, num_cpus
+from .launcher import QUIET_SECONDS, LauncherError, ReplicaPlan, num_cpus
 from .ray_environment import RAY_ADDRESS
 from .scaling import ReplicaLoad, replica_load, want
 from .wire.transport import CLUSTER_KEY, cluster_key
@@ -44,7 +45,6 @@ STATS_SECONDS = 0.5  # between reports of loads
 REACH_SECONDS = 5.0  # for a connection to Ray's head
 OBJECT_STORE = 2**27  # bytes; nothing of ours goes through it
 NO_RAY_WILL_RESTART = "Ray is gone: replicas and front go on, and nothing will be restarted"
-GONE = Rollout(failure=NO_RAY_WILL_RESTART, is_gone=True)
 
 
 class RayError(LauncherError):
@@ -78,7 +78,7 @@ class Replica:
         await self._join()
 
     async def _join(self) -> None:
-        """Wait for the front: only then may Ray stop another replica. Raises `RefusedError`."""
+        """Wait for the front: only then has the replica started. Raises `RefusedError`."""
         joined = asyncio.create_task(self._host.joined.wait())
         await asyncio.wait((joined, self._serving), return_when=asyncio.FIRST_COMPLETED)
         joined.cancel()
@@ -141,8 +141,7 @@ def application(plan: ReplicaPlan) -> serve.Application:
         "ray_actor_options": {"num_cpus": plan.cpus, "num_gpus": plan.gpus},
         "health_check_period_s": HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": STOP_SECONDS,
-        "max_surge_percent": 1,  # rounded up: one new replica comes before an old one leaves
-        "max_constructor_retry_count": 1,  # an update fails with its first new replica
+        "max_constructor_retry_count": 1,  # a start fails with its first replica
     }
     if plan.is_fixed:
         options["num_replicas"] = plan.least
@@ -201,7 +200,8 @@ class RayCluster:
             self._folder = Path(tempfile.mkdtemp(prefix="foretoken-ray-"))
             options |= {
                 "include_dashboard": False,
-                "num_cpus": num_cpus() + ceil(plan.cpus),  # it only counts them: one more of ours
+                # It only counts them: a replica may come before the one that it replaces has ended.
+                "num_cpus": num_cpus() + ceil(plan.cpus),
                 "object_store_memory": OBJECT_STORE,
                 "_node_ip_address": "127.0.0.1",
                 "_temp_dir": str(self._folder),
@@ -213,34 +213,25 @@ class RayCluster:
             options["runtime_env"] = {"env_vars": {CLUSTER_KEY: key}}
         return options
 
-    def _require_room(self, plan: ReplicaPlan, *, is_update: bool = False) -> None:
+    def _require_room(self, plan: ReplicaPlan) -> None:
         """Refuse a plan that would wait for ever. Raises `RayError`."""
         there = ray.cluster_resources()
-        num_replicas = plan.least
-        if is_update:  # as many as the load has asked for, and one more
-            num_replicas = min(plan.most, max(plan.least, _num_running())) + 1
         if self._owns_ray:
-            there["CPU"] = num_cpus() + (plan.cpus if is_update else 0)
+            there["CPU"] = num_cpus()
         for name, each in (("CPU", plan.cpus), ("GPU", plan.gpus)):
-            needed, found = num_replicas * each, there.get(name, 0.0)
-            if needed <= found:
-                continue
-            if is_update:
+            needed, found = plan.least * each, there.get(name, 0.0)
+            if needed > found:
                 raise RayError(
-                    f"an update starts one replica before another leaves, which needs {needed:g} "
-                    f"{name}s, and Ray has {found:g}: reduce the number of replicas first"
+                    f"{plan.least} replicas need {needed:g} {name}s, and Ray has {found:g}: fewer "
+                    f"--replicas, or a smaller --replica-{name.lower()}s"
                 )
-            raise RayError(
-                f"{plan.least} replicas need {needed:g} {name}s, and Ray has {found:g}: fewer "
-                f"--replicas, or a smaller --replica-{name.lower()}s"
-            )
 
-    def deploy(self, plan: ReplicaPlan, *, is_update: bool = False) -> None:
+    def deploy(self, plan: ReplicaPlan) -> None:
         """Deploy the application of a plan; returns when Ray has taken note. Raises `RayError`."""
         if not _is_reachable(self._head):
             raise RayError(NO_RAY_WILL_RESTART)
         try:
-            self._require_room(plan, is_update=is_update)
+            self._require_room(plan)
             target = serve.RunTarget(application(plan), name=APP, route_prefix=None)
             serve.run_many([target], wait_for_applications_running=False)
         except RayError:
@@ -248,22 +239,19 @@ class RayCluster:
         except Exception as error:
             raise RayError(f"Ray refuses the replicas: {_first_line(error)}") from error
 
-    def rollout(self) -> Rollout:
-        """Progress of Ray; that it is gone is a failure, too."""
-        if not _is_reachable(self._head):
-            return GONE
-        try:
-            status = serve.status().applications.get(APP)
-        except Exception:
-            return GONE
+    def failure(self) -> str | None:
+        """Return why Ray cannot start the replicas, or that it is gone."""
+        status = None
+        if _is_reachable(self._head):
+            with suppress(Exception):
+                status = serve.status().applications.get(APP)
         if status is None:
-            return GONE
+            return NO_RAY_WILL_RESTART
+        if status.status not in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            return None
         deployment = status.deployments.get(DEPLOYMENT)
-        if status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-            message = (deployment.message if deployment else "") or status.message
-            return Rollout(failure=_last_line(message) or status.status.value)
-        is_healthy = deployment is not None and deployment.status.value == "HEALTHY"
-        return Rollout(is_complete=is_healthy and status.status is ApplicationStatus.RUNNING)
+        message = (deployment.message if deployment else "") or status.message
+        return _last_line(message) or status.status.value
 
     def close(self) -> None:
         """Delete the application, if Ray's head is there to do it, and end the Ray that we own."""
@@ -276,14 +264,6 @@ class RayCluster:
         ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _num_running() -> int:
-    """Replicas that serve now; Ray has no call for the number that its policy wants."""
-    status = serve.status().applications.get(APP)
-    deployment = status and status.deployments.get(DEPLOYMENT)
-    states = deployment.replica_states if deployment else {}
-    return sum(number for state, number in states.items() if state == "RUNNING")
 
 
 def _is_reachable(address: str) -> bool:

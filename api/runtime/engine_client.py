@@ -302,20 +302,15 @@ class EngineClient:
         """Wait, after `start`, until all that is to serve is there; here it is."""
 
     def replicas(self) -> Body:
-        """The engines in other processes that serve its requests; none where it has its own.
+        """The engines in other processes that serve its requests; none where it has its own."""
+        return {"replicas": []}
 
-        ``update`` is the last replacement of all of them, null where there was none.
+    async def change_replicas(self, least: int, most: int) -> None:
+        """Change the fewest and most of them.
+
+        Raises `InvalidRequest` where it does not start them itself.
         """
-        return {"replicas": [], "update": None}
-
-    async def change_replicas(
-        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
-    ) -> None:
-        """Change the fewest and most of them, or their engine options.
-
-        Raises `InvalidRequest` for bad options, and where it does not start them itself.
-        """
-        del bounds, options
+        del least, most
         raise InvalidRequest("this server starts no replicas: that needs --ray", param="replicas")
 
     @property

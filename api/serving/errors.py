@@ -26,7 +26,6 @@ from ..runtime.adapters import UnknownAdapter
 
 logger = logging.getLogger(__name__)
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 60
-UPDATE_RETRY_SECONDS = 10  # a replica takes about as long to start
 NO_ROUTE = (
     "no such route: /openapi.json lists them, and the base URL of an OpenAI client ends in /v1"
 )
@@ -63,10 +62,6 @@ class JsonResponse(Response):
 
 class ClientGone(Exception):  # noqa: N818 - nothing went wrong
     """Raised when the client closed its connection before the answer."""
-
-
-class UpdateUnderWay(ForetokenError):  # noqa: N818
-    """Replicas are being replaced, and a change has to wait for the end of that."""
 
 
 class ApiError(Exception):
@@ -122,9 +117,6 @@ def to_api_error(error: BaseException) -> ApiError:
             )
         case DeadlineExceeded():
             return deadline_exceeded(str(error), error.retry_after)
-        case UpdateUnderWay():
-            headers = {"retry-after": str(UPDATE_RETRY_SECONDS)}
-            return ApiError(409, str(error), code="update_under_way", headers=headers)
         case Unavailable():
             return unavailable(str(error), error.retry_after)
         case EngineDead():

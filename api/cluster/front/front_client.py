@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,29 +30,16 @@ CHECK_SECONDS = 2.0  # between looks at what starts replicas
 
 
 class Launcher(Protocol):
-    """Starts replicas, and changes how many there are and what they are."""
+    """Starts replicas, and changes how many there are."""
 
-    @property
-    def update(self) -> Body | None:
-        """The last update of all replicas: its ``state``, and the ``reason`` if it was undone."""
-
-    async def start(self, address: str, num_joined: Callable[[], int]) -> None:
-        """Ask for replicas that dial in at an address. Raises `ForetokenError`.
-
-        ``num_joined`` returns how many have ever joined there.
-        """
+    async def start(self, address: str) -> None:
+        """Ask for replicas that dial in at an address. Raises `ForetokenError`."""
 
     async def failure(self) -> str | None:
         """Why replicas cannot be started; None if all is well."""
 
-    async def change(
-        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
-    ) -> None:
-        """Change the fewest and most; with options replace all, one after the other.
-
-        ``options``: of the engine, beside those that they have. Returns when it is asked for;
-        `update` has the outcome. Raises `InvalidRequest` and `ForetokenError`.
-        """
+    async def change(self, least: int, most: int) -> None:
+        """Change the fewest and most; returns when it is asked for. Raises `ForetokenError`."""
 
     async def close(self) -> None:
         """Stop them."""
@@ -86,21 +72,18 @@ class FrontClient(EngineClient):
         self._replicas: Replicas | None = None
 
     def replicas(self) -> Body:
-        """The replicas that are there, and how the last update of all of them goes on."""
-        rows = [] if self._replicas is None else self._replicas.describe()
-        return {"replicas": rows, "update": self._launcher and self._launcher.update}
+        """The replicas that are there."""
+        return {"replicas": [] if self._replicas is None else self._replicas.describe()}
 
-    async def change_replicas(
-        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
-    ) -> None:
-        """Change the fewest and most replicas, or replace them by some with other engine options.
+    async def change_replicas(self, least: int, most: int) -> None:
+        """Change the fewest and most replicas.
 
         Raises `InvalidRequest` where they come by themselves, and what the launcher raises.
         """
         if self._launcher is None:
-            await super().change_replicas(bounds, options)
+            await super().change_replicas(least, most)
         else:
-            await self._launcher.change(bounds, options)
+            await self._launcher.change(least, most)
 
     async def when_complete(self) -> None:
         """Wait until all wanted replicas are there."""
@@ -154,7 +137,7 @@ class FrontClient(EngineClient):
         first = asyncio.ensure_future(replicas.first())
         try:
             if launcher is not None:
-                await launcher.start(replicas.address, lambda: replicas.num_joined)
+                await launcher.start(replicas.address)
                 await self._while_launching(launcher, first)
                 self._watch = asyncio.create_task(self._watch_launcher(launcher, replicas))
             built = built_of(await first, replicas, self._path)

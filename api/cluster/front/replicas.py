@@ -148,11 +148,6 @@ class Replicas:
         """Pages of all KV pools."""
         return sum(each.hello.num_pages for each in self._roster.links.values())
 
-    @property
-    def num_joined(self) -> int:
-        """Replicas that have ever joined, counted."""
-        return self._roster.num_joined
-
     def describe(self) -> list[Body]:
         """A row for each replica."""
         now, owed = self._clock(), self._dispatcher.owed

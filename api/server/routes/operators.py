@@ -14,7 +14,7 @@ from ....core.errors import ForetokenError, InvalidRequest
 from ....core.telemetry.vllm_names import render_vllm
 from ...serving.decoding import decoder
 from ...serving.dialect import Endpoints, get, post
-from ...serving.errors import JsonResponse, UpdateUnderWay, unavailable
+from ...serving.errors import JsonResponse, unavailable
 from ...serving.serving_context import Service
 from ..guards.auth import needs_admin_key
 from . import protocol
@@ -62,17 +62,17 @@ class OperatorRoutes(Endpoints):
         "/replicas",
         protocol.ReplicaList,
         body=protocol.ReplicaChange,
-        errors=(403, 408, 409, 413, 503),
+        errors=(403, 408, 413, 503),
         is_operators=True,
     )
     async def change_replicas(self, request: Request) -> Response:
-        """Change how many replicas there are, or replace them by some with other options."""
+        """Change how many replicas there are."""
         if not request.state.is_admin:
             raise needs_admin_key("changing replicas")
         body = decode_change(await self.service.read_bytes(request))
         try:
-            await self.service.llm.change_replicas(body.bounds, body.options)
-        except (InvalidRequest, UpdateUnderWay):
+            await self.service.llm.change_replicas(*body.bounds)
+        except InvalidRequest:
             raise
         except ForetokenError as error:
             raise unavailable(str(error)) from error

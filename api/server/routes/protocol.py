@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
 
@@ -162,20 +162,14 @@ class Replica(Struct, kw_only=True):
 
 
 class ReplicaChange(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Body of POST /replicas: one number, or bounds within which it follows the load, or options.
-
-    ``options``: engine options, as in `EngineConfig`, beside those that the replicas have. All are
-    replaced, each after a new one has come; if one does not come, the replicas keep their options.
-    Meanwhile another number or other bounds hold at once; other options are refused with 409.
-    """
+    """Body of POST /replicas: one number, or bounds within which it follows the load."""
 
     replicas: int | None = None
     min: int | None = None
     max: int | None = None
-    options: dict[str, Any] | None = None
 
     @property
-    def bounds(self) -> tuple[int, int] | None:
+    def bounds(self) -> tuple[int, int]:
         """Fewest and most replicas. Raises `InvalidRequest` for what are none."""
         if self.replicas is not None and (self.min is not None or self.max is not None):
             raise InvalidRequest("replicas cannot be given with min and max", param="replicas")
@@ -185,7 +179,7 @@ class ReplicaChange(Struct, kw_only=True, forbid_unknown_fields=True, omit_defau
         least = self.replicas if self.min is None else self.min
         most = self.replicas if self.max is None else self.max
         if least is None or most is None:
-            return None
+            raise InvalidRequest("replicas, or min and max, is required", param="replicas")
         if not 1 <= least <= most:
             param = "min" if self.replicas is None else "replicas"
             message = f"{param} must be at least 1, and not above max"
@@ -193,21 +187,10 @@ class ReplicaChange(Struct, kw_only=True, forbid_unknown_fields=True, omit_defau
         return least, most
 
 
-class ReplicaUpdate(Struct, kw_only=True):
-    """The last replacement of all replicas.
-
-    ``reason``: why a new replica did not come, where the update was undone.
-    """
-
-    state: Literal["running", "done", "undone"]
-    reason: str | None
-
-
 class ReplicaList(Struct, kw_only=True):
     """Answer of GET /replicas: none where the server itself computes."""
 
     replicas: list[Replica]
-    update: ReplicaUpdate | None
 
 
 class ModelFacts(Struct, kw_only=True):

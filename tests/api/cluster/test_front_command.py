@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -185,20 +185,17 @@ class Scripted:
     """A launcher that fails for a reason that the test sets."""
 
     def __init__(self) -> None:
-        self.update: dict[str, Any] | None = None
         self.reason: str | None = None
         self.num_looks, self.is_closed = 0, False
 
-    async def start(self, address: str, num_joined: Callable[[], int]) -> None:
-        self.num_joined = num_joined
+    async def start(self, address: str) -> None:
+        pass
 
     async def failure(self) -> str | None:
         self.num_looks += 1
         return self.reason
 
-    async def change(
-        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
-    ) -> None:
+    async def change(self, least: int, most: int) -> None:
         pass
 
     async def close(self) -> None:
@@ -214,15 +211,12 @@ def test_it_is_logged_once_and_shown_that_nothing_replaces_replicas(
     async def body() -> None:
         async with client_of(folder, launcher=launcher) as (llm, _):
             assert llm._replicas is not None
-            assert launcher.num_joined() == 1
             metrics = llm._replicas.metrics
             launcher.reason, num_looks = "it is gone", launcher.num_looks
             await until(lambda: launcher.num_looks > num_looks + 3)
             assert b"replicas_not_replaced 1.0" in metrics.render()[0]
             launcher.reason = None
             await until(lambda: b"replicas_not_replaced 0.0" in metrics.render()[0])
-            launcher.update = {"state": "done", "reason": None}
-            assert llm.replicas()["update"] == launcher.update
         assert launcher.is_closed
 
     run(body())

@@ -1,4 +1,4 @@
-"""Room that a Ray cluster asks for before it replaces replicas, and its errors; no Ray starts."""
+"""Errors of a Ray cluster, and why it starts no replicas; no Ray starts."""
 
 from __future__ import annotations
 
@@ -27,34 +27,10 @@ def plan(least: int, most: int) -> ReplicaPlan:
 
 @pytest.fixture
 def deployed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Applications that a Ray of 32 CPUs and 4 GPUs was asked for; three replicas run."""
+    """Applications that Ray was asked for."""
     asked: list[Any] = []
-    deployment = SimpleNamespace(replica_states={"RUNNING": 3, "STOPPING": 1})
-    application = SimpleNamespace(deployments={ray_app.DEPLOYMENT: deployment})
-    status = SimpleNamespace(applications={ray_app.APP: application})
-    monkeypatch.setattr(ray_app.ray, "cluster_resources", lambda: {"CPU": 32.0, "GPU": 4.0})
-    monkeypatch.setattr(ray_app.serve, "status", lambda: status)
     monkeypatch.setattr(ray_app.serve, "run_many", lambda targets, **_: asked.append(targets))
     return asked
-
-
-@pytest.mark.parametrize(
-    ("least", "most", "needed"),
-    [(1, 4, 4), (1, 2, 3), (4, 4, 5), (4, 6, 5)],
-    ids=["as-the-load-has-it", "at-most", "fixed", "at-least"],
-)
-def test_an_update_needs_room_for_a_replica_more_than_there_will_be(
-    deployed: list[Any], monkeypatch: pytest.MonkeyPatch, least: int, most: int, needed: int
-) -> None:
-    cluster = ray_app.RayCluster(owns_ray=False)
-    there = {"CPU": 32.0, "GPU": float(needed)}
-    monkeypatch.setattr(ray_app.ray, "cluster_resources", lambda: there)
-    cluster.deploy(plan(least, most), is_update=True)
-    assert len(deployed) == 1
-    there["GPU"] -= 1
-    with pytest.raises(LauncherError, match=f"needs {needed} GPUs, and Ray has {needed - 1}"):
-        cluster.deploy(plan(least, most), is_update=True)
-    assert len(deployed) == 1
 
 
 def test_errors_of_ray_are_a_launchers(
@@ -67,3 +43,30 @@ def test_errors_of_ray_are_a_launchers(
     with pytest.raises(LauncherError, match=r"^Ray refuses the replicas: no head$"):
         ray_app.RayCluster(owns_ray=False).deploy(plan(1, 1))
     assert not deployed
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        ("RUNNING", None),
+        ("DEPLOYING", None),
+        ("DEPLOY_FAILED", "kv_memory must be at least 1MiB"),
+        ("UNHEALTHY", "kv_memory must be at least 1MiB"),
+        (None, ray_app.NO_RAY_WILL_RESTART),
+    ],
+)
+def test_the_reason_for_which_no_replica_starts_is_the_last_line_of_rays(
+    status: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "Traceback:\nforetoken.core.errors.InvalidRequest: kv_memory must be at least 1MiB"
+    deployment = SimpleNamespace(message=message)
+    applications: dict[str, Any] = {}
+    if status is not None:
+        applications[ray_app.APP] = SimpleNamespace(
+            status=ray_app.ApplicationStatus(status),
+            message="",
+            deployments={ray_app.DEPLOYMENT: deployment},
+        )
+    there = SimpleNamespace(applications=applications)
+    monkeypatch.setattr(ray_app.serve, "status", lambda: there)
+    assert ray_app.RayCluster(owns_ray=False).failure() == reason

@@ -19,8 +19,8 @@ import pytest
 
 import foretoken
 from foretoken.api.server.guards.connection import Connection, QuickSends
-from foretoken.api.serving.errors import UpdateUnderWay
 from foretoken.api.serving.sse import EventStream, UnlessGone
+from foretoken.core.errors import ForetokenError
 
 SECONDS = 10
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -658,12 +658,10 @@ def test_a_server_that_starts_no_replicas_refuses_to_change_them(http):
     assert "--ray" in http.post("/replicas", json={"replicas": 2}).json()["error"]["message"]
 
 
-def test_a_change_of_replicas_that_must_wait_says_when_to_come_again(http, server, monkeypatch):
-    async def refuse(bounds, options):
-        raise UpdateUnderWay("replicas are being replaced")
+def test_a_number_of_replicas_that_cannot_be_is_unavailable(http, server, monkeypatch):
+    async def refuse(least, most):
+        raise ForetokenError(f"no room for {most}")
 
     monkeypatch.setattr(server.llm, "change_replicas", refuse)
-    answer = http.post("/replicas", json={"options": {"kv_tokens": 64}})
-    assert (answer.status_code, answer.headers["retry-after"]) == (409, "10")
-    error = answer.json()["error"]
-    assert (error["code"], error["message"]) == ("update_under_way", "replicas are being replaced")
+    answer = http.post("/replicas", json={"min": 1, "max": 500})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no room for 500")
