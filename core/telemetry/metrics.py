@@ -34,7 +34,13 @@ from .spec_decode_stats import SpecDecodeStats
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-PARTS = ("draft", "forward", "verify", "host")
+PARTS = {
+    "draft": "drafting",
+    "forward": "the model",
+    "verify": "choosing tokens",
+    "host": "the rest",
+}
+"""The parts of a step's time, in words."""
 DEADLINE = "deadline"
 COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)
 C = TypeVar("C", bound=Collector)

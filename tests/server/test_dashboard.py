@@ -55,14 +55,16 @@ def test_the_page_loads_nothing_from_elsewhere_and_has_no_script_or_style_inside
     assert not re.search(r"<style|<script[^>]*>[^<]|\bstyle=|\bon\w+=", answer.text)
 
 
-def test_the_server_has_words_for_every_drafter_and_every_loss_of_the_cache(url: str) -> None:
-    words = httpx.get(f"{url}/ui/words.json").json()
+def test_the_page_has_words_for_every_drafter_loss_and_part_of_a_step(url: str) -> None:
+    module = httpx.get(f"{url}/ui/words.js").text
+    words = json.loads(module.removeprefix("export const words = ").rstrip(";\n"))
     sources = {PrefixSource.name, PredictionSource.name, GrammarSource.name, "suffix", "ngram"}
     proposers = {lm_proposer.SOURCE, text_proposer.SOURCE, self_draft.SOURCE, *KINDS}
     assert words["drafters"].keys() == sources | proposers | {
         MtpConfig.kind,
         AssistantHeadConfig.kind,
     }
+    assert words["parts"].keys() == first_event(url)["parts"].keys()
     assert words["losses"].keys() == {*CAUSES} - {"hit", "too_short", "first_seen"}
 
 

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 pytestmark = [needs_browser, pytest.mark.slow]
 SCRIPTED = str(Path(__file__).parents[1] / "support" / "scripted_server.py")
-SERVER = [sys.executable, SCRIPTED, "--port", "0", "--kv-tokens", "16384", "--log-level", "error"]
+SERVER = [
+    sys.executable, SCRIPTED, "--port", "0", "--kv-tokens", "16384", "--log-level", "error",
+    "--root-path", "/llm",
+]  # fmt: skip
 THINKS = ["--reasoning-parser", "think"]
 LONG = "x = 1\n" * 400
 PHONE = {"width": 390, "height": 844}
@@ -270,6 +273,13 @@ def test_nodes_of_closed_blocks_stay_while_an_answer_grows(open_page: Open) -> N
     assert first.evaluate("node => node.isConnected")
     page.keyboard.press("Escape")
     answered(page)
+
+
+def test_the_page_works_under_the_path_of_a_proxy(open_page: Open, url: str) -> None:
+    page = open_page(f"{url}/llm")
+    say(page, "y = 2\n" * 20)
+    assert told(page).startswith("y = 2\ny = 2\n")
+    page.locator("#tree rect.mine").first.wait_for()
 
 
 # -- stop, errors, limits -------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from starlette.routing import BaseRoute, Mount
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
+from ....core.telemetry.metrics import PARTS
 from ....draft.sources.names import DRAFTERS
 from ...runtime.cache_diagnostics import LOSSES
-from ...serving.dialect import JSON, Endpoints, get
+from ...serving.dialect import Endpoints, get
 from ...serving.serving_context import Service
 from ...serving.settings import Settings
 
@@ -62,7 +63,7 @@ class PageFiles(StaticFiles):
 
 
 class Pages(Endpoints):
-    """The live page, the API viewer, and the words that the former has for drafters and causes."""
+    """The live page, the API viewer, and the words that the former has for names of the engine."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -88,8 +89,9 @@ class Pages(Endpoints):
         """A page with all routes, their fields and an example of each."""
         return await self._files.get_response("docs.html", request.scope)
 
-    @get(f"{PREFIX}/words.json")
+    @get(f"{PREFIX}/words.js", media=MEDIA[".js"])
     async def words(self, _request: Request) -> Response:
-        """The drafters and the causes of cache misses that the engine has, in words."""
-        words = msgspec.json.encode({"drafters": DRAFTERS, "losses": LOSSES})
-        return Response(words, media_type=JSON, headers=HEADERS)
+        """A module with words for the engine's drafters, causes of misses and parts of a step."""
+        words = {"drafters": DRAFTERS, "losses": LOSSES, "parts": PARTS}
+        module = b"export const words = %s;\n" % msgspec.json.encode(words)
+        return Response(module, media_type=MEDIA[".js"], headers=HEADERS)

@@ -45,7 +45,7 @@ def test_a_browser_keeps_a_file_and_asks_whether_it_changed(url, path):
 
 
 def test_events_need_the_key_and_other_paths_are_not_there(url):
-    assert httpx.get(f"{url}/ui/words.json").status_code == 200
+    assert httpx.get(f"{url}/ui/words.js").status_code == 200
     assert httpx.get(f"{url}/ui/events").status_code == 401
     assert httpx.get(f"{url}/ui/events", headers={"x-api-key": "k"}).status_code == 403
     for path in ("ui/none.js", "ui/%2e%2e/pages.py", "ui/..%2fpages.py", "ui/", "ui/a%00b"):

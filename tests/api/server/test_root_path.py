@@ -56,7 +56,7 @@ def test_the_page_has_a_slash_behind_the_path_and_calls_by_relative_links(http) 
         texts.append(http.get(f"{ROOT}/ui/{script.name}").raise_for_status().text)
     called = r"""(?:fetch|ask|import)\(\s*["'`]([^"'`]*)|(?:href|src)="([^"]*)|from "([^"]*)"""
     calls = [each for text in texts for call in re.findall(called, text) for each in call if each]
-    assert {"ui/events", "v1/models", "ui/words.json", "./answer.js"} <= {*calls}
+    assert {"ui/events", "v1/models", "./words.js", "./answer.js"} <= {*calls}
     assert [each for each in calls if each.startswith("/")] == []
 
 

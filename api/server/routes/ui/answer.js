@@ -6,7 +6,10 @@ import { GrowingMarkdown } from "./markdown.js";
 import { ask, events, Refused } from "./server.js";
 
 /** @typedef {import("./drafters.js").Tally} Tally */
-/** @typedef {[text: string, source: string | null, channel: string]} Piece an entry of `token_sources` */
+/**
+ * @typedef {[text: string, source: string | null, channel: string]} Piece
+ *   an entry of `token_sources`; no source: the text belongs to the token before it
+ */
 /** @typedef {{first: number, last: number, total: number}} Times milliseconds; 0: there was none */
 /** @typedef {"content" | "reasoning"} Channel a text of an answer */
 /** @typedef {[end: number, source: string]} Span a part of a text, by its end, and its drafter */
@@ -40,7 +43,13 @@ import { ask, events, Refused } from "./server.js";
  * @property {Answer} [other] the same one without speculation, side by side
  * @property {boolean} [isPrivate] it left the prefix cache aside
  */
-/** @typedef {{box: HTMLElement, tally: () => Tally, changed: () => void, redraw: () => void}} View */
+/**
+ * @typedef {object} View
+ * @property {HTMLElement} box
+ * @property {() => Tally} tally
+ * @property {() => void} changed shows what came, soon
+ * @property {() => void} redraw shows all of it again, now
+ */
 
 const SLOWER = 4; // times the last drawing until the next one, so that drawing takes a fifth
 const FRAME_MS = 16;
@@ -267,7 +276,7 @@ function reuseOf(usage) {
 }
 
 /**
- * The nodes of an answer. After `changed` they show what came, soon; after `redraw` all, now.
+ * The nodes of an answer.
  * @param {Answer} answer
  * @param {{title?: string, beside?: Answer[], drawn: () => void}} about `beside`: the answers that
  *   are drawn on one scale; `drawn` is called when what came is shown
@@ -276,7 +285,8 @@ function reuseOf(usage) {
 export function viewOf(answer, { title, beside = [], drawn }) {
   const nodes = nodesOf(title), pieces = new Pieces(answer.pieces);
   const others = beside.filter((each) => each !== answer).map((each) => new Pieces(each.pieces));
-  const content = new GrowingMarkdown(nodes.content), thoughts = new GrowingMarkdown(nodes.thoughts);
+  const content = new GrowingMarkdown(nodes.content);
+  const thoughts = new GrowingMarkdown(nodes.thoughts);
   let timer = 0, spent = 0;
   function update() {
     const steps = pieces.steps;
@@ -315,7 +325,8 @@ export function viewOf(answer, { title, beside = [], drawn }) {
 /** @param {string | undefined} title */
 function nodesOf(title) {
   const thoughts = make("div", { class: "md" }), content = make("div", { class: "md content" });
-  const reasoning = make("details", { class: "reasoning" }, make("summary", {}, "Reasoning"), thoughts);
+  const reasoning = make("details", { class: "reasoning" },
+    make("summary", {}, "Reasoning"), thoughts);
   const strip = draw("svg", { class: "strip", preserveAspectRatio: "none", role: "img" });
   const waiting = make("p", { class: "waiting" }, "Reading the prompt …");
   const cost = make("div"), clock = make("span", { class: "num" });
@@ -374,12 +385,15 @@ function showEnd(nodes, answer, steps) {
  * @param {Answer} off
  */
 export function verdictOf(on, off) {
-  const say = (/** @type {(Node | string)[]} */ ...parts) => make("p", { class: "verdict" }, ...parts);
+  const say = (/** @type {(Node | string)[]} */ ...parts) =>
+    make("p", { class: "verdict" }, ...parts);
   const quiet = (/** @type {string} */ text) => make("span", {}, text);
   if (!on.isDone || !off.isDone) {
     return say(quiet("One question, one seed: first with speculation, then without."));
   }
-  if (!on.usage || !off.usage) return say(quiet("Not compared: an answer did not come to its end."));
+  if (!on.usage || !off.usage) {
+    return say(quiet("Not compared: an answer did not come to its end."));
+  }
   if (comparable(on) !== comparable(off)) {
     const words = "The answers differ, and with one seed they must not: please report it.";
     return make("p", { class: "verdict wrong" }, words);

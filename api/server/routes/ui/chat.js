@@ -191,7 +191,7 @@ function follow() {
   scroll();
 }
 
-/** Note whether the reader follows. Upwards is away from the end: a wheel begins with few pixels. */
+/** Note whether the reader follows. Any way up ends it: a wheel begins with few pixels. */
 function scrolled() {
   const top = $("log").scrollTop, left = fromEnd();
   if (left < AT_END_PX) isFollowing = true;
@@ -214,8 +214,8 @@ function showAlert(error) {
 
 function keyForm() {
   const input = make("input", { type: "password", id: "key", autocomplete: "off" });
-  const form = make("form", {}, make("label", { for: "key" }, "This server needs an API key"), input,
-    make("button", { class: "dark" }, "Use it"));
+  const label = make("label", { for: "key" }, "This server needs an API key");
+  const form = make("form", {}, label, input, make("button", { class: "dark" }, "Use it"));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     keepKey(input.value);

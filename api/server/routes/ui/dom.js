@@ -1,7 +1,7 @@
 /** Nodes and words that every part of the page is made of. */
 
 /** @typedef {Node | string} Child */
-/** @typedef {Record<string, unknown>} Attributes a function is a listener; false and undefined are left out */
+/** @typedef {Record<string, unknown>} Attributes functions are listeners; false is left out */
 
 const SVG = "http://www.w3.org/2000/svg";
 const COPIED_MS = 1500;

@@ -1,17 +1,19 @@
-/** Drafters by name: their words, colours and patterns, and the bars of steps. */
+/** Names of the engine in the server's words; drafters' colours and patterns; bars of steps. */
 
 import { draw, make, percent, sum } from "./dom.js";
+import { words } from "./words.js";
 
 /** @typedef {Record<string, number>} Tally tokens by drafter; "" is the model itself */
 
-/** @type {{drafters: Record<string, string>, losses: Record<string, string>}} */
-const words = await (await fetch("ui/words.json")).json();
 const ORDER = Object.keys(words.drafters);
 const OWN = "the model itself";
 const LEAST_HIGH = 6; // tokens that the plot of steps has room for, however few they have
 
 /** Why tokens that might have been reused were computed, by cause. */
 export const LOSSES = words.losses;
+
+/** The parts of a step's time, by their names in events. */
+export const PARTS = words.parts;
 
 /** What a drafter is, in words. @param {string} source */
 export const wordsOf = (source) => words.drafters[source] ?? "";
@@ -85,7 +87,7 @@ export const highest = (steps) =>
 
 /**
  * Draw the bars of steps: the model's own token below, drafted ones on it. One path a colour.
- * @param {SVGElement} svg
+ * @param {Element} svg
  * @param {Tally[]} steps
  * @param {{slots: number, alike?: Tally[][]}} room the bars that fit; steps drawn on one scale
  */

@@ -2,13 +2,16 @@
 
 import { $, count, draw, make, percent, sum } from "./dom.js";
 import {
-  LOSSES, added, drawBars, highest, nameOf, namesOf, textOf, wordsOf,
+  LOSSES, PARTS, added, drawBars, highest, nameOf, namesOf, textOf, wordsOf,
 } from "./drafters.js";
 import { ask, events, Refused } from "./server.js";
 
 /** @typedef {import("./drafters.js").Tally} Tally */
-/** @typedef {[at: number, level: number, span: number, tokens: number, isUsed: boolean, hits: number]} TreeRow */
-/** @typedef {{at: number, span: number, start: number, tokens: number, hits: number}} Box cached tokens */
+/**
+ * @typedef {[at: number, level: number, span: number, tokens: number, used: boolean, hits: number]}
+ *   TreeRow cached tokens: their row, their depth in the tree, how many rows high they are
+ */
+/** @typedef {{at: number, span: number, start: number, tokens: number, hits: number}} Box */
 /**
  * @typedef {object} Reuse a request, and where its tokens are in the cache
  * @property {string} id
@@ -45,14 +48,12 @@ import { ask, events, Refused } from "./server.js";
  * @property {Record<string, number>} sampling
  * @property {string} [sampling_origin]
  */
-/** @typedef {{latest_steps: Tally[], replicas?: number[]}} Steps since the last event; whose they are */
+/** @typedef {{latest_steps: Tally[], replicas?: number[]}} Steps and the replica of each */
 
 const SECONDS = 60, SHOWN = 96, SHOWN_OF_ONE = 24, LEAST_RATE = 10, FRAMES = 10;
 const RETRY_MS = 2000;
 const ROW_PX = 24, TREE_PX = 130;
 const GREYS = ["var(--ink)", "var(--dim)", "var(--edge)", "var(--soft)"];
-/** @type {Record<string, string>} */
-const PARTS = { draft: "drafting", forward: "the model", verify: "choosing tokens", host: "the rest" };
 
 /** @type {number[]} */
 const rates = new Array(SECONDS).fill(0);
@@ -100,8 +101,9 @@ function drawSteps() {
   const few = isStill ? arrived.length : Math.max(1, Math.round(arrived.length / FRAMES));
   shown = [...shown, ...arrived.splice(0, few)].slice(-SHOWN);
   const tally = added(shown), mean = sum(Object.values(tally)) / shown.length;
-  drawBars(/** @type {SVGElement} */ (/** @type {unknown} */ ($("steps"))), shown, { slots: SHOWN });
-  $("steps").setAttribute("aria-label", `The last ${count(shown.length, "step")}: ${textOf(tally)}`);
+  drawBars($("steps"), shown, { slots: SHOWN });
+  const label = `The last ${count(shown.length, "step")}: ${textOf(tally)}`;
+  $("steps").setAttribute("aria-label", label);
   $("steps-text").textContent =
     `last ${shown.length}: ${mean.toFixed(1)} tokens each, at most ${highest(shown)}`;
   $("steps-names").replaceChildren(...namesOf(tally));
@@ -124,7 +126,7 @@ function boxesOf(tree) {
 
 /**
  * @param {Box} box
- * @param {{fill: string, opacity: number, start?: number, tokens?: number}} look of the box or of a part
+ * @param {{fill: string, opacity: number, start?: number, tokens?: number}} look of a part, too
  */
 function drawBox(box, { fill, opacity, start = box.start, tokens = box.tokens }) {
   const title = `${count(box.tokens, "token")}, found by ${count(box.hits, "request")}`;
@@ -168,8 +170,8 @@ function drawTree(now, mine) {
   $("tree").setAttribute("viewBox", `0 0 ${most} ${rows}`);
   $("tree").style.height = `${Math.min(TREE_PX, ROW_PX * rows)}px`;
   $("tree").replaceChildren(...others, ...(mine ? drawMine(boxes, mine) : []));
-  $("tree").setAttribute("aria-label",
-    boxes.length ? `${count(boxes.length, "stretch")}es of cached tokens` : "Nothing is cached yet");
+  const label = boxes.length ? `Cached tokens, ${boxes.length} boxes` : "Nothing is cached yet";
+  $("tree").setAttribute("aria-label", label);
   $("tree-end").textContent = boxes.length ? `${most.toLocaleString("en")} tokens` : "";
 }
 
@@ -257,8 +259,15 @@ function drawShares(id, parts) {
     span.style.background = GREYS[index % GREYS.length];
     return span;
   }));
-  $(`${id}-text`).textContent = parts.map(([name, size]) => `${name} ${percent(size / all)}`).join(", ");
+  $(`${id}-text`).textContent =
+    parts.map(([name, size]) => `${name} ${percent(size / all)}`).join(", ");
 }
+
+/** @param {{seconds: number, tokens: number}} row */
+const priceOf = ({ seconds, tokens }) =>
+  `Checking one more draft token lengthens a step by ${(1e3 * seconds).toFixed(2)} ms. In that ` +
+  `time the model would have made ${tokens.toFixed(2)} tokens, so a guess is checked if its ` +
+  `chance is above ${percent(tokens)}.`;
 
 /** @param {State} now */
 function drawMore(now) {
@@ -268,11 +277,7 @@ function drawMore(now) {
   const parts = Object.entries(now.parts).map(([name, seconds]) =>
     /** @type {[string, number]} */ ([PARTS[name] ?? name, seconds - (old[name] ?? 0)]));
   if (parts.some(([, seconds]) => seconds > 0)) drawShares("parts", parts);
-  $("price").textContent = now.row
-    ? `Checking one more draft token lengthens a step by ${(1e3 * now.row.seconds).toFixed(2)} ms. ` +
-      `In that time the model would have made ${now.row.tokens.toFixed(2)} tokens, so a guess is ` +
-      `checked if its chance is above ${percent(now.row.tokens)}.`
-    : "";
+  $("price").textContent = now.row ? priceOf(now.row) : "";
   const sampling = Object.entries(now.sampling)
     .map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ");
   const origin = now.sampling_origin ? ` (${now.sampling_origin})` : "";

@@ -9,7 +9,7 @@ import { copyButton, make } from "./dom.js";
 
 /** @typedef {[from: number, to: number]} Stretch a line of the text, or a part of one */
 /** @typedef {(from: number, to: number) => (Node | string)[]} Paint makes the nodes of a stretch */
-/** @typedef {{node: ChildNode | null, end: number}} Block `end`: the line after it; no node: an empty line */
+/** @typedef {{node: ChildNode | null, end: number}} Block up to line `end`; null: an empty line */
 
 const DEEPEST = 8; // quotes, lists and emphasis in each other
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
@@ -148,7 +148,8 @@ class Parser {
       case "quote": return this.#quote(lines, i, depth);
       case "item": return this.#list(lines, i, depth);
     }
-    const isTable = line.includes("|") && i + 1 < lines.length && COLUMNS.test(this.at(lines[i + 1]));
+    const next = i + 1 < lines.length ? this.at(lines[i + 1]) : "";
+    const isTable = line.includes("|") && COLUMNS.test(next);
     return isTable ? this.#table(lines, i) : this.#paragraph(lines, i, depth);
   }
 
@@ -371,7 +372,7 @@ function markAt(line, i) {
  */
 export const markdown = (text, paint) => new Parser(text, paint).blocks(linesOf(text), 0);
 
-/** @typedef {{isEnd: RegExp, code: Element, hasLines: boolean}} OpenFence a block of code that has no end yet */
+/** @typedef {{isEnd: RegExp, code: Element, hasLines: boolean}} OpenFence code without its end */
 
 /**
  * Markdown that grows. A block that no further text can change is parsed once, and its node stays;
