@@ -67,7 +67,11 @@ _SIZES: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name.endswith("torch")]
+FAST = [name for name in KINDS if not name.endswith("torch")]
+
+
+@pytest.fixture(scope="module", params=[*FAST, *SLOW])
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
     torch.set_num_threads(1)
     kind = KINDS[request.param]

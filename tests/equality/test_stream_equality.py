@@ -23,7 +23,10 @@ from support.equality_harness import (
 KERNELS = ["float32-torch", "bfloat16-torch", "float32-native", "bfloat16-native"]
 
 
-@pytest.fixture(scope="module", params=KERNELS)
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in KERNELS[:2]]
+
+
+@pytest.fixture(scope="module", params=[*SLOW, *KERNELS[2:]])
 def house(request) -> House:
     dtype, backend = request.param.split("-")
     return tiny_house(dtype, backend)
@@ -111,7 +114,10 @@ def test_drafts_of_a_language_model_are_accepted(house: House) -> None:
     assert accepted > 0.3 * sum(usage.proposed_tokens for usage in usages)
 
 
-@pytest.fixture(scope="module", params=["float32-torch", "bfloat16-native"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("float32-torch", marks=pytest.mark.slow), "bfloat16-native"],
+)
 def transformers_house(request) -> House:
     """Target and draft model are transformers' modules on our pages and kernels."""
     dtype, backend = request.param.split("-")

@@ -278,6 +278,7 @@ def test_a_decode_step_that_failed_half_way_may_run_again(
     assert torch.equal(sequences.run(Rows(0, 33, 27), layers=(0, 1))[0], rest[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", ["triton"], indirect=True)
 def test_a_layer_that_failed_behind_its_states_may_run_again(
     ops: Ops, monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB_SIZE)[0]
 
 
-@pytest.fixture(scope="module", params=["native", "torch", "triton"])
+TRITON = pytest.param("triton", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["native", "torch", TRITON])
 def target(request: pytest.FixtureRequest, folder: Path) -> Decoder:
     """Triton's kernels run under its interpreter."""
     if request.param == "native" and native_library() is None:

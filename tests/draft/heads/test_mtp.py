@@ -122,7 +122,9 @@ class Levels:
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@pytest.mark.parametrize("backend", ["torch", "native", "triton"])
+@pytest.mark.parametrize(
+    "backend", ["torch", "native", pytest.param("triton", marks=pytest.mark.slow)]
+)
 def test_the_logits_of_each_level_are_those_of_transformers(
     folder: Path, reference: MtpReference, backend: str
 ) -> None:
