@@ -49,7 +49,7 @@ from support.delta_fixture import (
     make_weights,
     row_widths,
 )
-from support.native_variants import every_variant
+from support.native_variants import every_variant, slow
 from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,7 +83,7 @@ SMALL_KINDS: dict[str, Callable[[], Weights]] = {
 }
 
 
-@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.slow), *every_variant()])
+@pytest.fixture(params=[*slow("torch", "triton"), *every_variant()])
 def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     torch.manual_seed(0)
     if request.param == "torch":
