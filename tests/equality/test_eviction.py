@@ -33,8 +33,7 @@ from support.eviction_harness import (
     same,
     serve,
 )
-
-BACKENDS = ["torch", "native"]
+from support.native_variants import BACKENDS
 
 
 @pytest.fixture(autouse=True)

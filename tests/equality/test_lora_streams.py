@@ -18,6 +18,7 @@ from support.adapters import write_adapter
 from support.checkpoints import make_reference, save
 from support.draft_trees import TreeDepth
 from support.equality_harness import House, shuffled
+from support.native_variants import slow
 
 NUM_REQUESTS = 16
 Backend = Literal["torch", "native"]
@@ -38,10 +39,10 @@ class AdaptedHouse(House):
 
 
 @pytest.fixture(
-    scope="module", params=[("torch", "float32"), ("native", "bfloat16"), ("native", "float32")]
+    scope="module", params=[*slow("torch float32"), "native bfloat16", "native float32"]
 )
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
-    backend, dtype = request.param
+    backend, dtype = request.param.split()
     if backend == "native" and native_library() is None:
         pytest.skip("no native kernels on this machine")
     torch.set_num_threads(1)

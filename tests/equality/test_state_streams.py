@@ -22,6 +22,7 @@ from foretoken.radix_cache.audit import run as run_checks
 from support.checkpoints import make_checkpoint
 from support.equality_harness import REQUESTS, House, shuffled
 from support.fake_model import Driver
+from support.native_variants import slow
 
 
 class Kind(NamedTuple):
@@ -67,7 +68,11 @@ _SIZES: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+IN_TORCH = [name for name in KINDS if name.endswith("torch")]
+NATIVE = [name for name in KINDS if name not in IN_TORCH]
+
+
+@pytest.fixture(scope="module", params=[*NATIVE, *slow(*IN_TORCH)])
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
     torch.set_num_threads(1)
     kind = KINDS[request.param]

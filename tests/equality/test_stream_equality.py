@@ -19,11 +19,12 @@ from support.equality_harness import (
     shuffled,
     tiny_house,
 )
+from support.native_variants import slow
 
 KERNELS = ["float32-torch", "bfloat16-torch", "float32-native", "bfloat16-native"]
 
 
-@pytest.fixture(scope="module", params=KERNELS)
+@pytest.fixture(scope="module", params=[*slow(*KERNELS[:2]), *KERNELS[2:]])
 def house(request) -> House:
     dtype, backend = request.param.split("-")
     return tiny_house(dtype, backend)
@@ -111,7 +112,7 @@ def test_drafts_of_a_language_model_are_accepted(house: House) -> None:
     assert accepted > 0.3 * sum(usage.proposed_tokens for usage in usages)
 
 
-@pytest.fixture(scope="module", params=["float32-torch", "bfloat16-native"])
+@pytest.fixture(scope="module", params=[*slow("float32-torch"), "bfloat16-native"])
 def transformers_house(request) -> House:
     """Target and draft model are transformers' modules on our pages and kernels."""
     dtype, backend = request.param.split("-")

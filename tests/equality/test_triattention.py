@@ -28,8 +28,8 @@ from foretoken.core.ops.native import native_library
 from foretoken.core.ops.quantize import Quantize
 from support.checkpoints import make_checkpoint
 from support.eviction_harness import EVERY, PROMPT_LEN, Outcome, prompt, request, same, serve
+from support.native_variants import BACKENDS
 
-BACKENDS = ["torch", "native"]
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS = 3, 4, 2
 
 

@@ -33,6 +33,8 @@ from fuzz.shapes import check_refusal
 from support.adapters import write_adapter
 from support.embedders import write_reranker
 
+pytestmark = pytest.mark.slow
+
 CHECKS = [
     checks.status_code_conformance,
     checks.content_type_conformance,

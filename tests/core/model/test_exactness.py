@@ -15,7 +15,7 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.build import SETTING as VARIANT
 from support.checkpoints import VOCAB_SIZE, ModelDriver, Stream, make_checkpoint
-from support.native_variants import every_variant
+from support.native_variants import BACKENDS, every_variant
 
 LENGTH = 600  # three blocks of keys
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,7 +32,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 EMULATED = [each for each in every_variant() if each.values == ("amx-emulated",)]
 
 
-@pytest.fixture(scope="module", params=["torch", "native", *EMULATED])
+@pytest.fixture(scope="module", params=[*BACKENDS, *EMULATED])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """The last is the native kernels' whole path on an emulated matrix unit."""
     if request.param == "torch":

@@ -30,6 +30,7 @@ from support.checkpoints import (
 )
 from support.greedy_streams import generate, greedy, random_ids
 from support.known_models import KNOWN
+from support.native_variants import BACKENDS
 from support.quick_interpreter import quicken
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,7 +74,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
     }
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
+@pytest.fixture(scope="module", params=BACKENDS)
 def loaded(request: pytest.FixtureRequest, known: dict[str, Known]) -> dict[str, Decoder]:
     """A decoder of every kind."""
     if request.param == "native" and native_library() is None:
@@ -150,7 +151,7 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict[str, Decod
     pieces_have_the_bits_of_the_whole(loaded[kind])
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -16,6 +16,7 @@ from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Segment, Wanted
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
 from support.checkpoints import make_checkpoint
+from support.native_variants import BACKENDS
 from support.tiny_models import save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("given"), "qwen3")
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "native" and native_library() is None:
         pytest.skip("no native kernels on this machine")

@@ -32,11 +32,12 @@ from support.checkpoints import (
 )
 from support.float64_reference import Exact
 from support.greedy_streams import generate, greedy, random_ids
+from support.native_variants import BACKENDS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
+@pytest.fixture(scope="module", params=BACKENDS)
 def loaded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Any, Decoder]]:

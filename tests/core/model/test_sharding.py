@@ -21,6 +21,7 @@ from foretoken.core.ops.weights import ExpertWeights, Gemma4Extras
 from foretoken.core.tiers.fingerprint import WeightsDigest
 from support.checkpoints import KINDS, make_checkpoint
 from support.gguf_files import write_gguf
+from support.native_variants import BACKENDS
 from support.quantized_checkpoints import quantize_checkpoint
 from support.rank_threads import logits_of, rank_decoders, thread_comms
 
@@ -57,7 +58,7 @@ def test_ranks_give_the_logits_of_one(tmp_path: Path, kind: str, size: int) -> N
     assert kept == [heads // size] * size, "no rank has heads of others"
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "gpt_oss", "gemma4_experts"])
 def test_experts_whose_columns_cannot_be_cut_are_shared_out_whole(
     tmp_path: Path, kind: str, backend: str

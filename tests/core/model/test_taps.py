@@ -18,6 +18,7 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, Segment, Wanted
 from foretoken.core.ops.layers import run_layers
 from support.checkpoints import make_checkpoint
+from support.native_variants import BACKENDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE_SIZE = 16
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("taps"), "qwen3")
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=BACKENDS)
 def decoder(request: pytest.FixtureRequest, folder: Path) -> Decoder:
     return load_decoder(folder, dtype="float32", backend=request.param)
 

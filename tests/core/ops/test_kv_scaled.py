@@ -19,6 +19,7 @@ from foretoken.core.ops.native import native_library
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from support.checkpoints import VOCAB_SIZE, ModelDriver, make_checkpoint
 from support.equality_harness import NUM_TOKENS, REQUESTS, House, shuffled, tiny_house
+from support.native_variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BACKENDS = (
@@ -178,10 +179,11 @@ def test_the_native_kernels_read_no_pool_of_fp8(decoder_of) -> None:
 # -- an engine's step ---------------------------------------------------------------------------
 
 
-SERVED = ("bfloat16-torch-int8", "float32-native-int8", "bfloat16-native-int8", "float32-torch-fp8")
+SERVED = ("float32-native-int8", "bfloat16-native-int8")
+SERVED_IN_TORCH = slow("bfloat16-torch-int8", "float32-torch-fp8")
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=[*SERVED, *SERVED_IN_TORCH])
 def house(request: pytest.FixtureRequest) -> House:
     return tiny_house(*request.param.split("-"))
 

@@ -49,7 +49,7 @@ from support.delta_fixture import (
     make_weights,
     row_widths,
 )
-from support.native_variants import every_variant
+from support.native_variants import every_variant, slow
 from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,7 +83,7 @@ SMALL_KINDS: dict[str, Callable[[], Weights]] = {
 }
 
 
-@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.slow), *every_variant()])
+@pytest.fixture(params=[*slow("torch", "triton"), *every_variant()])
 def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     torch.manual_seed(0)
     if request.param == "torch":
@@ -278,6 +278,7 @@ def test_a_decode_step_that_failed_half_way_may_run_again(
     assert torch.equal(sequences.run(Rows(0, 33, 27), layers=(0, 1))[0], rest[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", ["triton"], indirect=True)
 def test_a_layer_that_failed_behind_its_states_may_run_again(
     ops: Ops, monkeypatch: pytest.MonkeyPatch

@@ -39,6 +39,7 @@ from support.assistants import (
     save_assistant,
     save_target,
 )
+from support.native_variants import BACKENDS
 from support.recorded_drafts import Recorded, prompt_of, serve
 
 PAGE_SIZE, NUM_PAGES = 4, 40
@@ -115,7 +116,7 @@ def levels(
     return found
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_assistant_computes_at_each_level_what_its_modules_compute(
     pair: tuple[Path, Path], backend: str
 ) -> None:

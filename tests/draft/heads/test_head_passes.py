@@ -31,6 +31,7 @@ from foretoken.draft.heads.eagle import EaglePass
 from foretoken.draft.heads.eagle_network import EagleHead
 from foretoken.draft.heads.joined import lend
 from foretoken.draft.heads.medusa import MedusaHead
+from support.native_variants import BACKENDS, slow
 from support.quick_interpreter import quicken
 from support.tiny_heads import block_config, eagle_config, medusa_config
 from support.tiny_pair import write_pair
@@ -48,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB_SIZE)[0]
 
 
-@pytest.fixture(scope="module", params=["native", "torch", "triton"])
+@pytest.fixture(scope="module", params=[*BACKENDS, *slow("triton")])
 def target(request: pytest.FixtureRequest, folder: Path) -> Decoder:
     """Triton's kernels run under its interpreter."""
     if request.param == "native" and native_library() is None:

@@ -47,6 +47,7 @@ from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
+from support.native_variants import BACKENDS
 from support.tiny_heads import (
     MANY,
     TINY,
@@ -69,7 +70,7 @@ def folder(tmp_path_factory) -> Path:
     return write_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB_SIZE)[0]
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
+@pytest.fixture(scope="module", params=BACKENDS)
 def target(request, folder) -> Decoder:
     torch.set_num_threads(1)
     if request.param == "native" and native_library() is None:

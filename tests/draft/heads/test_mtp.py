@@ -45,6 +45,7 @@ from support.mtp_checkpoints import (
     save_mtp,
     tensors_of,
 )
+from support.native_variants import BACKENDS, slow
 from support.quick_interpreter import quicken
 from support.recorded_drafts import Recorded, prompt_of, serve
 from support.tiny_models import VOCAB
@@ -122,7 +123,7 @@ class Levels:
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@pytest.mark.parametrize("backend", ["torch", "native", "triton"])
+@pytest.mark.parametrize("backend", [*BACKENDS, *slow("triton")])
 def test_the_logits_of_each_level_are_those_of_transformers(
     folder: Path, reference: MtpReference, backend: str
 ) -> None:
@@ -135,7 +136,7 @@ def test_the_logits_of_each_level_are_those_of_transformers(
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_layer_that_keeps_latents_is_that_of_transformers(tmp_path: Path, backend: str) -> None:
     folder = save_mtp(tmp_path, "deepseek_v3")
     expected = MtpReference(folder).levels(prompt_of(9), [5, 7])
