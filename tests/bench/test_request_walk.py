@@ -1,4 +1,4 @@
-"""A request's walk on the event loop's side is counted, and does not grow unnoticed."""
+"""A request's walk through both threads is counted, and does not grow unnoticed."""
 
 from __future__ import annotations
 
@@ -7,43 +7,58 @@ import subprocess
 import sys
 from pathlib import Path
 
-from foretoken.bench.lab.request_walk import LOOKUPS, NO_DRAFTS, Walk, function_lengths
+from foretoken.bench.lab.request_walk import Calls, Walk, function_lengths
 
 CODE = """
 import json, sys
-from foretoken.bench.lab.request_walk import walk
-found = walk(sys.argv[1], int(sys.argv[2]))
-print(json.dumps([sorted(found.modules), sorted(found.functions)]))
+from foretoken.bench.lab import request_walk
+found = request_walk.walk(getattr(request_walk, sys.argv[1]))
+threads = found.loop, found.model
+print(json.dumps([[sorted(each.modules), sorted(each.functions)] for each in threads]))
 """
 
 
-def walked(drafts: str, num_tokens: int) -> Walk:
+def walked(config: str) -> Walk:
     """In a process of its own: a profiler sees what other tests have left in this one, too."""
-    command = [sys.executable, "-c", CODE, drafts, str(num_tokens)]
+    command = [sys.executable, "-c", CODE, config]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    modules, functions = json.loads(done.stdout)
-    return Walk(set(modules), {(module, name) for module, name in functions})
+    threads = json.loads(done.stdout)
+    return Walk(*(Calls(set(modules), set(map(tuple, names))) for modules, names in threads))
+
+
+def assert_at_most(found: Walk, *, loop: tuple[int, int], model: tuple[int, int]) -> None:
+    """Compare the threads with (files, classes). Torch's operations meet more than native ones."""
+    for calls, (num_files, num_classes) in ((found.loop, loop), (found.model, model)):
+        assert len(calls.modules) <= num_files
+        assert len(calls.classes) <= num_classes
 
 
 def test_a_plain_request_meets_few_files_and_classes() -> None:
     """docs/architecture.md names the figures; whoever raises these bounds changes that page."""
-    found = walked(NO_DRAFTS, 4)
-    assert {"foretoken.core.engine.engine", "foretoken.radix_cache.tree"} <= found.modules
-    assert not any(module.startswith("foretoken.draft") for module in found.modules)
-    assert len(found.modules) <= 23
-    assert len(found.classes) <= 32
+    found = walked("PLAIN")
+    assert {"foretoken.core.engine.engine", "foretoken.radix_cache.tree"} <= found.loop.modules
+    assert "foretoken.core.execution.model_runner" in found.model.modules
+    both = found.loop | found.model
+    assert not any(module.startswith("foretoken.draft") for module in both.modules)
+    assert_at_most(found, loop=(23, 32), model=(28, 24))
 
 
-def test_a_request_with_drafts_meets_the_speculator_and_its_sources() -> None:
-    found = walked(LOOKUPS, 40)
-    assert {"foretoken.draft.speculator", "foretoken.draft.sources.suffix"} <= found.modules
-    assert len(found.modules) <= 35
-    assert len(found.classes) <= 60
+def test_a_request_with_look_ups_meets_the_speculator_and_its_sources() -> None:
+    found = walked("LOOKUPS")
+    expected = {"foretoken.draft.speculator", "foretoken.draft.sources.suffix"}
+    assert expected <= found.loop.modules
+    assert_at_most(found, loop=(35, 58), model=(28, 24))
+
+
+def test_a_request_with_a_draft_model_meets_its_trees_in_the_model_thread() -> None:
+    found = walked("MODEL")
+    assert "foretoken.draft.proposers.tree_growth" in found.model.modules
+    assert_at_most(found, loop=(36, 61), model=(36, 35))
 
 
 def test_classes_are_those_of_which_a_method_ran() -> None:
     names = {("m", "f"), ("m", "A.g"), ("m", "A.h"), ("m", "A.B.g"), ("n", "f.<locals>.<lambda>")}
-    assert Walk(functions=names).classes == {("m", "A"), ("m", "A.B")}
+    assert Calls(functions=names).classes == {("m", "A"), ("m", "A.B")}
 
 
 def test_the_lines_of_a_function_are_all_of_its_own(tmp_path: Path) -> None:
