@@ -1,0 +1,228 @@
+"""A device that computes a formula in given seconds, for the host's code of the Triton backend.
+
+The decoder, its graphs' inputs and the sampler are the engine's own. Only what runs on the device
+is replaced: kernels, the marks in its stream and its clock. The token behind a token is the next
+of a fixed cycle; a draft model knows it with a given probability.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.execution import model_runner
+from ...core.model.decoder import OwnDecoder
+from ...core.model.description.config import DecoderConfig, LayerSpec
+from ...core.model.description.rope import RopeSpec
+from ...core.ops.kv_pool import KvPlace
+from ...core.ops.machine.device import Event, Stopwatch
+from ...core.ops.triton import graph_inputs
+from ...core.ops.triton.graph import plan as graph_plan
+from ...core.ops.triton.sampling import sampler as triton_sampler
+from ...core.ops.triton.triton_ops import TritonOps
+from ...core.ops.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    LayerWeights,
+    MlpWeights,
+    Norm,
+    PackedLinear,
+    Table,
+)
+from ...draft.control.outcome import NUM_BEST
+
+VOCAB_SIZE = 2**13
+CYCLE = np.random.default_rng(0).permutation(VOCAB_SIZE)  # each token, then the one behind it
+_LAST_ID = 2**31 - 1  # a winner's word: its rank, then this less its id
+
+
+class SimulatedDevice:
+    """One stream of work. ``sleeps``: whether waiting takes time, or moves the clock forward."""
+
+    def __init__(self, *, sleeps: bool) -> None:
+        self._sleeps, self._now = sleeps, 0.0
+        self._end = self._launched = 0.0
+
+    def now(self) -> float:
+        """Seconds on the clock by which its work takes time."""
+        return time.monotonic() if self._sleeps else self._now
+
+    @property
+    def end(self) -> float:
+        """When all that was launched so far is done."""
+        return max(self.now(), self._end)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that it has worked until now."""
+        return self._launched - (self.end - self.now())
+
+    def launch(self, seconds: float) -> None:
+        """Add work behind all that was launched so far."""
+        self._end = self.end + seconds
+        self._launched += seconds
+
+    def wait(self, until: float) -> None:
+        """Return at that time, at once if it is past."""
+        if not self._sleeps:
+            self._now = max(self._now, until)
+        elif (left := until - self.now()) > 0:
+            time.sleep(left)
+
+
+class _Mark:
+    """`Event` and `Stopwatch` of a simulated device."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device, self._began, self._at = device, 0.0, 0.0
+
+    def record(self) -> None:
+        self._at = self._device.end
+
+    stop = record
+
+    def synchronize(self) -> None:
+        self._device.wait(self._at)
+
+    def start(self) -> None:
+        self._began = self._device.end
+
+    def seconds(self) -> float:
+        self.synchronize()
+        return self._at - self._began
+
+
+class Replay:
+    """A `Graph` that does its work again; hidden states and winners stay where they were."""
+
+    def capture(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the work leaves
+        """Record ``work``, which leaves `GraphOutputs`."""
+        self._work, self._outputs = work, work()
+        return self._outputs
+
+    def replay(self) -> None:
+        """Do it."""
+        found = self._work()
+        self._outputs.hidden.copy_(found.hidden)
+        if found.winners is not None:
+            self._outputs.winners.copy_(found.winners)
+
+
+def _same(_: FormulaOps, x: Tensor, *__: object, **___: object) -> Tensor:
+    """What layers do to rows."""
+    return x
+
+
+class FormulaOps(TritonOps):
+    """Passes of given seconds by rows, whose logits begin with the words of the best tokens.
+
+    A row's hidden state is its token id. ``accuracy``: chance that the first of the best is the
+    next token; else that is the second.
+    """
+
+    def __init__(
+        self, device: SimulatedDevice, seconds: Mapping[int, float], accuracy: float = 1.0
+    ) -> None:
+        super().__init__(graphs=Replay)
+        self.num_passes = 0
+        self._device, self._best = device, _best_words(accuracy).view(torch.float32)
+        self._seconds = list(seconds), list(seconds.values())
+
+    def embedding(self, token_ids: Tensor, table: Table) -> Tensor:
+        """Begin a pass."""
+        self.num_passes += 1
+        self._device.launch(float(np.interp(len(token_ids), *self._seconds)))
+        return super().embedding(token_ids, table)
+
+    def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:  # noqa: ARG002
+        """The words, in rows as wide as the vocabulary."""
+        logits = hidden.new_empty((len(hidden), VOCAB_SIZE))
+        logits[:, : 2 * NUM_BEST] = self._best[hidden[:, 0].long()]
+        return logits
+
+    linear = norm = rope_write = attention = activate = cast("Any", _same)
+
+    def add_norm(self, x: Tensor, residual: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        """Add nothing."""
+        return x, residual
+
+
+class FormulaArgmax:
+    """`GumbelArgmax` whose winners are in the logits already."""
+
+    def __init__(self, logits: Tensor, *_: object, num_best: int = 1, **__: object) -> None:
+        self._logits, self._num_best = logits, num_best
+
+    def run(self) -> Tensor:
+        """The winners' words."""
+        words = self._logits[:, : 2 * NUM_BEST].contiguous().view(torch.int64)
+        return words[:, 0] if self._num_best == 1 else words[:, : self._num_best]
+
+
+class _Take:
+    """`take_kernel`: token ids of rows whose tokens the device alone knows."""
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def take(words: Tensor, sources: Tensor, ids: Tensor, *_: int, num_warps: int) -> None:  # noqa: ARG001
+            sources = sources[: grid[0]]
+            taken = _LAST_ID - (words.flatten()[sources.clamp(min=0)] & _LAST_ID)
+            ids[: grid[0]] = torch.where(sources < 0, ids[: grid[0]], taken.int())
+
+        return take
+
+
+def formula_decoder(ops: FormulaOps, max_len: int) -> OwnDecoder:
+    """One layer with the heads of an 8B model."""
+    config = DecoderConfig(
+        model_type="llama", vocab_size=VOCAB_SIZE, hidden_size=1, intermediate_size=1,
+        num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, norm_eps=1e-6, rope=RopeSpec(),
+        max_model_len=max_len, layers=(LayerSpec(),),
+    )  # fmt: skip
+    nothing, norm = PackedLinear(torch.empty(1), None, packed=False), Norm(torch.ones(1), 1e-6)
+    attention = AttentionWeights(nothing, None, nothing, window=None, place=KvPlace(0, 0))
+    layer = LayerWeights(norm, attention, norm, MlpWeights(nothing, nothing))
+    embedding = torch.arange(VOCAB_SIZE, dtype=torch.float32).unsqueeze(1)
+    decoder = OwnDecoder(config, DecoderWeights(embedding, (layer,), norm, nothing), ops)
+    for rope in decoder.ropes[0]:
+        rope.table(max_len)
+    return decoder
+
+
+def _best_words(accuracy: float) -> Tensor:
+    """[vocab, NUM_BEST] int64."""
+    generator = np.random.default_rng(0)
+    is_wrong = generator.random(VOCAB_SIZE) >= accuracy
+    ranks = np.tile(np.arange(NUM_BEST), (VOCAB_SIZE, 1))
+    ranks[is_wrong, :2] = 1, 0
+    ids = (CYCLE[(CYCLE.argsort() + 1) % VOCAB_SIZE][:, None] + ranks) % VOCAB_SIZE
+    scores = generator.normal(20.0, 1.5, ids.shape) + np.array([6.0, 2.0, 1.0, 0.0])
+    scores = -np.sort(-scores, axis=1).astype(np.float32)
+    return torch.from_numpy(scores.view(np.int32).astype(np.int64) << 32 | _LAST_ID - ids)
+
+
+@contextmanager
+def simulated(device: SimulatedDevice) -> Iterator[None]:
+    """Have everything made and computed within use the device."""
+
+    def mark(_: torch.device) -> Event:
+        return _Mark(device)
+
+    def stopwatch(_: torch.device) -> Stopwatch:
+        return _Mark(device)
+
+    with ExitStack() as patches:
+        for module, name, replacement in (
+            (graph_inputs, "make_event", mark),
+            (model_runner, "make_stopwatch", stopwatch),
+            (triton_sampler, "GumbelArgmax", FormulaArgmax),
+            (graph_plan, "take_kernel", _Take()),
+        ):
+            patches.enter_context(patch.object(module, name, replacement))
+        yield
