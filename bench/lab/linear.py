@@ -11,25 +11,21 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.ops.blocks import BLOCK_TYPES, BlockType, BlockWeight
 from ...core.ops.native import NativeLibrary, Variant, native_library, variants
 from ...core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
 from ...core.ops.native.products import bfloat16_products
 from ...core.ops.native.structs.linear import linear, pack_linear
-from ...core.ops.quantize import (
-    GROUP,
-    SUPER,
-    QuantizedWeight,
-    UnpackedWeight,
-    WeightKind,
-    quantize_weight,
-)
+from ...core.ops.quantize import QuantizedWeight, quantize_weight
 from ...core.ops.torch.torch_ops import TorchOps
 from ..common.report import RESULTS, heading, table, write_json
 
@@ -37,7 +33,8 @@ SHAPES = {  # matrices of a layer, [out, in], and layers
     "smollm2": (((960, 576), (576, 576), (3072, 576), (576, 1536)), 30),
     "0.6b": (((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)), 10),
 }
-KINDS = ("float32", "bfloat16", "int8", "int4", "int4_min", "int8_group", "int4_k", "mxfp4")
+_BLOCKS: dict[str, BlockType] = {each.kind: each for each in BLOCK_TYPES.values()}
+KINDS = ("float32", "bfloat16", "int8", "int4", "int4_zero", *_BLOCKS)
 ROWS = (1, 2, 4, 5, 8, 9, 16, 64, 256, 512)
 _OUT = RESULTS / "linear.json"
 
@@ -157,25 +154,16 @@ def _of_kind(weight: Tensor, kind: str) -> Tensor | QuantizedWeight:
         return weight.to(getattr(torch, kind))
     if kind in ("int8", "int4"):
         return quantize_weight(weight, kind)  # type: ignore[arg-type]
-    return _random(kind, *weight.shape)  # type: ignore[arg-type]
+    return _random(kind, *weight.shape)
 
 
-def _random(kind: WeightKind, out: int, width: int) -> QuantizedWeight:
-    """Random values as files have them, rows padded to whole super-groups where those exist."""
-    if kind == "int4_k":
-        width = -(-width // SUPER) * SUPER
-    least, most = (-127, 128) if kind == "int8_group" else (0, 16)
-    values = torch.randint(least, most, (out, width), dtype=torch.int8)
-    groups = (out, width // GROUP)
-    if kind == "int4_k":
-        scales = [torch.randint(1, 64, groups, dtype=torch.uint8) for _ in range(2)]
-        factors = [(torch.rand(out, width // SUPER) / 1000).half() for _ in range(2)]
-        return UnpackedWeight(kind, values, scales[0], scales[1], tuple(factors))
-    scale = torch.rand(groups) / 100
-    if kind == "mxfp4":
-        return UnpackedWeight(kind, values, scale.bfloat16())
-    minimum = (torch.rand(groups) / -100).half() if kind == "int4_min" else None
-    return UnpackedWeight(kind, values, scale.half(), minimum)
+def _random(kind: str, out: int, width: int) -> QuantizedWeight:
+    """Random blocks of a file, rows padded to whole ones."""
+    found = _BLOCKS["int4_min" if kind == "int4_zero" else kind]
+    shape = (out, -(-width // found.size) * found.num_bytes)
+    # Bytes without those of infinities and of tiny scales, which can take longer.
+    weight = BlockWeight(found, (np.random.default_rng(0).integers(64, 120, shape, np.uint8),))
+    return replace(weight.unpacked(), kind="int4_zero") if kind == "int4_zero" else weight
 
 
 def _native_call(library: NativeLibrary, packed: object) -> Callable[[Tensor], object]:

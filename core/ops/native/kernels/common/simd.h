@@ -33,7 +33,7 @@ FT_INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 FT_INLINE vf vf_abs(vf a) { return _mm512_abs_ps(a); }
 FT_INLINE vf vf_fma(vf a, vf b, vf sum) { return _mm512_fmadd_ps(a, b, sum); }
 FT_INLINE vf vf_from_vi(vi a) { return _mm512_cvtepi32_ps(a); }
-FT_INLINE vf vf_round(vf a) { return _mm512_roundscale_ps(a, 0); }
+FT_INLINE vi vi_round(vf a) { return _mm512_cvtps_epi32(a); } /* to nearest, ties to even */
 FT_INLINE vf vf_load_bf16(const bf16 *p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -86,9 +86,13 @@ FT_INLINE void vi_gather_u4s8(vi *sum, vi left, vi right, const void *x) {
     sum[1] = vi_dot_u8s8(sum[1], right, quad);
 }
 FT_INLINE vi vi_gathered(vi sum) { return sum; }
-/* Round to nearest, ties to even, to bytes; |x| is at most 127. */
-FT_INLINE void vf_store_int8(int8_t *p, vf x) {
-    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+FT_INLINE vi vi_max(vi a, vi b) { return _mm512_max_epi32(a, b); }
+/* Of all lanes the highest, or the sum. */
+FT_INLINE int32_t vi_highest(vi a) { return _mm512_reduce_max_epi32(a); }
+FT_INLINE int32_t vi_total(vi a) { return _mm512_reduce_add_epi32(a); }
+/* The lowest byte of every lane. */
+FT_INLINE void vi_store_bytes(void *p, vi a) {
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a));
 }
 
 #elif defined(FT_AVX2)
@@ -106,7 +110,7 @@ FT_INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 FT_INLINE vf vf_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 FT_INLINE vf vf_fma(vf a, vf b, vf sum) { return _mm256_fmadd_ps(a, b, sum); }
 FT_INLINE vf vf_from_vi(vi a) { return _mm256_cvtepi32_ps(a); }
-FT_INLINE vf vf_round(vf a) { return _mm256_round_ps(a, 8); }
+FT_INLINE vi vi_round(vf a) { return _mm256_cvtps_epi32(a); }
 FT_INLINE vf vf_load_bf16(const bf16 *p) {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
@@ -181,10 +185,23 @@ FT_INLINE vi vi_odd_bytes(vi a) { return _mm256_srli_epi16(a, 8); }
 FT_INLINE void vi_dot_words(vi *sum, vi left, vi right, const void *x) {
     FT_TWO_PRODUCTS("vpmaddwd", "vpaddd", sum, left, right, x);
 }
-FT_INLINE void vf_store_int8(int8_t *p, vf x) {
-    __m256i wide = _mm256_cvtps_epi32(x);
-    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
+FT_INLINE vi vi_max(vi a, vi b) { return _mm256_max_epi32(a, b); }
+#define FT_FOLD_LANES(add, a)                                                       \
+    __m128i four = add(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));  \
+    four = add(four, _mm_shuffle_epi32(four, 0x4e));                                \
+    return _mm_cvtsi128_si32(add(four, _mm_shuffle_epi32(four, 0xb1)))
+FT_INLINE int32_t vi_highest(vi a) { FT_FOLD_LANES(_mm_max_epi32, a); }
+FT_INLINE int32_t vi_total(vi a) { FT_FOLD_LANES(_mm_add_epi32, a); }
+/* Of every lane the low byte, or the low half: of each four lanes the first and the third, then the
+ * others, as vi_even_bytes and vi_odd_bytes have weights. */
+FT_INLINE void vi_store_bytes(void *p, vi a) {
+    vi four = _mm256_shuffle_epi8(a, _mm256_set1_epi32(0x0c080400));
+    vi eight = _mm256_permutevar8x32_epi32(four, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
+    _mm_storel_epi64((__m128i *)p, _mm256_castsi256_si128(eight));
+}
+FT_INLINE void vi_store_words(void *p, vi a) {
+    vi four = _mm256_shuffle_epi8(a, _mm256_set1_epi64x(0x0d0c050409080100));
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(four, 0x08)));
 }
 
 #else
@@ -215,9 +232,9 @@ FT_INLINE vf vf_max(vf a, vf b) {
 FT_INLINE vf vf_abs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 FT_INLINE vf vf_fma(vf a, vf b, vf sum) { return sum + a * b; }
 FT_INLINE vf vf_from_vi(vi a) { return __builtin_convertvector(a, vf); }
-FT_INLINE vf vf_round(vf a) {
+FT_INLINE vi vi_round(vf a) {
     FT_FOR_LANES(i) a[i] = nearbyintf(a[i]);
-    return a;
+    return __builtin_convertvector(a, vi);
 }
 FT_INLINE vf vf_load_bf16(const bf16 *p) {
     vf x;
@@ -296,7 +313,27 @@ FT_INLINE void vi_dot_words(vi *sum, vi left, vi right, const void *x) {
     sum[0] = vi_dot_pairs(sum[0], left, pair);
     sum[1] = vi_dot_pairs(sum[1], right, pair);
 }
-FT_INLINE void vf_store_int8(int8_t *p, vf x) { FT_FOR_LANES(i) p[i] = (int8_t)lrintf(x[i]); }
+FT_INLINE vi vi_max(vi a, vi b) {
+    vi greater = a > b;
+    return (a & greater) | (b & ~greater);
+}
+FT_INLINE int32_t vi_highest(vi a) {
+    int32_t highest = a[0];
+    FT_FOR_LANES(i) highest = a[i] > highest ? a[i] : highest;
+    return highest;
+}
+FT_INLINE int32_t vi_total(vi a) {
+    int32_t total = 0;
+    FT_FOR_LANES(i) total += a[i];
+    return total;
+}
+FT_INLINE void vi_store_bytes(void *p, vi a) { FT_FOR_LANES(i) ((int8_t *)p)[i] = (int8_t)a[i]; }
+FT_INLINE void vi_store_words(void *p, vi a) {
+    static const int places[4] = {0, 2, 1, 3};
+    int16_t words[FT_LANES];
+    FT_FOR_LANES(i) words[i] = (int16_t)a[(i & ~3) + places[i % 4]];
+    memcpy(p, words, sizeof words);
+}
 #endif
 
 FT_INLINE vf vf_zero(void) { return vf_set1(0.0f); }

@@ -247,6 +247,12 @@ static void run_panels(void *context, int64_t begin, int64_t end) {
     const ft_linear_job *job = context;
     const int64_t share = job->panel_bytes / job->tiles;
     for (int64_t panel = begin; panel < end; panel++) {
+#if defined(FT_WORDS)
+        if (ft_widens(job)) {
+            ft_run_widened(job, panel);
+            continue;
+        }
+#endif
         const char *weight = (const char *)job->weight->weight + panel * job->panel_bytes;
         for (int64_t i = 0; i < job->tiles; i++) {
             tile_t tile = {.weight = weight, .row = i * job->tile_rows, .column = panel * PANEL};

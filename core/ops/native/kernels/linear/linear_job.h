@@ -54,6 +54,12 @@ void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *me
 void ft_finish_rows(const ft_linear_job *job, int64_t row, int64_t column, const float *sums,
                     int64_t count);
 
+#if defined(FT_WORDS)
+/* Whether a panel of the job's weight is widened once for all rows, and that panel's outputs. */
+int ft_widens(const ft_linear_job *job);
+void ft_run_widened(const ft_linear_job *job, int64_t panel);
+#endif
+
 #if defined(FT_AMX)
 /* Whether the matrix unit computes this weight with so many rows. */
 int ft_amx_suits(const ft_linear_weight *weight, int64_t rows);

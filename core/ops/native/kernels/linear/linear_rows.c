@@ -33,85 +33,42 @@ FT_INLINE vf load_activation(const rows_t *q, int64_t row, int64_t k) {
     return vf_load(wide);
 }
 
-/* A group as bytes; returns their sum. */
-FT_INLINE int32_t store_bytes(const rows_t *q, int64_t row, int64_t begin, vf factor, int8_t *out) {
-    int32_t sum = 0;
-    for (int64_t k = 0; k < q->group_size; k += FT_LANES)
-        vf_store_int8(out + k, vf_mul(load_activation(q, row, begin + k), factor));
-    for (int64_t k = 0; k < q->group_size; k++) sum += out[k];
-    return sum;
-}
-
-/* Numbers from -32639 to 32639 as 16-bit words: of each four the first and the third, then the others. */
-FT_INLINE void store_words(const int32_t *numbers, int64_t count, int8_t *out) {
-    for (int64_t k = 0; k < count; k += 4) {
-        const int16_t words[4] = {(int16_t)numbers[k], (int16_t)numbers[k + 2],
-                                  (int16_t)numbers[k + 1], (int16_t)numbers[k + 3]};
-        memcpy(out + 2 * k, words, sizeof words);
-    }
-}
-
-/* A group of such numbers, each 256 * high + low, both signed bytes: the low ones, then the high ones. */
-FT_INLINE void store_split(const int32_t *numbers, int8_t *out) {
-    for (int k = 0; k < FT_GROUP; k++) {
-        out[k] = (int8_t)numbers[k];
-        out[FT_GROUP + k] = (int8_t)((numbers[k] + 128) >> 8);
-    }
-}
-
-FT_INLINE int32_t add_up(const int32_t *numbers) {
-    int32_t sum = 0;
-    for (int k = 0; k < FT_GROUP / 2; k++) sum += numbers[k];
-    return sum;
-}
-
-/* A group of rounded numbers to the bytes at `out`, and their sum, or those of its halves. */
-FT_INLINE void store_group(const rows_t *q, int64_t row, int64_t begin, vf factor, int8_t *out,
-                           int32_t *sums) {
-    sums[0] = sums[1] = 0;
-    if (!q->fine && !q->words) {
-        sums[0] = store_bytes(q, row, begin, factor, out);
+/* Rounded numbers from column `k` of a group on, to the place of the group. */
+FT_INLINE void store_numbers(const rows_t *q, vi numbers, int64_t k, int8_t *out) {
+#if defined(FT_WORDS)
+    if (q->words) {
+        vi_store_words(out + 2 * k, numbers);
         return;
     }
-    for (int64_t first = 0; first < q->group_size; first += FT_GROUP, out += 2 * FT_GROUP) {
-        const int64_t count = ft_min(FT_GROUP, q->group_size - first);
-        float rounded[FT_GROUP] = {0};
-        int32_t numbers[FT_GROUP];
-        for (int64_t k = 0; k < count; k += FT_LANES) {
-            vf x = load_activation(q, row, begin + first + k);
-            vf_store(rounded + k, vf_round(vf_mul(x, factor)));
-        }
-        for (int k = 0; k < FT_GROUP; k++) numbers[k] = (int32_t)rounded[k];
-        if (q->words) store_words(numbers, count, out);
-        else store_split(numbers, out);
-        sums[0] += add_up(numbers);
-        sums[q->halves] += add_up(numbers + FT_GROUP / 2);
-    }
+#endif
+    vi_store_bytes(out + k, numbers);
+    if (q->fine) /* 256 * high + low, both signed bytes */
+        vi_store_bytes(out + FT_GROUP + k, vi_moved(vi_add(numbers, vi_set1(128)), -8));
 }
 
-/* A group as signed bytes at `out`, its scale and offset at index `at`. */
+/* A group as whole numbers at `out`, its scale and offset at index `at`. */
 static void quantise_group(const rows_t *q, int64_t row, int64_t begin, int8_t *out, int64_t at) {
-    const int64_t end = begin + q->group_size;
     const float most = q->fine ? 32639.0f : 127.0f; /* 256 * 127 + 127 */
-    vf highest = vf_zero(), zero = vf_zero(); /* zero turns NaN where a value is not finite */
-    for (int64_t k = begin; k < end; k += FT_LANES) {
-        vf value = load_activation(q, row, k);
-        highest = vf_max(highest, vf_abs(value));
-        zero = vf_fma(value, vf_zero(), zero);
-    }
-    float lanes[FT_LANES], zeros[FT_LANES], top = 0.0f, nothing = 0.0f;
-    vf_store(lanes, highest);
-    vf_store(zeros, zero);
-    for (int i = 0; i < FT_LANES; i++) {
-        top = lanes[i] > top ? lanes[i] : top;
-        nothing += zeros[i];
-    }
+    vi highest = vi_zero(); /* as bits, in which order infinities and NaN are above all numbers */
+    for (int64_t k = 0; k < q->group_size; k += FT_LANES)
+        highest = vi_max(highest, (vi)vf_abs(load_activation(q, row, begin + k)));
+    const int32_t bits = vi_highest(highest);
+    float top;
+    memcpy(&top, &bits, 4);
+    const float nothing = top * 0.0f; /* NaN where a value is not finite */
     const int is_sound = top > 0.0f && nothing == 0.0f;
-    int32_t sums[2];
-    store_group(q, row, begin, vf_set1(is_sound ? most / top : 0.0f), out, sums);
+    const vf factor = vf_set1(is_sound ? most / top : 0.0f);
+    vi first = vi_zero(), second = vi_zero();
+    for (int64_t k = 0; k < q->group_size; k += FT_LANES) {
+        vi numbers = vi_round(vf_mul(load_activation(q, row, begin + k), factor));
+        store_numbers(q, numbers, k, out);
+        if (q->halves && k >= FT_GROUP / 2) second = vi_add(second, numbers);
+        else first = vi_add(first, numbers);
+    }
     q->scale[at] = top / most + nothing;
-    for (int half = 0; half <= q->halves; half++)
-        q->offset[(at << q->halves) + half] = -q->weight_offset * sums[half];
+    int32_t *offset = q->offset + (at << q->halves);
+    offset[0] = -q->weight_offset * vi_total(first);
+    if (q->halves) offset[1] = -q->weight_offset * vi_total(second);
 }
 
 /* The 32-bit groups of a row, as they are in x or quantised. */
@@ -155,7 +112,8 @@ static void prepare_tiles(void *context, int64_t begin, int64_t end) {
                 whole--;
                 out[whole * count] = *(const bf16 *)(groups + 4 * whole); /* and a zero */
             }
-            for (int64_t s = 0; s < whole; s++) memcpy(out + s * count, groups + 4 * s, 4);
+            if (count == 1) memcpy(out, groups, (size_t)whole * 4);
+            else for (int64_t s = 0; s < whole; s++) memcpy(out + s * count, groups + 4 * s, 4);
         }
     }
 }
