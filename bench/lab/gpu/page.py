@@ -17,7 +17,7 @@ from .stage import Result, read_result
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "gpu-results.md"
 ORDER = (
     "facts", "compiling", "oracle", "equality", "decode", "verify", "drafts", "prefill",
-    "speculation", "kinds", "sharing", "nano", "peers",
+    "speculation", "kinds", "sharing",
 )  # fmt: skip
 HEAD = """\
 # Results on a GPU
