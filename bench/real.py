@@ -54,7 +54,7 @@ from .common.drafting import chain, tree
 from .common.real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts
 from .common.replay import ReplayRunner
 from .common.report import Spread, heading, table, write_json
-from .common.shapes import qwen3_06b
+from .common.shapes import shape
 from .off_grid import write_off_grid
 
 ABOUT = (
@@ -362,7 +362,7 @@ def _config(args: argparse.Namespace) -> Iterator[tuple[str, EngineConfig]]:
         if args.model == OFF_GRID:
             yield str(write_off_grid(Path(name))), EngineConfig(**options)
             return
-        qwen3_06b().save_pretrained(name)
+        shape("qwen3-0.6b").save_pretrained(name)
         read_config(name)
         yield name, EngineConfig(**options, load_format="random")
 

@@ -30,7 +30,7 @@ from ...api.types.sampling_params import SamplingParams
 from ...core.engine.engine import Engine
 from ...core.execution.model_runner import ModelRunner
 from ..common.report import heading, table, write_json
-from ..common.shapes import qwen3_06b, write_pair
+from ..common.shapes import shape, write_pair
 
 PROMPT_LEN = 32  # tokens, different for each stream
 
@@ -239,7 +239,7 @@ def _with_model(
     if args.model != "random-0.6b":
         return run(args.model)
     with tempfile.TemporaryDirectory() as name:
-        write_pair(Path(name), qwen3_06b(), torch.bfloat16, eps=0.06)
+        write_pair(Path(name), shape("qwen3-0.6b"), torch.bfloat16, eps=0.06)
         return run(str(Path(name) / "target"))
 
 

@@ -156,10 +156,10 @@ def _model(name: str | None) -> Iterator[tuple[str | None, dict[str, Any]]]:
     if name != RANDOM:
         yield name, {}
         return
-    from ..common.shapes import qwen3_06b, write_config
+    from ..common.shapes import shape, write_config
 
     with tempfile.TemporaryDirectory() as folder:
-        config = qwen3_06b(max_position_embeddings=40960)  # as the real one has it
+        config = shape("qwen3-0.6b", max_position_embeddings=40960)  # as the real one has it
         write_config(Path(folder), config)
         yield folder, {"load_format": "random"}
 
