@@ -41,7 +41,7 @@ from .measure import (
     measure_depths,
     measure_prefill,
 )
-from .report import tables, write_report
+from .report import TITLES, tables, write_report
 
 ABOUT = (
     "Measure prefill, decode, batching, the prefix cache and speculation on the CPU, and compare "
@@ -218,5 +218,5 @@ async def _measure_all(lab: Lab, phases: Phases, meter: Meter) -> None:
         phases.depths, phases.depth_position = found
     meter.measure()
     phases.limits = meter.limits
-    for title, rows in tables(phases):
-        print(f"\n{title}\n\n{rows}", flush=True)
+    for name, rows in tables(phases):
+        print(f"\n{TITLES[name]}\n\n{rows}", flush=True)
