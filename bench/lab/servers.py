@@ -163,13 +163,13 @@ async def _healthy(server: Server) -> None:
 # -- requests -------------------------------------------------------------------------------------
 
 
-async def ask(server: Server, path: str, body: dict[str, object]) -> Record:
+async def ask(server: Server, path: str, body: Mapping[str, object]) -> Record:
     """Stream one answer. Raises `Failure`."""
     record = Record(server.name, due=time.perf_counter(), times=[], counts=[])
     answer = Answer(record)
     options = {"model": server.model, "stream": True, "stream_options": {"include_usage": True}}
     with contextlib.closing(Http(server.url)) as http:
-        status = await http.post(path, msgspec.json.encode(options | body), answer.feed)
+        status = await http.post(path, msgspec.json.encode({**options, **body}), answer.feed)
     if status != 200:
         raise Failure(f"HTTP {status}", answer.raw.decode("utf-8", "replace")[:200])
     answer.finish()
@@ -213,12 +213,12 @@ async def prompt_rate(num_tokens: int, prompt: Prompt, server: Server, turn: int
 
 async def decode_rate(count: int, prompt: Prompt, server: Server, turn: int) -> float:
     """Tokens of fresh text a second, of so many requests at once."""
+    more = {"temperature": 1, "ignore_eos": True, "max_tokens": ANSWER_TOKENS}
     bodies = (
-        {"prompt": prompt(12, seed), "seed": seed, "temperature": 1, "ignore_eos": True}
+        {"prompt": prompt(12, seed), "seed": seed, **more}
         for seed in range(1000 * count + 100 * turn, 1001 * count + 100 * turn)  # of no other row
     )
-    more = {"max_tokens": ANSWER_TOKENS}
-    return await rate([ask(server, "/v1/completions", body | more) for body in bodies])
+    return await rate([ask(server, "/v1/completions", body) for body in bodies])
 
 
 async def task_rate(kind: str, server: Server, turn: int) -> float:

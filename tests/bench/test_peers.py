@@ -16,6 +16,7 @@ from foretoken.bench.lab.peers import __main__ as peers
 from foretoken.bench.lab.peers import checkpoints, environments
 from foretoken.bench.lab.peers.checkpoints import CHECKPOINTS, SmolLM2, numbered_tokenizer
 from foretoken.bench.lab.servers import Server, StartError, compare, started, token_rows, words
+from foretoken.bench.load.figures import Record
 from foretoken.bench.load.http import Failure
 
 FAKE = """\
@@ -83,18 +84,21 @@ def test_a_server_that_fails_costs_its_own_cells(server):
     assert set(found["peak, GB"].values()) == {"-"}
 
 
-def test_rows_of_tokens_send_what_the_checkpoint_reads(server):
-    at = Server("fake", server.url, model="m")
-    for prompt in (words, TINY.prompt):
-        server.reset()
-        for row in token_rows(prompt).values():
-            assert asyncio.run(row(at, 1)) > 0
-        sizes = [
-            len(b["prompt"].split() if prompt is words else b["prompt"]) for b in server.bodies
-        ]
-        assert sizes[:2] == [700, 2900]
-        assert all(body["model"] == "m" for body in server.bodies)
-        assert len({str(body["prompt"]) for body in server.bodies}) == len(server.bodies)
+@pytest.mark.parametrize("prompt", [words, TINY.prompt], ids=["words", "ids"])
+def test_rows_of_tokens_send_what_the_checkpoint_reads(prompt, monkeypatch):
+    async def ask(server, path, body):
+        bodies.append(body)
+        return Record("fake", due=1.0, times=[2.0, 3.0], counts=[1, 8], prompt_tokens=700)
+
+    bodies: list = []
+    monkeypatch.setattr(servers, "ask", ask)
+    rows = token_rows(prompt)
+    rates = [asyncio.run(row(Server("fake", ""), turn)) for turn in (0, 1) for row in rows.values()]
+    assert rates == 2 * [700, 700, 8, 32]
+    prompts = [body["prompt"] for body in bodies]
+    sizes = [len(each.split() if isinstance(each, str) else each) for each in prompts]
+    assert sizes[:3] == [700, 2900, 12]
+    assert len({str(each) for each in prompts}) == len(prompts), "nothing can be looked up"
 
 
 # -- engines ------------------------------------------------------------------------------------

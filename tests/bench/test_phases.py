@@ -170,7 +170,7 @@ def test_the_page_has_what_follows_from_the_data(run):
     page = render(run, has_plots=False)
     ridge = prefill_ridge(SHAPE, LIMITS)
     assert f"a prompt is bound by arithmetic from {ridge} tokens on." in page
-    assert cells(page, "| 64 ")[2] == "3.2e+03"
+    assert cells(page, "| 64 ")[2] == "3200"
     assert cells(page, "| 4 ")[1:3] == ["250 [250 .. 250]", "0.016 [0.016 .. 0.016]"]
     assert cells(page, "| 512 ", last=True)[1:] == [
         "496", "0.5 [0.5 .. 0.5]", "0.01 [0.01 .. 0.01]", "50",

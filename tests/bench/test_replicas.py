@@ -21,5 +21,5 @@ def test_a_kill_that_moves_nothing_measures_nothing() -> None:
 
 def test_rounds_become_a_spread() -> None:
     carried = carry_row("front", 100.0, [(90.0, 20.0, 5.0)], [15.0])
-    assert str(carried["tokens/s of a whole core"]) == "5e+04 [5e+04 .. 5e+04]"
+    assert str(carried["tokens/s of a whole core"]) == "50000 [50000 .. 50000]"
     assert str(carried["more than one server"]) == "5 [5 .. 5]"

@@ -15,19 +15,21 @@ from pathlib import Path
 
 from ..gguf import foretoken, llama_cpp
 from ..servers import TASK_ROWS, add_flags, compare, show, token_rows
-from .checkpoints import CHECKPOINTS, Checkpoint
-from .environments import HOME, SOURCE, python, set_up
+from .checkpoints import CHECKPOINTS, HOME, Checkpoint
+from .environments import SOURCE, python, set_up
 
 CONTEXT = 4096  # tokens of a request, on every server
+Commands = dict[str, Sequence[str] | str]
+"""Command lines of servers, and addresses of running ones, by column."""
 DTYPES = ("bf16", "int8", "int4")
 LOOK_UP_DEPTH = 8  # draft tokens
 DRAFT_DEPTH = 4
 KV_GIB = 2  # of vLLM: about what the others have
 
 
-def commands(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Sequence[str] | str]:
+def commands(checkpoint: Checkpoint, args: argparse.Namespace) -> Commands:
     """Command lines of the servers that are installed, by column; and addresses of others."""
-    made: dict[str, Sequence[str] | str] = _own(checkpoint, args)
+    made: Commands = _own(checkpoint, args)
     if (server := HOME / "llama_cpp" / "bin" / "llama-server").is_file():
         made |= _llama_cpp(server, checkpoint, args)
     if python("vllm").is_file() and args.dtype != "int4":
@@ -36,12 +38,12 @@ def commands(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Sequ
     return {name: made[name] for name in args.only or made}
 
 
-def _own(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Sequence[str] | str]:
+def _own(checkpoint: Checkpoint, args: argparse.Namespace) -> Commands:
     command = foretoken(str(checkpoint.target), CONTEXT, args.threads)
     command += ["--dtype", "bfloat16"]
     if args.dtype != "bf16":
         command += ["--quantize", args.dtype]
-    made: dict[str, Sequence[str] | str] = {"foretoken": command}
+    made: Commands = {"foretoken": command}
     made["plain"] = [*command, "--speculation", "off"]
     if checkpoint.has_draft and args.dtype == "bf16":
         draft = ["--draft", str(checkpoint.draft), "--speculation", str(DRAFT_DEPTH)]
@@ -49,19 +51,17 @@ def _own(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Sequence
     return made
 
 
-def _llama_cpp(
-    server: Path, checkpoint: Checkpoint, args: argparse.Namespace
-) -> dict[str, Sequence[str] | str]:
+def _llama_cpp(server: Path, checkpoint: Checkpoint, args: argparse.Namespace) -> Commands:
     file = checkpoint.folder / "gguf" / f"{args.dtype}.gguf"
     command = llama_cpp(server, file, CONTEXT, args.threads)
-    made: dict[str, Sequence[str] | str] = {"llama.cpp": command}
+    made: Commands = {"llama.cpp": command}
     made["llama.cpp, n-gram"] = [*command, "--spec-type", "ngram-simple"]
     if checkpoint.has_draft and args.dtype == "bf16":
         made["llama.cpp, draft"] = [*command, "-md", str(file.with_name("bf16-draft.gguf"))]
     return made
 
 
-def _vllm(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Sequence[str] | str]:
+def _vllm(checkpoint: Checkpoint, args: argparse.Namespace) -> Commands:
     """Commands of its server with its own defaults: compiled, prefix caching on."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads]))
     model = checkpoint.target if args.dtype == "bf16" else checkpoint.folder / "vllm" / "int8"
@@ -78,10 +78,10 @@ def _vllm(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Sequenc
     if checkpoint.has_draft and args.dtype == "bf16":
         draft = {"method": "draft_model", "model": str(checkpoint.draft)}
         ways["draft"] = draft | {"num_speculative_tokens": DRAFT_DEPTH}
-    return {"vllm": command} | {
-        f"vllm, {way}": [*command, "--speculative-config", json.dumps(config)]
-        for way, config in ways.items()
-    }
+    made: Commands = {"vllm": command}
+    for way, config in ways.items():
+        made[f"vllm, {way}"] = [*command, "--speculative-config", json.dumps(config)]
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
