@@ -53,7 +53,7 @@ _WORDS = (  # a token each in common vocabularies
 Prompt = Callable[[int, int], "str | list[int]"]
 """Makes a prompt of so many tokens, nearly, from a seed."""
 Cells = dict[str, dict[str, object]]
-"""What was measured, by row and server."""
+"""Measurements by row and server."""
 
 
 class StartError(Exception):

@@ -131,7 +131,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _notes(phases: Phases, name: str) -> Iterator[str]:
-    """What the limits say of a phase, and how far its figures are to be trusted."""
+    """Yield remarks on a phase: what the limits say of it, how far its repeats lie apart."""
     shape, limits = phases.shape, phases.limits
     if name == "prefill":
         ridge = prefill_ridge(shape, limits)

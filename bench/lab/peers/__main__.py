@@ -90,9 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m foretoken.bench.lab.peers", description=__doc__
     )
     add = parser.add_argument
-    add("command", nargs="?", choices=["run", "setup"], default="run", help="(%(default)s)")
-    add("engines", nargs="*", metavar="ENGINE", help=f"to set up (all): {' '.join(SOURCE)}")
-    add("--checkpoint", choices=list(CHECKPOINTS), default="smollm2", help="(%(default)s)")
+    add("command", nargs="?", choices=["run", "setup"], default="run", help="command (%(default)s)")
+    add("engines", nargs="*", metavar="ENGINE", help=f"engines to set up (all): {' '.join(SOURCE)}")
+    add(
+        "--checkpoint",
+        choices=list(CHECKPOINTS),
+        default="smollm2",
+        help="checkpoint (%(default)s)",
+    )
     add("--dtype", choices=DTYPES, default="bf16", help="form of the weights (%(default)s)")
     add(
         "--url", action="append", type=_named, default=[], metavar="NAME=URL",

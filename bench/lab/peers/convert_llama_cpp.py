@@ -49,7 +49,7 @@ def _whole(out: Path) -> Iterator[Path]:
 
 
 def _quantise(source: Path, out: Path, dtype: str) -> None:
-    """Of 4 bits widened to 16 a new form may be made, too."""
+    """Write another form, also of 4 bits that were widened to 16."""
     command = [str(QUANTISER), "--allow-requantize", str(source), str(out), FORMS[dtype]]
     subprocess.run(command, check=True)
 
