@@ -36,7 +36,7 @@ SHARED_OUT = -n $(WORKERS) --dist loadfile
 # Else every worker and every server of a test compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-rest test-all kernels test-front test-avx2 test-scalar lint lint-page bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin docs release clean
+.PHONY: serve test test-rest test-all kernels test-front test-avx2 test-scalar lint lint-page bench bench-gpu profile bench-peers soak prove simulate fuzz docs release clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
@@ -125,9 +125,6 @@ bench-peers: $(VENV)/.bench
 MINUTES ?= 60
 soak: $(VENV)/.serve
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
-
-train-builtin: $(VENV)/.serve
-	$(BIN)/python -m foretoken.bench.lab.builtin_pair $(ARGS)
 
 # The documentation as a site, into site/: links that lead nowhere are errors.
 docs: .venv-docs/.done

@@ -11,7 +11,8 @@ steps, at 16 requests those of 272 rows. The ratio is that of ``auto`` against t
 ratios, is small; it is printed beside each ratio.
 
 With ``--draft`` naming a draft model or head, "chain-N" and "tree-N" are drafts of it alone, of so
-many tokens, "look-ups" is the controller without it, and "auto" has both.
+many tokens, "look-ups" is the controller without it, and "auto" has both. ``--model
+smollm2-off-grid --draft auto,self`` has SmolLM2 draft for itself in 4 bits (off_grid.py).
 
 ``--model random-0.6b`` has that shape's step times on the same text: SmolLM2's recorded answers are
 replayed on it, so acceptance is that of the text. The kind ``adversarial`` is replayed, too: random
@@ -53,7 +54,8 @@ from .common.drafting import chain, tree
 from .common.real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts
 from .common.replay import ReplayRunner
 from .common.report import Spread, heading, table, write_json
-from .common.shapes import qwen3_06b
+from .common.shapes import shape
+from .off_grid import write_off_grid
 
 ABOUT = (
     "Measure speculation on real text: tokens per second by task, number of requests and "
@@ -65,7 +67,7 @@ LOOK_UPS = "look-ups"
 DRAFT_SETTINGS = (
     "off", LOOK_UPS, "chain-2", "chain-4", "chain-8", "tree-8", "tree-16", "auto",
 )  # fmt: skip
-RANDOM = "random-0.6b"
+RANDOM, OFF_GRID = "random-0.6b", "smollm2-off-grid"
 LEAST_TURNS = 3  # fewer do not show how much they differ
 LAPS = 2  # requests by seats, where there are several
 LEAD_IN = 40  # tokens that a request of each seat gets before a run is timed
@@ -158,10 +160,6 @@ class Bench:
         self._runner = built.engine.runner
         self._own = built.engine.scheduler.speculator
         self._others: dict[str, Speculator] = {}
-
-    def use(self, setting: str, speculator: Speculator) -> None:
-        """Plan the drafts of a setting by this one."""
-        self._others[setting] = guarded(speculator)
 
     async def cell(
         self, cell: Cell, asked: Sequence[Sequence[int]], settings: Sequence[str], turns: Turns
@@ -355,14 +353,16 @@ async def streams(built: LocalBuilt, kind: str, half: Half, number: int) -> list
 def _config(args: argparse.Namespace) -> Iterator[tuple[str, EngineConfig]]:
     options: dict[str, Any] = {"device": "cpu", "dtype": args.dtype, "threads": args.threads}
     options |= {"kv_tokens": 32768, "max_model_len": 2048, "max_running": max(args.concurrency)}
-    # SmolLM2's weights come from a 4-bit file: in 4 bits it would draft as itself.
     options["draft"] = args.draft or ",".join(AUTO)
     options["draft_vocab"] = args.draft_vocab
-    if args.model != RANDOM:
+    if args.model not in (RANDOM, OFF_GRID):
         yield args.model, EngineConfig(**options)
         return
     with tempfile.TemporaryDirectory() as name:
-        qwen3_06b().save_pretrained(name)
+        if args.model == OFF_GRID:
+            yield str(write_off_grid(Path(name))), EngineConfig(**options)
+            return
+        shape("qwen3-0.6b").save_pretrained(name)
         read_config(name)
         yield name, EngineConfig(**options, load_format="random")
 
@@ -441,7 +441,9 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line; exits with 2 for drafts that need a model and have none."""
     parser = argparse.ArgumentParser(prog="foretoken bench real", description=ABOUT)
     parser.add_argument(
-        "--model", default="smollm2", help=f"model, as for `foretoken serve`, or {RANDOM}"
+        "--model",
+        default="smollm2",
+        help=f"model as for `foretoken serve`, {RANDOM} or {OFF_GRID}",
     )
     parser.add_argument(
         "--dtype", default="bfloat16", help="data type of the weights; auto: as stored"

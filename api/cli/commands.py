@@ -24,7 +24,7 @@ from .flags import TWO_MODELS, Parser
 SERVER_MODULES = ("starlette", "uvicorn", "h11", "uvloop", "python_multipart")
 """Modules of the extra ``server``: all that speaks HTTP needs them, nothing else does."""
 
-BENCHMARKS = ("offline", "phases", "plan", "real", "self", "serve")
+BENCHMARKS = ("offline", "phases", "plan", "real", "serve")
 """Modules of `foretoken.bench` that are installed and have a ``main``; others are in bench/lab."""
 EPILOG = (
     "--help-all shows all flags. Each may also be set by a variable FORETOKEN_<FLAG> or in the "
@@ -200,7 +200,7 @@ COMMANDS = (
     ),
     Command(
         "bench",
-        "run a benchmark: serve, offline, plan, phases, real or self",
+        "run a benchmark: serve, offline, plan, phases or real",
         "NAME [flags]",
         "commands:_bench",
     ),

@@ -37,7 +37,12 @@ class Spread(msgspec.Struct, frozen=True):
         return Spread(amount / self.high, amount / self.median, amount / self.low)
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} [{self.low:.3g} .. {self.high:.3g}]"
+        return f"{number(self.median)} [{number(self.low)} .. {number(self.high)}]"
+
+
+def number(value: float) -> str:
+    """Three digits, and no powers of ten."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def heading() -> dict[str, object]:
@@ -79,10 +84,10 @@ def _as_module(program: Path) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table; columns in the order of the first row."""
-    columns = list(rows[0])
+    """A Markdown table with the columns of all rows; what a row lacks is left empty."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     cells = [columns, ["---"] * len(columns)]
-    cells += [[_cell(row[column]) for column in columns] for row in rows]
+    cells += [[_cell(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     padded = ([c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in padded)
@@ -94,7 +99,13 @@ def listed(named: Mapping[str, object]) -> str:
 
 
 def _cell(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    """A number in short, a spread of a JSON as such; a bar or a new line would end the cell."""
+    if isinstance(value, dict):
+        value = msgspec.convert(value, Spread)
+    if value is None:
+        return "-"
+    text = number(value) if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def write_json(path: Path, report: Mapping[str, object]) -> None:

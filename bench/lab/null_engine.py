@@ -78,7 +78,7 @@ class Clock:
 
         async def routed(scope: Scope, receive: Receive, send: Send) -> None:
             ticks = Response(msgspec.json.encode(self.times))
-            await (ticks if scope["path"] == "/ticks" else app)(scope, receive, send)
+            await (ticks if scope.get("path") == "/ticks" else app)(scope, receive, send)
 
         return routed
 

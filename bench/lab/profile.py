@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
-import pstats
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +27,7 @@ from ...api.types.sampling_params import SamplingParams
 from ...core.engine.engine import Engine
 from ...core.execution.model_runner import ModelRunner
 from ..common.report import heading, table, write_json
-from ..common.shapes import qwen3_06b, write_pair
+from ..common.shapes import shape, write_pair
 
 PROMPT_LEN = 32  # tokens, different for each stream
 
@@ -171,21 +168,6 @@ async def measure(
     }
 
 
-@contextmanager
-def _profiled(functions: bool) -> Iterator[None]:
-    """The event loop's functions, by own time."""
-    if not functions:
-        yield
-        return
-    profile = cProfile.Profile()
-    profile.enable()
-    try:
-        yield
-    finally:
-        profile.disable()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
-
-
 async def _run(args: argparse.Namespace, model: str) -> list[dict[str, object]]:
     options: dict[str, Any] = {"speculation": args.speculation, "max_running": 256}
     if args.threads:
@@ -196,9 +178,7 @@ async def _run(args: argparse.Namespace, model: str) -> list[dict[str, object]]:
         timed = Round(cast("Engine", llm.engine), clock)
         for temperature in args.temperatures:
             for num_streams in args.streams:
-                with _profiled(args.functions):
-                    row = await measure(llm, num_streams, args.length, temperature, timed)
-                rows.append(row)
+                rows.append(await measure(llm, num_streams, args.length, temperature, timed))
     return rows
 
 
@@ -221,9 +201,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="measure CPU time in place of wall time, for a busy machine; hop and rest are "
         "meaningless then",
     )
-    parser.add_argument(
-        "--functions", action="store_true", help="profile the loop's functions, too"
-    )
     parser.add_argument("--out", type=Path, default=Path("bench/results/profile.json"))
     args = parser.parse_args(argv)
     report: dict[str, object] = heading()
@@ -239,7 +216,7 @@ def _with_model(
     if args.model != "random-0.6b":
         return run(args.model)
     with tempfile.TemporaryDirectory() as name:
-        write_pair(Path(name), qwen3_06b(), torch.bfloat16, eps=0.06)
+        write_pair(Path(name), shape("qwen3-0.6b"), torch.bfloat16, eps=0.06)
         return run(str(Path(name) / "target"))
 
 

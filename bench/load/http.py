@@ -2,20 +2,21 @@
 
 One connection serves one request at a time and is kept for the next, as clients do. Nothing is
 retried but a request on a kept connection that the server had closed in the meantime. Answers are
-parsed here, not by h11: a chunk takes a quarter of its time and a whole answer far less, and a
-client that costs as much as the server would measure itself.
+parsed by httptools, not by h11: a client that costs as much as the server would measure itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
-HEAD_END = b"\r\n\r\n"
-MAX_HEAD_BYTES = 64 * 2**10
+import httptools
+
+FIRST_FINAL = 200  # of the statuses
 OnBody = Callable[[float, bytes], None]
 """Told when a piece of the body came, and the piece."""
 
@@ -43,90 +44,50 @@ class AnswerParser:
         self.status = 0
         self.done = False
         self.keeps = False  # the connection may serve another request
-        self.fields: Mapping[str, str] = {}  # of the header, their names in lower case
-        self._buffer = bytearray()
-        self._left: int | None = None  # of the body or the chunk; None: until the end
-        self._chunked = False
-        self._in_chunk = False
+        self.fields: dict[str, str] = {}  # of the header, their names in lower case
+        self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
         """The body that these bytes bring; raises `Failure` for what is no HTTP."""
-        self._buffer += data
-        if not self.status and not self._read_head():
-            return b""
-        return self._chunks() if self._chunked else self._plain()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise Failure("no HTTP", str(error)) from None
+        piece = b"".join(self._body)
+        self._body.clear()
+        return piece
 
     def end(self) -> None:
         """The connection is over; raises `Failure` unless that is how the body ends."""
-        if self.status and not self._chunked and self._left is None:
-            self.done = True
+        framing = {"content-length", "transfer-encoding"}
+        self.done = self.done or bool(self.status and not framing & self.fields.keys())
         if not self.done:
             raise Failure("connection cut", "the server ended it before the answer was whole")
 
-    def _read_head(self) -> bool:
-        end = self._buffer.find(HEAD_END)
-        if end < 0:
-            if len(self._buffer) > MAX_HEAD_BYTES:
-                raise Failure("no HTTP", "a header without an end")
-            return False
-        lines = self._buffer[:end].decode("latin-1").split("\r\n")
-        del self._buffer[: end + len(HEAD_END)]
-        version, _, rest = lines[0].partition(" ")
-        if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
-            raise Failure("no HTTP", lines[0][:80])
-        fields = {k.strip().lower(): v.strip() for k, _, v in (x.partition(":") for x in lines[1:])}
-        if rest[:3] == "100":
-            return self._read_head()
-        self._open_body(int(rest[:3]), version, fields)
-        return True
+    # -- what httptools calls -----------------------------------------------------------------
 
-    def _open_body(self, status: int, version: str, fields: Mapping[str, str]) -> None:
-        self.status, self.fields = status, fields
-        self._chunked = "chunked" in fields.get("transfer-encoding", "").lower()
-        if not self._chunked and "content-length" in fields:
-            self._left = int(fields["content-length"])
-        closes = fields.get("connection", "").lower() == "close"
-        framed = self._chunked or self._left is not None
-        self.keeps = framed and version == "HTTP/1.1" and not closes
-        self.done = self._left == 0 and not self._chunked
+    def on_message_begin(self) -> None:
+        """Forget what came with an interim answer, such as 100."""
+        self.fields = {}
 
-    def _plain(self) -> bytes:
-        piece = bytes(self._buffer)
-        self._buffer.clear()
-        if self._left is not None:
-            self._left -= len(piece)
-            self.done = self._left <= 0
-        return piece
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a field."""
+        self.fields[name.decode("latin-1").lower()] = value.decode("latin-1")
 
-    def _chunks(self) -> bytes:
-        pieces = []
-        while not self.done and (piece := self._chunk()) is not None:
-            pieces.append(piece)
-        return b"".join(pieces)
+    def on_headers_complete(self) -> None:
+        """The status counts, unless it is an interim one."""
+        status = self._parser.get_status_code()
+        self.status = status if status >= FIRST_FINAL else 0
 
-    def _chunk(self) -> bytes | None:
-        """The next piece; None where its bytes are not there yet."""
-        if not self._in_chunk and not self._open_chunk():
-            return None
-        size = self._left or 0
-        if len(self._buffer) < size + 2:
-            return None
-        piece = bytes(self._buffer[:size])
-        del self._buffer[: size + 2]
-        self._in_chunk, self.done = False, size == 0
-        return piece
+    def on_body(self, piece: bytes) -> None:
+        """Keep a piece of the body."""
+        self._body.append(piece)
 
-    def _open_chunk(self) -> bool:
-        line, found, _ = self._buffer.partition(b"\r\n")
-        if not found:
-            return False
-        try:
-            self._left = int(line.partition(b";")[0], 16)
-        except ValueError:
-            raise Failure("no HTTP", "a chunk without a size") from None
-        del self._buffer[: len(line) + 2]
-        self._in_chunk = True
-        return True
+    def on_message_complete(self) -> None:
+        """The answer is whole, unless it was an interim one."""
+        self.done = self.status > 0
+        self.keeps = self.done and self._parser.should_keep_alive()
 
 
 class _Connection(asyncio.Protocol):
@@ -190,14 +151,17 @@ class Http:
     """Connections to one server."""
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
-        """``url`` may end in /v1 or not; ValueError for what is no address."""
+        """``url`` may end in /v1, another version or none; ValueError for what is no address."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url} is not an address such as http://127.0.0.1:8000")
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        path = parts.path.rstrip("/")
+        version = re.search(r"/v\d+$", path)
+        self._version = version[0] if version else ""
+        self._base = path.removesuffix(self._version)
         self._fields = {"host": parts.netloc}
         if key is not None:
             self._fields["authorization"] = f"Bearer {key}"
@@ -205,13 +169,13 @@ class Http:
 
     async def post(self, path: str, body: bytes, on_body: OnBody) -> int:
         """Status of the answer; the body goes to ``on_body``. Raises `Failure`."""
-        request = request_bytes("POST", f"{self._base}{path}", self._fields, body)
+        request = request_bytes("POST", self._full(path), self._fields, body)
         return await self._ask(request, on_body)
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body."""
         pieces: list[bytes] = []
-        request = request_bytes("GET", f"{self._base}{path}", self._fields, None)
+        request = request_bytes("GET", self._full(path), self._fields, None)
         status = await self._ask(request, lambda _, piece: pieces.append(piece))
         return status, b"".join(pieces)
 
@@ -220,6 +184,11 @@ class Http:
         pieces: list[bytes] = []
         status = await self.post(path, body, lambda _, piece: pieces.append(piece))
         return status, b"".join(pieces)
+
+    def _full(self, path: str) -> str:
+        """A path below the address; its version is the address's."""
+        is_versioned = path.startswith("/v1/") and self._version
+        return self._base + (self._version + path[3:] if is_versioned else path)
 
     def close(self) -> None:
         """End the idle connections."""

@@ -19,7 +19,6 @@ import msgspec
 
 Item = dict[str, Any]
 PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
-SYSTEM = ("system", "developer")
 MARKS = ("cache_control", "id", "status")  # of items, and no part of what they say
 CALLS = ("function_call", "custom_tool_call")
 

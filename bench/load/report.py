@@ -98,7 +98,7 @@ def latency_rows(figures: Figures) -> list[dict[str, object]]:
         found = figures.get(name)
         cells: dict[str, object] = dict.fromkeys(["mean", *PERCENTILES], "-")
         if isinstance(found, Mapping):
-            cells |= {column: _plain(found[column]) for column in cells}
+            cells |= {column: found[column] for column in cells}
         rows.append({"": title, **cells})
     return rows
 
@@ -120,14 +120,7 @@ def total_rows(figures: Figures) -> list[dict[str, object]]:
         "client, share of a core": figures.get("client_cpu"),
         "roofline": figures.get("roofline") or "unknown",
     }
-    return [{"": key, "value": _plain(value)} for key, value in shown.items()]
-
-
-def _plain(value: object) -> object:
-    """Three digits, and no powers of ten."""
-    if isinstance(value, float):
-        return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-    return "-" if value is None else value
+    return [{"": key, "value": value} for key, value in shown.items()]
 
 
 def _errors(errors: object) -> str:
@@ -181,9 +174,9 @@ def beside_rows(found: Sequence[Figures]) -> list[dict[str, object]]:
         {
             "short beside long": f"{each['num_short']} beside {each['num_long']}",
             "": title,
-            "alone, ms": _plain(each[f"{name}_alone_ms"]),
-            "beside, ms": _plain(each[f"{name}_beside_ms"]),
-            "ratio": _plain(each[f"{name}_ratio"]),
+            "alone, ms": each[f"{name}_alone_ms"],
+            "beside, ms": each[f"{name}_beside_ms"],
+            "ratio": each[f"{name}_ratio"],
         }
         for each in found
         for name, title in BESIDE.items()

@@ -41,7 +41,7 @@ from .measure import (
     measure_depths,
     measure_prefill,
 )
-from .report import tables, write_report
+from .report import TITLES, tables, write_report
 
 ABOUT = (
     "Measure prefill, decode, batching, the prefix cache and speculation on the CPU, and compare "
@@ -156,10 +156,10 @@ def _model(name: str | None) -> Iterator[tuple[str | None, dict[str, Any]]]:
     if name != RANDOM:
         yield name, {}
         return
-    from ..common.shapes import qwen3_06b, write_config
+    from ..common.shapes import shape, write_config
 
     with tempfile.TemporaryDirectory() as folder:
-        config = qwen3_06b(max_position_embeddings=40960)  # as the real one has it
+        config = shape("qwen3-0.6b", max_position_embeddings=40960)  # as the real one has it
         write_config(Path(folder), config)
         yield folder, {"load_format": "random"}
 
@@ -218,5 +218,5 @@ async def _measure_all(lab: Lab, phases: Phases, meter: Meter) -> None:
         phases.depths, phases.depth_position = found
     meter.measure()
     phases.limits = meter.limits
-    for title, rows in tables(phases):
-        print(f"\n{title}\n\n{rows}", flush=True)
+    for name, rows in tables(phases):
+        print(f"\n{TITLES[name]}\n\n{rows}", flush=True)

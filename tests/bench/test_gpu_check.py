@@ -80,11 +80,10 @@ def test_the_script_rehearses_from_end_to_end_without_a_gpu(tmp_path: Path) -> N
     assert {name: each["status"] for name, each in found.items()} == {"facts": "ok", "decode": "ok"}
     assert found["decode"]["limits"] == found["facts"]["limits"]
     assert found["decode"]["limits"]["read"] > 0
-    steps, _, rounds, launched = found["decode"]["tables"].values()
+    steps, _, rounds = found["decode"]["tables"].values()
     assert [row["batch"] for row in steps] == [1, 4]
     assert all(row["ms a step"]["low"] > row["roofline ms"] > 0 for row in steps)
     assert all(row["round"] > row["forward"] > 0 for row in rounds)
-    assert [row["batch"] for row in launched] == [2]
     assert "A rehearsal without a GPU" in done.stdout
 
 

@@ -50,7 +50,7 @@ def test_what_is_no_http_is_named(junk):
 
 
 def test_a_chunk_without_a_size_is_no_http():
-    with pytest.raises(Failure, match="without a size"):
+    with pytest.raises(Failure, match="no HTTP: Invalid character in chunk size"):
         AnswerParser().feed(CHUNKED.replace(b"5;extension=1", b"five"))
 
 
@@ -73,6 +73,25 @@ def test_a_server_that_closes_is_not_asked_again_on_that_connection():
 def test_an_address_may_be_written_in_several_ways(url, host, port):
     http = Http(url)
     assert (http.host, http.port) == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("url", "path"), [("a", "/v1/models"), ("a/x/v1/", "/x/v1/models"), ("a/v3", "/v3/models")]
+)
+def test_a_version_of_the_address_is_that_of_all_paths(url, path):
+    http = Http(url)
+    assert http._full("/v1/models") == path
+    assert http._full("/health") == path.replace("/v1/models", "/health").replace(
+        "/v3/models", "/health"
+    )
+
+
+def test_an_interim_answer_is_not_the_answer():
+    parser = AnswerParser()
+    assert parser.feed(b"HTTP/1.1 100 Continue\r\nserver: x\r\n\r\n") == b""
+    assert (parser.status, parser.done) == (0, False)
+    assert parser.feed(WITH_LENGTH) == b"hello, world"
+    assert (parser.status, parser.done, parser.keeps) == (429, True, True)
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "file:///tmp"])

@@ -32,15 +32,7 @@ from foretoken.bench.phases.data import (
     load,
 )
 from foretoken.bench.phases.measure import QUICK
-from foretoken.bench.phases.report import (
-    batch_sentence,
-    cached_sentence,
-    decode_sentence,
-    depth_sentence,
-    noise,
-    prefill_sentence,
-    render,
-)
+from foretoken.bench.phases.report import render
 from foretoken.core.errors import ForetokenError
 from support.checkpoints import make_checkpoint
 
@@ -171,46 +163,46 @@ def test_of_several_measurements_of_the_machine_the_best_counts(monkeypatch):
     assert (meter.limits.read, meter.limits.matrix, meter.limits.drift) == (2.0, 5.0, 0.5)
 
 
-# -- sentences ----------------------------------------------------------------------------------
+# -- the page -----------------------------------------------------------------------------------
 
 
-def test_the_sentences_follow_from_the_data(run):
+def test_the_page_has_what_follows_from_the_data(run):
+    page = render(run, has_plots=False)
     ridge = prefill_ridge(SHAPE, LIMITS)
-    assert f"bound by arithmetic from {ridge} tokens on" in prefill_sentence(run)
-    assert "fastest at 64 tokens, 3,200 tokens/s" in prefill_sentence(run)
-    assert "position 500 takes 6 ms, 1.5 times as long as at position 9" in decode_sentence(run)
-    assert "4 requests together make 250 tokens/s, 2.5 times as many" in batch_sentence(run)
-    assert "waits 1.6 times as long" in batch_sentence(run)
-    assert "after 10 ms instead of 500 ms: 50 times sooner" in cached_sentence(run)
-    assert "at 64 tokens it is 2 times" in cached_sentence(run), "10 fill no page"
-    assert "best fixed depth is 2: 2.5 tokens a step, 50%" in depth_sentence(run)
-    assert "10 ms without drafts, 2 times the speed." in depth_sentence(run)
+    assert f"a prompt is bound by arithmetic from {ridge} tokens on." in page
+    assert cells(page, "| 64 ")[2] == "3200"
+    assert cells(page, "| 4 ")[1:3] == ["250 [250 .. 250]", "0.016 [0.016 .. 0.016]"]
+    assert cells(page, "| 512 ", last=True)[1:] == [
+        "496", "0.5 [0.5 .. 0.5]", "0.01 [0.01 .. 0.01]", "50",
+    ]  # fmt: skip
+    assert cells(page, "| 2 ", last=True)[1:3] == ["2.5", "0.5"]
+    assert cells(page, "| auto ")[-1] == "2.5", "times the speed"
+
+
+def cells(page: str, begin: str, *, last: bool = False) -> list[str]:
+    """The cells of the first line that begins so, or of the last one."""
+    lines = [line for line in page.splitlines() if line.startswith(begin)]
+    return [cell.strip() for cell in lines[-1 if last else 0].strip("| ").split("|")]
 
 
 def test_weights_that_fit_the_cache_are_told_of(run):
-    assert "cache" not in decode_sentence(run)
+    assert "no strict limit" not in render(run, has_plots=True)
     run.cache_bytes = 4_000_000
-    assert "no strict limit" in decode_sentence(run)
+    assert "no strict limit" in render(run, has_plots=True)
 
 
 def test_simulated_acceptance_is_said_to_be_simulated(run):
-    assert "oracle:0.8; acceptance is simulated" in depth_sentence(run)
+    assert "oracle:0.8; acceptance is simulated" in render(run, has_plots=True)
     run.simulated = False
-    assert "simulated" not in depth_sentence(run)
-
-
-def test_a_depth_that_costs_more_than_it_brings_is_not_praised(run):
-    run.depths = [depth(0, 0.01, 1.0), depth(1, 0.02, 1.5), depth("auto", 0.01, 1.0)]
-    assert depth_sentence(run).startswith("No fixed depth pays here; the best of them is 1")
-    assert "1 times the speed (within the noise)" in depth_sentence(run)
+    assert "simulated" not in render(run, has_plots=True)
 
 
 def test_repeats_that_lie_apart_and_points_without_any_are_told_of(run):
-    assert noise(run, "decode") == ""
+    assert "Repeats of a point" not in render(run, has_plots=True)
     run.decode[0] = msgspec.structs.replace(run.decode[0], seconds=Spread(0.004, 0.004, 0.006))
     run.decode[1] = msgspec.structs.replace(run.decode[1], runs=1)
-    assert "up to 50% of its median" in noise(run, "decode")
-    assert "without a bar: 1" in noise(run, "decode")
+    assert "up to 50% of its median" in render(run, has_plots=True)
+    assert "without a bar: 1" in render(run, has_plots=True)
 
 
 def test_a_machine_whose_limits_drift_is_not_called_quiet(run):
@@ -219,12 +211,13 @@ def test_a_machine_whose_limits_drift_is_not_called_quiet(run):
     assert "by 30% within the run: the machine was not quiet" in render(run, has_plots=True)
 
 
-def test_a_report_shows_plots_or_else_tables(run):
+def test_a_report_shows_tables_and_plots_where_there_are_any(run):
     with_plots, without = render(run, has_plots=True), render(run, has_plots=False)
     for name in NAMES:
         assert f"]({name}.png)" in with_plots
         assert f"{name}.png" not in without
     assert "| depth" in without
+    assert "| depth" in with_plots
     assert run.command in with_plots
 
 

@@ -68,7 +68,8 @@ def test_the_wheel_has_every_source_and_page_and_no_model(
     command.ensure_finalized()
     files = [Path(name) for name in command.get_output_mapping().values()]
     needed = {Path(name) for name in release.tracked(*release.IN_WHEEL)}
-    assert {path.suffix for path in needed} == {".c", ".h", ".html", ".css", ".js", ".typed"}
+    suffixes = {".c", ".h", ".html", ".css", ".js", ".toml", ".typed"}
+    assert {path.suffix for path in needed} == suffixes
     assert needed <= set(files)
     assert {path.suffix for path in files} == {".py", *(path.suffix for path in needed)}
     with zipfile.ZipFile(tmp_path / "code.zip", "w", zipfile.ZIP_DEFLATED) as packed:

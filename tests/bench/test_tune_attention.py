@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WITH_TRANSFORMERS = {"tokenizers", "huggingface_hub", "tqdm", "yaml", "h11"}
 MODULES = {"huggingface-hub": "huggingface_hub", "prometheus-client": "prometheus_client"}
 MODULES |= {"PyYAML": "yaml"}
-STAGES = ["check", "equality", "decode", "overlap", "prefill", "speculation", "serving", "peers"]
+STAGES = ["check", "equality", "decode", "prefill", "speculation", "drafts"]
 
 
 def test_what_is_in_use_comes_first_and_nothing_twice() -> None:

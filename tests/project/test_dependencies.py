@@ -213,4 +213,5 @@ def test_every_extra_is_explained_where_it_is_installed() -> None:
 def test_nothing_is_declared_that_is_not_imported() -> None:
     used = set().union(*(imported(each) for each in ("radix_cache", "core", "draft", "api")))
     names = {DISTRIBUTIONS.get(module, module).lower() for module in used}
-    assert declared(PROJECT["dependencies"]) - names <= {"uvloop"}  # it is imported by name
+    by_name, of_bench = "uvloop", "httptools"
+    assert declared(PROJECT["dependencies"]) - names <= {by_name, of_bench}

@@ -56,9 +56,6 @@ PARTS: dict[str, Part] = {
     "prefill": Part("Prompts", "prefill:run", 45),
     "speculation": Part("Speculation", "speculation:run", 60),
     "kinds": Part("Fewer bytes, experts, states", "decode:run_kinds", 75),
-    "sharing": Part("Shared prefixes", "serving:run_sharing", 45),
-    "nano": Part("nano-vllm's workload", "serving:run_nano", 60),
-    "peers": Part("Beside transformers", "peers:run", 75),
 }
 
 

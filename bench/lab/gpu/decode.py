@@ -12,7 +12,6 @@ from ...phases.measure import Lab
 from ..profile import HOST, Round
 from .bed import PAGE_SIZE
 from .lab import open_lab, plant, random_prompts, runner, together
-from .overlap import run_overlap
 from .stage import EXPERTS, LLAMA, QWEN, SMALL, STATES, Stage
 
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -29,7 +28,6 @@ def run(stage: Stage) -> None:
     """Random models of real shapes, 1,024 tokens behind each request."""
     plain = {name: partial(_model, stage, name, {}) for name in stage.few(QWEN, SMALL, LLAMA)}
     stage.try_each(plain)
-    stage.try_each({f"overlap, {SMALL}": partial(run_overlap, stage, SMALL)})
 
 
 def run_kinds(stage: Stage) -> None:

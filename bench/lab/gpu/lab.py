@@ -19,7 +19,6 @@ from .bed import PAGE_SIZE, fill
 from .stage import Stage
 
 MAX_RUNNING = 256
-THROUGHPUT = 1000.0  # times that a step may be longer for prompts: as peers do, prompts go first
 
 
 @asynccontextmanager
@@ -80,8 +79,3 @@ async def together(
     """All of them at once, each answered with so many tokens."""
     asked = (lab.serve(prompt, num_tokens, **options) for prompt in prompts)
     return list(await asyncio.gather(*asked))
-
-
-def output_rate(served: Sequence[Served], seconds: float) -> float:
-    """Tokens a second."""
-    return sum(len(each.token_ids) for each in served) / seconds

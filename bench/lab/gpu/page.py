@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from ...common.report import RESULTS, Spread, listed, table, write_json
+from ...common.report import RESULTS, listed, table, write_json
 from .stage import Result, read_result
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "gpu-results.md"
 ORDER = (
     "facts", "compiling", "oracle", "equality", "decode", "verify", "drafts", "prefill",
-    "speculation", "kinds", "sharing", "nano", "peers",
+    "speculation", "kinds", "sharing",
 )  # fmt: skip
 HEAD = """\
 # Results on a GPU
@@ -83,29 +83,12 @@ def _section(result: Result) -> str:
         f"([JSON](../bench/results/gpu-{result.stage}.json)).\n",
     ]
     for title, rows in result.tables.items():
-        parts.append(f"### {title}\n\n{_table(rows)}\n")
+        parts.append(f"### {title}\n\n{table(rows)}\n")
     parts += [f"{note}\n" for note in result.notes]
     if result.errors:
         parts.append("What went wrong:\n")
-        parts.append("\n".join(f"- {_plain(error)}" for error in result.errors) + "\n")
+        parts.append("\n".join("- " + error.replace("\n", " ") for error in result.errors) + "\n")
     return "\n".join(parts)
-
-
-def _table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Columns of all rows; what a row lacks is left empty."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    return table([{c: _cell(row.get(c, "")) for c in columns} for row in rows])
-
-
-def _cell(value: object) -> object:
-    """A spread as its median and range; a bar would end a cell."""
-    if isinstance(value, dict):
-        return str(msgspec.convert(value, Spread))
-    return _plain(value) if isinstance(value, str) else value
-
-
-def _plain(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 if __name__ == "__main__":

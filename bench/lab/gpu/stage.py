@@ -24,27 +24,19 @@ from ....core.model.decoder import Decoder
 from ....core.model.loader import load_decoder
 from ...common.report import Row, write_json
 from ...common.roofline import Limits
-from ...common.shapes import (
-    llama3_8b,
-    qwen3_06b,
-    qwen3_8b,
-    qwen3_moe_1b,
-    qwen35_08b,
-    tiny_qwen3,
-    write_config,
-)
+from ...common.shapes import shape, write_config
 from .gauge import Gauge
 
 T = TypeVar("T")
 SMALL, QWEN, LLAMA, TINY = "qwen3-0.6b", "qwen3-8b", "llama-8b", "tiny"
 EXPERTS, STATES = "qwen3-moe-1b", "qwen35-0.8b"
 SHAPES: dict[str, Callable[..., PretrainedConfig]] = {
-    SMALL: partial(qwen3_06b, max_position_embeddings=40960),
-    QWEN: qwen3_8b,
-    LLAMA: llama3_8b,
-    EXPERTS: qwen3_moe_1b,
-    STATES: qwen35_08b,
-    TINY: tiny_qwen3,
+    SMALL: partial(shape, "qwen3-0.6b", max_position_embeddings=40960),
+    QWEN: partial(shape, "qwen3-8b"),
+    LLAMA: partial(shape, "llama-3-8b"),
+    EXPERTS: partial(shape, "qwen3-moe-1b"),
+    STATES: partial(shape, "qwen3.5-0.8b"),
+    TINY: partial(shape, "qwen3-tiny"),
 }
 """The models that are measured, by name; weights are drawn on the spot. `TINY` rehearses."""
 

@@ -1,7 +1,4 @@
-"""The controller on recorded texts and prices, without a clock: how much it gives away.
-
-`python -m foretoken.bench.lab.regret` prints the table of all cells.
-"""
+"""The controller on recorded texts and prices, without a clock: how much it gives away."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ import numpy as np
 import pytest
 
 from foretoken.bench.lab.recorded_steps import Prices, Text, load
-from foretoken.bench.lab.regret import TruePrices, auto, compared, fixed
 from foretoken.draft.control.cost_model import StepProfile
 from foretoken.draft.control.profiler import MOST_GUESSED
+from support.recorded_replay import TruePrices, auto, compared, fixed
 
 RECORDING = load()
 MACHINES = pytest.mark.parametrize("prices", RECORDING.prices, ids=lambda prices: prices.name)

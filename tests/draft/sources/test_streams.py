@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from foretoken.bench.lab.streams import KINDS, MAX_TOKENS, streams
+from support.recorded_streams import KINDS, MAX_TOKENS, streams
 
 
 def by_word(text: str) -> list[int]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ...api.build.model_files import BUILTIN
+from foretoken.api.build.model_files import BUILTIN
 
 Stream = tuple[list[int], list[int]]
 """The token ids of a prompt and of its output."""

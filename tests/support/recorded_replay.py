@@ -1,9 +1,9 @@
-"""Distance of ``auto`` from the best choice, clockless: `python -m foretoken.bench.lab.regret`.
+"""Distance of ``auto`` from the best choice on recorded answers, without a clock.
 
-Recorded answers (recorded_steps.py) are given token by token. The real sources guess, the real
-controller decides, and a step takes what the recorded machine's prices say: so two runs differ by
-decisions alone, and a difference of one percent is one. What the controller observes of the times
-is disturbed, as real times are.
+Recorded answers (bench/lab/recorded_steps.py) are given token by token. The real sources guess, the
+real controller decides, and a step takes what the recorded machine's prices say: so two runs differ
+by decisions alone, and a difference of one percent is one. What the controller observes of the
+times is disturbed, as real times are.
 
 ``auto`` is compared with each fixed depth, and with an oracle: the same guesses, allocated by the
 chances that are measured over the whole text beforehand, by the true prices, at the rate of tokens
@@ -14,39 +14,34 @@ tokens a second that ``auto`` lacks.
 
 from __future__ import annotations
 
-import argparse
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 
-from ...api.build.drafts import AUTO, DraftSpec, make_sources
-from ...api.types.sampling_params import SamplingParams
-from ...core.interface.draft import NO_DRAFT_PLAN, Draft, DraftPlan
-from ...core.interface.output import RequestOutput, StepOutput
-from ...core.interface.plan import ScheduledRequest, StepPlan
-from ...core.interface.request import Request
-from ...core.interface.sampling import SamplingMetadata
-from ...core.scheduling.scheduler import MAX_DRAFT
-from ...core.scheduling.shares import draft_limits, draft_row_budget
-from ...draft.control.controller import Allocation, Controller, StepCandidates, allocate
-from ...draft.control.cost_model import CostModel, FloatArray, IntArray, StepProfile
-from ...draft.control.estimators import MAX_LENGTH, AcceptanceModel
-from ...draft.sources.source import BUCKETS
-from ...draft.speculator import DraftSpeculator
-from ..common.report import RESULTS, heading, table, write_json
-from .recorded_steps import FILE, LOADS, Prices, Recording, Text, load
+from foretoken.api.build.drafts import AUTO, DraftSpec, make_sources
+from foretoken.api.types.sampling_params import SamplingParams
+from foretoken.bench.lab.recorded_steps import Prices, Text
+from foretoken.core.interface.draft import NO_DRAFT_PLAN, Draft, DraftPlan
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.sampling import SamplingMetadata
+from foretoken.core.scheduling.scheduler import MAX_DRAFT
+from foretoken.core.scheduling.shares import draft_limits, draft_row_budget
+from foretoken.draft.control.controller import Allocation, Controller, StepCandidates, allocate
+from foretoken.draft.control.cost_model import CostModel, FloatArray, IntArray, StepProfile
+from foretoken.draft.control.estimators import MAX_LENGTH, AcceptanceModel
+from foretoken.draft.sources.source import BUCKETS
+from foretoken.draft.speculator import DraftSpeculator
 
 DEPTHS = (0, 1, 2, 4, 8, 16)
 LAPS = 2  # answers by seats
 MAX_BATCH_TOKENS = 256
-NOISE, STALLS = (
-    0.05,
-    0.002,
-)  # sigma of a lognormal factor on observed times; share ten times as long
+NOISE = 0.05  # sigma of a lognormal factor on observed times
+STALLS = 0.002  # share of them that is ten times as long
 VOCAB_SIZE = 49_152
 _NUMBERS = count()  # of runs: no two share a namespace
 
@@ -96,15 +91,15 @@ class _TrueCosts(CostModel):
         super().__init__(prices.profile())
         self._prices = prices
 
-    def row_seconds(self, num_rows: int, most: int, num_requests: int) -> FloatArray:  # noqa: ARG002
+    def row_seconds(self, num_rows: int, most: int, num_requests: int) -> FloatArray:
         seconds = self._prices.forward(num_rows + np.arange(most + 1))
         added: FloatArray = seconds - seconds[0]
         return added
 
-    def key_seconds(self, num_requests: int) -> float:  # noqa: ARG002
+    def key_seconds(self, num_requests: int) -> float:
         return self._prices.recorded.key_s
 
-    def draft_overhead(self, num_requests: int, *, with_proposer: bool = False) -> float:  # noqa: ARG002
+    def draft_overhead(self, num_requests: int, *, with_proposer: bool = False) -> float:
         drafts, plain = (self._prices.host(num_requests, has_drafts=has) for has in (True, False))
         return max(0.0, drafts - plain)
 
@@ -385,32 +380,3 @@ def compared(text: Text, prices: TruePrices, num_seats: int) -> dict[str, object
         "auto / off": found.rate / by_depth[0],
         "regret": 1.0 - found.rate / max(ideal.rate, found.rate),
     }
-
-
-def cells(recording: Recording) -> Iterator[tuple[Text, Prices, int]]:
-    """Every text at every load on every machine."""
-    for prices in recording.prices:
-        for num_seats in LOADS:
-            for text in recording.texts:
-                yield text, prices, num_seats
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print a table for each machine, and write JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m foretoken.bench.lab.regret", description=__doc__
-    )
-    parser.add_argument("--recording", type=Path, default=FILE)
-    parser.add_argument("--out", type=Path, default=RESULTS / "regret.json")
-    args = parser.parse_args(argv)
-    lines: dict[str, list[dict[str, object]]] = {}
-    for text, prices, num_seats in cells(load(args.recording)):
-        line = compared(text, TruePrices(prices), num_seats)
-        lines.setdefault(prices.name, []).append(line)
-    for name, found in lines.items():
-        print(f"\n{name}\n{table(found)}")
-    write_json(args.out, {**heading(), "cells": lines})
-
-
-if __name__ == "__main__":
-    main()
