@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from foretoken.bench.lab.request_walk import Calls, Walk, function_lengths
+
+pytestmark = pytest.mark.slow
 
 CODE = """
 import json, sys

@@ -16,6 +16,8 @@ from foretoken.bench.load import short_beside_long
 from foretoken.bench.load.noisy_neighbour import LONG_OUTPUT
 from foretoken.bench.load.report import busy_note, latency_rows, progress_line, stall_note, stalls
 
+pytestmark = pytest.mark.slow
+
 
 def bench(server, tmp_path, *flags: str) -> tuple[int, dict]:
     """``bench serve`` on the fake server; its exit code and JSON."""

@@ -31,6 +31,8 @@ from support.fake_model import Driver
 from support.fake_tiers import CallingDriver, LateDriver
 from support.loopback import LoopbackReader, LoopbackServer, take_notes
 
+pytestmark = pytest.mark.slow
+
 FINGERPRINT = b"house"
 Befall = Callable[["Decode", str], None]
 

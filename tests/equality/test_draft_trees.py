@@ -15,6 +15,8 @@ from foretoken.core.ops.kv_pool import KVPool
 from support.draft_trees import RandomTrees, TreeDepth
 from support.equality_harness import REQUESTS, House, shuffled, tiny_house
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "torch": ("float32", "torch", "auto"),
     "torch bfloat16": ("bfloat16", "torch", "auto"),

@@ -6,13 +6,15 @@ import pytest
 
 from support.draft_trees import TreeDepth
 from support.equality_harness import HEADS, House, shuffled, tiny_house
+from support.native_variants import slow
 from support.tiny_heads import TINY
 
 SHARE = -(-2 * len(HEADS) // 3)
 
 
 @pytest.fixture(
-    scope="module", params=["float32-torch-auto", "bfloat16-native-auto", "bfloat16-native-int8"]
+    scope="module",
+    params=[*slow("float32-torch-auto"), "bfloat16-native-auto", "bfloat16-native-int8"],
 )
 def house(request) -> House:
     return tiny_house(*request.param.split("-"))

@@ -9,6 +9,7 @@ from foretoken.core.ops.native import native_library
 from support.checkpoints import make_checkpoint
 from support.draft_trees import RandomTrees
 from support.equality_harness import House, shuffled
+from support.native_variants import slow
 
 KINDS = {
     "torch": ("gemma4_shared", "float32", "torch", "auto"),
@@ -22,7 +23,11 @@ KINDS = {
 ORDER = shuffled(4)[:16]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+IN_TORCH = [name for name in KINDS if name.endswith("torch")]
+NATIVE = [name for name in KINDS if name not in IN_TORCH]
+
+
+@pytest.fixture(scope="module", params=[*NATIVE, *slow(*IN_TORCH)])
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
     torch.set_num_threads(1)
     kind, dtype, backend, kv_dtype = KINDS[request.param]

@@ -15,6 +15,8 @@ from support.equality_harness import House, shuffled
 from support.fake_model import Driver
 from support.tiny_models import save_tiny
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 4
 
 

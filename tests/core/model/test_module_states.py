@@ -23,7 +23,7 @@ from support.checkpoints import ModelDriver, save
 from support.greedy_streams import generate, greedy, random_ids
 from support.tiny_models import RECURRENT, VOCAB, save_tiny, tiny_config, tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 def load(folder: Path, **options: Any) -> TransformersDecoder:

@@ -28,6 +28,8 @@ from foretoken.draft.training.teacher import Teacher
 from foretoken.draft.training.trainer import Trainer, TrainOptions
 from support.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.slow
+
 KINDS = (*RECIPES, "lm")
 
 

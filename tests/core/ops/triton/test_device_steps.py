@@ -30,6 +30,8 @@ from foretoken.core.ops.triton.linear import tiles
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.draft.control.outcome import NUM_BEST
 
+pytestmark = pytest.mark.slow
+
 FOLDER = BUILTIN / "target"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30

@@ -23,6 +23,7 @@ from support.sampling_rows import row_of
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    pytest.mark.slow,
 ]
 ROWS = [
     row_of(1, temperature=0.0),

@@ -43,6 +43,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     # Rows of a bucket that are not there are void, and so are lanes of a tile without a row.
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    pytest.mark.slow,
 ]
 
 

@@ -17,7 +17,7 @@ from foretoken.core.ops.triton.linear import tiled_linear as tiled
 from foretoken.core.ops.triton.linear.tiled_linear import TiledLinear, pack_tiled, tiled_linear
 from foretoken.core.ops.triton.triton_ops import TritonOps
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 DTYPES = [torch.float32, torch.float16]
 LONG = 1600  # inputs: enough for a sum of several pieces
 

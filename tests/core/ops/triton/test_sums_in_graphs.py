@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     # Rows of a bucket that are not there are void.
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    pytest.mark.slow,
 ]
 
 

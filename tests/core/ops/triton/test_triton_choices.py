@@ -43,7 +43,7 @@ from support.graph_fixture import PAGE_SIZE, VOCAB, CountedGraph, Graphs, make_d
 from support.sampling_rows import Countdown, logits_of, row_of
 from support.triton_sampling import SAMPLER, as_on_a_gpu  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
+pytestmark = [pytest.mark.usefixtures("one_thread", "as_on_a_gpu"), pytest.mark.slow]
 LENGTH = 4  # tokens of a prompt
 BROKEN_PAGE = 59
 PARAMS: dict[str, TokenSamplingParams] = {

@@ -17,6 +17,7 @@ from foretoken.core.ops.triton.triton_ops import TritonOps
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    pytest.mark.slow,
 ]
 PROMPT = [7, 9, 11, 200, 3, 4, 5, 100, 17, 18, 19]
 

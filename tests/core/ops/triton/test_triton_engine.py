@@ -43,6 +43,7 @@ from support.graph_fixture import Graphs
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    pytest.mark.slow,
 ]
 # The interpreter takes a millisecond for each of a kernel's programs.
 TINY = {

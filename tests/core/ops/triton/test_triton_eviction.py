@@ -19,6 +19,7 @@ from foretoken.core.ops.triton.triton_ops import TritonOps
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    pytest.mark.slow,
 ]
 BUDGET = 8
 ANSWER_LEN = BUDGET + EVERY + 3  # a packing and two rows behind it

@@ -22,6 +22,7 @@ from foretoken.core.ops.triton.triton_ops import TritonOps
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    pytest.mark.slow,
 ]
 
 

@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     # Lanes of a tile that hold no row divide nothing by nothing; they are not stored.
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    pytest.mark.slow,
 ]
 PLACE_BYTES = 4 * 6 * 18
 TABLE = page_ids(*range(20, 78))

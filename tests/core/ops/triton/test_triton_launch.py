@@ -34,7 +34,7 @@ from support.fake_stream import FakeStream, StreamGraph
 from support.graph_fixture import PAGE_SIZE, VOCAB, Graphs, make_decoder, make_pool
 from support.triton_sampling import as_on_a_gpu  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
+pytestmark = [pytest.mark.usefixtures("one_thread", "as_on_a_gpu"), pytest.mark.slow]
 PARAMS = {
     "greedy": TokenSamplingParams(temperature=0.0),
     "drawn": TokenSamplingParams(temperature=3.0),

@@ -26,7 +26,7 @@ from foretoken.core.ops.triton.linear.tiles import (
 )
 from foretoken.core.ops.triton.triton_ops import TritonOps
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 COUNTS = [1, 5, 17, 64, 65, 130]
 IN_PIECES = {"float32": 400, "float16": 800, "int8": 1600}  # inputs: enough for more than one
 KINDS = ["float32", "float16", "int8"]

@@ -27,7 +27,7 @@ from foretoken.core.sampling.verifier import NOT_FINITE, Best
 from support.sampling_rows import logits_of, random_row, row_of
 from support.triton_sampling import ORACLE, SAMPLER, as_on_a_gpu, oracle  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
+pytestmark = [pytest.mark.usefixtures("one_thread", "as_on_a_gpu"), pytest.mark.slow]
 INF, NAN = math.inf, math.nan
 SHAPES = {  # of logits, and their spread
     "normal": 2.0,

@@ -32,7 +32,7 @@ from support.sampling_rows import (
 )
 from support.triton_sampling import ORACLE, SAMPLER, as_on_a_gpu, oracle  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
+pytestmark = [pytest.mark.usefixtures("one_thread", "as_on_a_gpu"), pytest.mark.slow]
 INF, NAN = math.inf, math.nan
 
 

@@ -25,6 +25,7 @@ from foretoken.core.ops.triton.elementwise import to_scaled
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide):RuntimeWarning"),
+    pytest.mark.slow,
 ]
 WIDTH = 16
 
