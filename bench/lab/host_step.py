@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
@@ -32,6 +31,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from ...api.build.drafts import DraftSpec, make_speculator
 from ...core.config import EngineConfig
 from ...core.engine import step_executor
 from ...core.engine.engine import Engine
@@ -40,7 +40,6 @@ from ...core.engine.model_thread import Job, ModelThread, StepThread
 from ...core.execution.model_runner import ModelRunner, PendingStep
 from ...core.execution.step_layout import StepLayout
 from ...core.interface.output import StepOutput
-from ...core.interface.protocols import NO_SPECULATION
 from ...core.interface.request import Request
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.ops.triton.graph import plan, step
@@ -48,14 +47,8 @@ from ...core.ops.triton.graph.lm_head import FusedLmHead
 from ...core.ops.triton.graph_inputs import GraphInputs
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
-from ...draft.control.controller import Controller
-from ...draft.control.cost_model import CostModel, StepProfile
-from ...draft.control.estimators import AcceptanceModel
+from ...draft.control.cost_model import StepProfile
 from ...draft.proposers.lm_proposer import LmProposer
-from ...draft.sources.grammar import GrammarSource
-from ...draft.sources.oracle import OracleSource
-from ...draft.sources.prediction import PredictionSource
-from ...draft.speculator import DraftSpeculator
 from ...radix_cache import PrefixCache
 from ..common.report import Row, heading, table, write_json
 from .simulated_device import (
@@ -83,8 +76,11 @@ MOST_TOKENS = 16  # of a request in a round, about
 SIMULATED = "acceptance, the device and its times; tokens a second mean nothing"
 FORMULA, MODEL, INPUTS = "formula", "draft model", "fill, controls, upload"
 REST = "event loop, readers, rest"
-FORMULAS = [(Replay, "replay", FORMULA), (FormulaOps, "logits", FORMULA)]
-FORMULAS.append((FormulaArgmax, "run", FORMULA))
+FORMULAS: list[Function] = [
+    (Replay, "replay", FORMULA),
+    (FormulaOps, "logits", FORMULA),
+    (FormulaArgmax, "run", FORMULA),
+]
 BESIDE = ("deliver", "index", FORMULA)  # what is done while the device works, or by it
 
 
@@ -97,6 +93,14 @@ class Case:
     shape: Literal["chain", "tree"] = "chain"
     depth: Depth = 4
     context: int = 1024  # prompt tokens of each
+
+    @property
+    def drafters(self) -> DraftSpec:
+        """Oracles that are right in so many cases, two of them for trees; or a model."""
+        if self.draft != "lookups":
+            return DraftSpec(model=None if self.draft == "none" else "simulated")
+        oracle = f"oracle:{ACCURACY}"
+        return DraftSpec((oracle, "oracle:0.5") if self.shape == "tree" else (oracle,))
 
     def __str__(self) -> str:
         drafts = f"{self.draft}, {self.shape}s, depth {self.depth}"
@@ -213,8 +217,8 @@ class Session:
         make_thread: Callable[[str, Callable[[], None]], StepThread] = ModelThread,
     ) -> None:
         self._case, self._num_rounds = case, num_rounds
-        self._answer_len = MOST_TOKENS * (NUM_WARM_UP + num_rounds)
-        max_len = case.context + self._answer_len
+        answer_len = MOST_TOKENS * (NUM_WARM_UP + num_rounds)
+        max_len = case.context + answer_len
         num_pages = case.requests * (max_len // PAGE_SIZE + 4)
         decoder = formula_decoder(FormulaOps(device, FORWARD), max_len)
         pool, proposer = decoder.make_pool(num_pages, page_size=PAGE_SIZE), None
@@ -222,17 +226,19 @@ class Session:
         if case.draft == "model":
             draft = formula_decoder(self.draft_ops, max_len)
             proposer = LmProposer(draft, draft.make_pool(num_pages, page_size=PAGE_SIZE))
-        speculator = NO_SPECULATION
-        if case.draft != "none":
-            speculator = DraftSpeculator(
-                [GrammarSource(), PredictionSource(), *self._oracles()],
-                Controller(CostModel(StepProfile(FORWARD, DRAFT if proposer else {}))),
-                AcceptanceModel(),
-                depth=case.depth,
-                proposer=None if proposer is None else proposer.traits,
-                overlaps=True,
-                clock=device.now,
-            )
+        speculator, costs = make_speculator(
+            EngineConfig(speculation="off" if case.draft == "none" else case.depth),
+            case.drafters,
+            VOCAB_SIZE,
+            overlaps=True,
+            proposer=proposer,
+        )
+        costs.load(StepProfile(FORWARD, DRAFT if proposer else {}))
+        for index in range(case.requests):  # have them answered once: oracles keep what ends
+            answered = self._request(index, answer_len)
+            speculator.join(answered)
+            speculator.leave(answered)
+        speculator.work()
         limits = SchedulerLimits(
             max_batch_tokens=2048, max_running=256, max_queued=256, max_model_len=max_len,
             vocab_size=VOCAB_SIZE,
@@ -249,16 +255,6 @@ class Session:
     def _thread_started(self) -> None:
         torch.set_num_threads(1)
         self.model_clock = time.pthread_getcpuclockid(get_ident())
-
-    def _oracles(self) -> list[OracleSource]:
-        """Sources that know all answers; two of them make trees."""
-        if self._case.draft != "lookups":
-            return []
-        accuracies = (ACCURACY, 0.5) if self._case.shape == "tree" else (ACCURACY,)
-        oracles = [OracleSource(each, VOCAB_SIZE) for each in accuracies]
-        for oracle, index in product(oracles, range(self._case.requests)):
-            oracle.leave(self._request(index, self._answer_len))
-        return oracles
 
     def _request(self, index: int, num_answered: int = 0) -> Request:
         """One that goes on to the end of the context."""
@@ -288,8 +284,8 @@ class Session:
         with patch.object(metrics, "observe_round", observed):
             await self.engine.start()
             readers = [self._read(self._request(index)) for index in range(self._case.requests)]
-            reading = asyncio.gather(*readers)
-            await is_over.wait()
+            reading, over = asyncio.gather(*readers), asyncio.create_task(is_over.wait())
+            await asyncio.wait([reading, over], return_when=asyncio.FIRST_COMPLETED)
             await self.engine.close()
             await reading
 
@@ -348,14 +344,14 @@ def count_calls(case: Case, num_rounds: int) -> list[Round]:
 
 
 def by_part(case: Case, num_rounds: int) -> list[Row]:
-    """Microseconds and calls of each part of a step."""
-    timed = rounds_of(case, num_rounds, time.perf_counter)
+    """Microseconds of CPU time, which other processes lengthen least, and calls of each part."""
+    timed = rounds_of(case, num_rounds, time.thread_time)
     counted = count_calls(case, min(num_rounds, 40))
 
     def row(name: str, amount: Callable[[Round], float]) -> Row:
         us = sorted(1e6 * amount(each) for each in timed)
         calls = statistics.fmean(map(amount, counted))
-        spread = {"us a step": statistics.median(us), "p10": us[len(us) // 10]}
+        spread = {"CPU us a step": statistics.median(us), "p10": us[len(us) // 10]}
         return {"part": name, **spread, "calls": calls, "calls a request": calls / case.requests}
 
     parts = [part for part in timed[0].parts if any(each.parts[part] for each in counted)]

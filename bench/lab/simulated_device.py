@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -22,7 +22,6 @@ from ...core.model.decoder import OwnDecoder
 from ...core.model.description.config import DecoderConfig, LayerSpec
 from ...core.model.description.rope import RopeSpec
 from ...core.ops.kv_pool import KvPlace
-from ...core.ops.machine.device import Event, Stopwatch
 from ...core.ops.triton import graph_inputs
 from ...core.ops.triton.graph import plan as graph_plan
 from ...core.ops.triton.sampling import sampler as triton_sampler
@@ -211,18 +210,13 @@ def _best_words(accuracy: float) -> Tensor:
 def simulated(device: SimulatedDevice) -> Iterator[None]:
     """Have everything made and computed within use the device."""
 
-    def mark(_: torch.device) -> Event:
+    def mark(_: torch.device) -> _Mark:
         return _Mark(device)
 
-    def stopwatch(_: torch.device) -> Stopwatch:
-        return _Mark(device)
-
-    with ExitStack() as patches:
-        for module, name, replacement in (
-            (graph_inputs, "make_event", mark),
-            (model_runner, "make_stopwatch", stopwatch),
-            (triton_sampler, "GumbelArgmax", FormulaArgmax),
-            (graph_plan, "take_kernel", _Take()),
-        ):
-            patches.enter_context(patch.object(module, name, replacement))
+    with (
+        patch.object(graph_inputs, "make_event", mark),
+        patch.object(model_runner, "make_stopwatch", mark),
+        patch.object(triton_sampler, "GumbelArgmax", FormulaArgmax),
+        patch.object(graph_plan, "take_kernel", _Take()),
+    ):
         yield
