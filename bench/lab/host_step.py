@@ -67,8 +67,8 @@ Depth: TypeAlias = Literal["auto"] | int
 Function: TypeAlias = tuple[Any, str, str]  # what has it, its name, the part that it is
 PAGE_SIZE = EngineConfig().sizes("cuda").page_size
 PACKAGES = ("foretoken.radix_cache.", "foretoken.core.", "foretoken.draft.")
-# Seconds of a pass by rows, docs/gpu-results.md: the 8B shape, and the 0.6B shape as its draft.
-FORWARD = {1: 6.8e-3, 8: 7.1e-3, 32: 9e-3, 64: 11.4e-3, 128: 14e-3, 320: 18.1e-3, 512: 27e-3}
+# Seconds of a pass by rows of its graph, docs/gpu-results.md: the 8B shape, the 0.6B as its draft.
+FORWARD = {1: 6.8e-3, 8: 7.1e-3, 32: 9e-3, 64: 11.4e-3, 128: 14e-3, 384: 18.1e-3, 512: 22e-3}
 DRAFT = {1: 1.5e-3, 8: 2.07e-3, 32: 3.25e-3, 64: 4.89e-3, 128: 8.03e-3, 256: 16.1e-3}
 ACCURACY = 0.8
 NUM_WARM_UP = 30  # rounds in which all requests decode, before those that are measured
@@ -173,7 +173,7 @@ def functions_of(engine: Engine) -> list[Function]:
     ]
 
 
-class Calls:
+class CallClock:
     """A clock that counts calls of the engine's functions, and of builtins that these call."""
 
     def __init__(self) -> None:
@@ -207,7 +207,10 @@ class InlineThread:
 
 
 class Session:
-    """An engine over a simulated device, and the requests of a case. Made within `simulated`."""
+    """An engine over a simulated device, and the requests of a case.
+
+    To be made and served within `simulated`.
+    """
 
     def __init__(
         self,
@@ -284,8 +287,9 @@ class Session:
         with patch.object(metrics, "observe_round", observed):
             await self.engine.start()
             readers = [self._read(self._request(index)) for index in range(self._case.requests)]
-            reading, over = asyncio.gather(*readers), asyncio.create_task(is_over.wait())
-            await asyncio.wait([reading, over], return_when=asyncio.FIRST_COMPLETED)
+            reading = asyncio.gather(*readers)
+            reading.add_done_callback(lambda _: is_over.set())  # the engine failed
+            await is_over.wait()
             await self.engine.close()
             await reading
 
@@ -335,7 +339,7 @@ def rounds_of(case: Case, num_rounds: int, clock: Callable[[], float]) -> list[R
 
 def count_calls(case: Case, num_rounds: int) -> list[Round]:
     """Count the calls of each part. The same numbers whenever it is called."""
-    calls = Calls()
+    calls = CallClock()
     sys.setprofile(calls.note)
     try:
         return rounds_of(case, num_rounds, calls)
@@ -354,7 +358,7 @@ def by_part(case: Case, num_rounds: int) -> list[Row]:
         spread = {"CPU us a step": statistics.median(us), "p10": us[len(us) // 10]}
         return {"part": name, **spread, "calls": calls, "calls a request": calls / case.requests}
 
-    parts = [part for part in timed[0].parts if any(each.parts[part] for each in counted)]
+    parts = [part for part in timed[0].parts if any(each.parts[part] for each in timed)]
     rows = [row(part, lambda each, part=part: each.parts[part]) for part in parts]  # type: ignore[misc]
     if case.draft == "model":
         num_passes = statistics.fmean(each.num_passes for each in timed)
@@ -396,6 +400,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--draft", choices=("lookups", "model", "none"), default="lookups")
     parser.add_argument("--shape", choices=("chain", "tree"), default="chain")
     parser.add_argument("--depth", help="tokens or auto; default: 4 for chains, auto for trees")
+    parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each request")
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
@@ -403,10 +408,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if is_auto != (args.shape == "tree") and (args.draft == "model" or not is_auto):
         parser.error("trees have depth auto, and the chains of a model a number")
     depth: Depth = "auto" if is_auto else int(args.depth or 4)
-    torch.set_num_threads(1)
     report: dict[str, object] = {**heading(), "simulated": SIMULATED}
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
-    cases = [Case(int(n), args.draft, args.shape, depth) for n in args.requests.split(",")]
+    requests = map(int, args.requests.split(","))
+    cases = [Case(each, args.draft, args.shape, depth, args.context) for each in requests]
     parts = {str(case): by_part(case, args.rounds) for case in cases}
     for name, rows in parts.items():
         print(f"\nBy part, one thread: {name}\n\n{table(rows)}", flush=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
+
+from foretoken.bench.lab.host_step import main
 
 CODE = """
 import json, sys
@@ -39,3 +42,23 @@ def test_the_calls_of_a_step_and_request_do_not_grow() -> None:
     assert counted.keys() == RECORDED.keys()
     more = {case: calls for case, calls in counted.items() if calls > ALLOWED * RECORDED[case]}
     assert not more, f"recorded were {RECORDED}"
+
+
+def test_the_command_measures_parts_and_the_gap_and_says_what_is_simulated(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    main(["--requests", "2", "--rounds", "3", "--json", str(file)])
+    report = json.loads(file.read_bytes())
+    assert "acceptance" in report["simulated"]
+    ((name, rows),) = report["by part"].items()
+    assert name == "2 requests, lookups, chains, depth 4"
+    assert {"schedule", "Speculator.plan", "layout", "commit"} <= {row["part"] for row in rows}
+    assert all(row["calls"] > 0 for row in rows)
+    (engine,) = report["engine"]
+    assert 1 <= engine["tokens a request"] <= 5
+    assert engine["device"] > 6.8  # milliseconds
+
+
+def test_trees_with_a_number_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--shape", "tree", "--depth", "4"])
+    assert "trees have depth auto" in capsys.readouterr().err
