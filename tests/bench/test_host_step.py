@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 
 from foretoken.bench.lab.host_step import main
 
+pytestmark = pytest.mark.slow
+
 CODE = """
 import json, sys
 from foretoken.bench.lab.host_step import FORMULA, Case, count_calls

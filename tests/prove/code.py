@@ -13,7 +13,7 @@ from pathlib import Path
 from .mutation import DoesNotApply, Mutation
 
 _NATIVE = (".c", ".h")
-_OUTSIDE = {"tests", "docs", "examples", "build", "dist"}
+_OUTSIDE = {"docs", "examples", "build", "dist"}
 # A definition begins in the first column and ends with a line that is nothing but its bracket,
 # or with the line in which it began.
 _FUNCTION_IN_C = re.compile(
@@ -82,18 +82,23 @@ class Code:
     @cached_property
     def _places(self) -> Mapping[str, list[Place]]:
         found: dict[str, list[Place]] = defaultdict(list)
-        for path in sorted(self._root.rglob("*")):
+        for path in self._files():
             file = path.relative_to(self._root)
             # The C files of the tests stand in for hardware: they are held to it as well.
             suffixes = _NATIVE if file.parts[0] == "tests" else (".py", *_NATIVE)
-            is_outside = file.parts[0] in _OUTSIDE - {"tests"} or file.parts[0].startswith(".")
-            if is_outside or path.suffix not in suffixes:
+            if path.suffix not in suffixes:
                 continue
             text = path.read_text(encoding="utf-8")
             definitions = _in_python(text) if path.suffix == ".py" else _in_c(text)
             for name, start, end in definitions:
                 found[name].append(Place(file.as_posix(), start, end))
         return found
+
+    def _files(self) -> list[Path]:
+        """Return what may be mutated, and folders; those of an environment would take seconds."""
+        top = [each for each in self._root.iterdir() if each.name not in _OUTSIDE]
+        inside = [each for each in top if not each.name.startswith(".")]
+        return sorted(path for each in inside for path in (each, *each.rglob("*")))
 
     @cached_property
     def _tests(self) -> list[str]:

@@ -20,6 +20,7 @@ from foretoken.core.ops.native import native_library
 from foretoken.draft.heads.kinds import save_head
 from support.checkpoints import make_checkpoint
 from support.image_models import save_image_model
+from support.native_variants import slow
 from support.tiny_heads import random_head
 
 
@@ -132,7 +133,7 @@ print(build(sys.argv[1], config, wants_keys=True).fingerprint.hex())
 """
 
 
-@pytest.mark.parametrize("impl", ["own", "transformers"])
+@pytest.mark.parametrize("impl", ["own", *slow("transformers")])
 def test_another_process_makes_the_same_one_and_imports_nothing_until_then(
     impl: str, folder: Path
 ) -> None:

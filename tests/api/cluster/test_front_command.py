@@ -202,6 +202,7 @@ class Scripted:
         self.is_closed = True
 
 
+@pytest.mark.slow
 def test_it_is_logged_once_and_shown_that_nothing_replaces_replicas(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

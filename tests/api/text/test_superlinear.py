@@ -21,6 +21,8 @@ from foretoken.api.structured import grammar_text
 from foretoken.api.text.detokenizer import StopStrings
 from foretoken.api.types.results import Tool
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 2**18
 SECONDS = 2.0
 LINES = [

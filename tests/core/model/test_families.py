@@ -175,6 +175,7 @@ def test_a_row_in_half_precision_has_the_same_bits_in_any_batch(
     pieces_have_the_bits_of_the_whole(load_decoder(folder, dtype="bfloat16", backend=backend))
 
 
+@pytest.mark.slow
 # Lanes of a tile that hold no row divide nothing by nothing; they are not stored.
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize(

@@ -267,6 +267,7 @@ def test_an_unknown_cpu_is_not_given_the_portable_variant_unasked(monkeypatch, c
     assert "no kernels for this CPU" in caplog.text
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("variant", get_args(Variant))
 def test_the_sources_are_free_of_warnings(variant):
