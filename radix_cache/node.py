@@ -183,7 +183,8 @@ class LockHandle:
     is_live: bool = True  # False once released
 
 
-class Eviction(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Eviction:
     """Cached pages that were lost: why, and when on the clock of `PrefixCache.tick`."""
 
     cause: LossCause

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from ...core.interface.output import TokenLogprob
@@ -12,18 +12,38 @@ from ..types.results import CallDelta, TextDelta, ToolCall
 Kind = Literal["reasoning", "text", "call"]
 
 
+class GrowingText:
+    """A text that grows: long answers are joined once, not copied at every step."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Append a text."""
+        self._pieces.append(text)
+
+    def __str__(self) -> str:
+        """Return the whole text."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+
 @dataclass(slots=True, kw_only=True)
 class Segment:
-    """One piece of an answer, as far as it has come.
-
-    ``text``: its reasoning, its words, or the arguments of its call as JSON text.
-    """
+    """One piece of an answer, as far as it has come."""
 
     index: int  # in its choice
     kind: Kind
-    text: str = ""
     id: str = ""  # of a call, as its name
     name: str = ""
+    written: GrowingText = field(default_factory=GrowingText)
+
+    @property
+    def text(self) -> str:
+        """Its reasoning, its words, or the arguments of its call as JSON text."""
+        return str(self.written)
 
     @property
     def call(self) -> ToolCall:
@@ -146,7 +166,7 @@ class Segments:
         yield Open(segment)
 
     def _grow(self, text: str, logprobs: list[TokenLogprob] | None = None) -> Grow:
-        self.all[-1].text += text
+        self.all[-1].written.add(text)
         return Grow(self.all[-1], text, logprobs or [])
 
     def _close(self, *, is_whole: bool = True, is_done: bool = False) -> Iterator[Change]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +18,8 @@ else:
     Floats = array  # decoders read annotations, and Python 3.11 has no `array[float]` at run time
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
     """Log-probability of one token under the model's unprocessed distribution."""
 
     token_id: TokenId

@@ -92,7 +92,8 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the caller left, or its deadline passed
 
 
-class Usage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+@dataclass(slots=True, kw_only=True)
+class Usage:
     """Cost of an answer. Counts are tokens, times are seconds since arrival."""
 
     prompt_tokens: Count = 0
@@ -111,9 +112,9 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fie
     verify_steps: Count = 0  # steps that yielded tokens: the accepted run, mostly one more
     draft_steps: Count = 0  # those that had a draft
     tree_steps: Count = 0  # those whose draft was a tree: more tokens than its longest path has
-    accepted_by_source: dict[str, Count] = {}
-    proposed_by_source: dict[str, Count] = {}
-    steps_by_accepted: dict[Count, Count] = {}  # a histogram
+    accepted_by_source: dict[str, Count] = field(default_factory=dict)
+    proposed_by_source: dict[str, Count] = field(default_factory=dict)
+    steps_by_accepted: dict[Count, Count] = field(default_factory=dict)  # a histogram
     accepted_prediction_tokens: Count = 0  # of the caller's prediction: they stand in the answer
     rejected_prediction_tokens: Count = 0  # of the caller's prediction: they do not
     evicted_tokens: Count = 0  # of the answer: they lost their KV before it ended

@@ -22,7 +22,7 @@ It covers, and `FingerprintParts` has a field for each:
 - ``head``: config and tensors of the trained head whose KV lies in the record, None without one.
 
 CRC-32 reads several GB/s, a cryptographic hash one. It does not resist files that are made to
-collide, and need not: the author of the weights chooses the tokens anyway.
+collide: a store may be shared by models only where the authors of all of them are trusted.
 """
 
 from __future__ import annotations

@@ -114,6 +114,12 @@ test("a text that grows is shown as the whole text is", () => {
   }
 });
 
+test("a line may have more marks than a call takes arguments", () => {
+  const box = document.createElement("div"), text = "# " + "`a` ".repeat(70_000);
+  new GrowingMarkdown(box).update(text, plain(text));
+  assert.equal(box.innerHTML.match(/<code>/g)?.length, 70_000);
+});
+
 test("a text is shown anew after it was cleared", () => {
   const box = document.createElement("div"), growing = new GrowingMarkdown(box);
   growing.update("a\n\nb\n\n```\nc", plain("a\n\nb\n\n```\nc"));

@@ -13,7 +13,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -122,7 +122,7 @@ def usage_form(usage: Usage, now: float) -> Usage:
     """
     if (loss := usage.cache_loss) is None:
         return usage
-    return msgspec.structs.replace(usage, cache_loss=loss._replace(time=now - loss.time))
+    return replace(usage, cache_loss=replace(loss, time=now - loss.time))
 
 
 def usage_of(form: Usage, now: float) -> Usage:

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from ....core.interface.output import TokenLogprob
 from ...parsing.reading.json_text import INVALID
 from ...runtime.conversation.tools import plain_arguments
-from ...runtime.segments import Change, Close, Grow, Open, Segment, Segments
+from ...runtime.segments import Change, Close, Grow, GrowingText, Open, Segment, Segments
 from ...types.request_context import random_id
 from ...types.results import TextDelta
 from ..openai.answers import TokenInfo
@@ -56,8 +56,13 @@ class ItemBuilder:
 
     index: int  # in the output
     id: str
-    text: str = ""
+    written: GrowingText = field(default_factory=GrowingText)
     status: Status = "in_progress"
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return str(self.written)
 
     def item(self) -> OutputItem:
         """The item as it is now."""
@@ -116,7 +121,7 @@ class ReasoningBuilder(TextBuilder):
 
     def add(self, text: str) -> list[Event]:
         """Append the reasoning of a step."""
-        self.text += text
+        self.written.add(text)
         return [ReasoningTextDelta(**self._place, delta=text)]
 
     def _done(self) -> list[Event]:
@@ -142,7 +147,7 @@ class MessageBuilder(TextBuilder):
 
     def add(self, text: str, logprobs: Sequence[TokenInfo] = ()) -> list[Event]:
         """Append the text of a step and the log-probabilities of its tokens."""
-        self.text += text
+        self.written.add(text)
         self.logprobs += logprobs
         return [OutputTextDelta(**self._place, delta=text, logprobs=list(logprobs))]
 
@@ -166,7 +171,7 @@ class CallBuilder(ItemBuilder):
 
     def add(self, text: str) -> list[Event]:
         """Append the arguments of a step."""
-        self.text += text
+        self.written.add(text)
         return [ArgumentsDelta(**self._place, delta=text)]
 
     def _done(self) -> list[Event]:
@@ -195,7 +200,7 @@ class CustomCallBuilder(CallBuilder):
 
     def add(self, text: str) -> list[Event]:
         """Append the arguments of a step."""
-        self.text += text
+        self.written.add(text)
         return []
 
     def _done(self) -> list[Event]:
@@ -229,7 +234,7 @@ class SearchCallBuilder(CallBuilder):
 
     def add(self, text: str) -> list[Event]:
         """Append the arguments of a step."""
-        self.text += text
+        self.written.add(text)
         return []
 
     def _done(self) -> list[Event]:

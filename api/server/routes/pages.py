@@ -62,6 +62,14 @@ class PageFiles(StaticFiles):
         return answer
 
 
+class PagePartFiles(PageFiles):
+    """The same without the pages, whose links hold from their own routes alone."""
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        """A file's path and state; the latter is None where there is no such file."""
+        return super().lookup_path(path) if Path(path).suffix != ".html" else ("", None)
+
+
 class Pages(Endpoints):
     """The live page, the API viewer, and the words that the former has for names of the engine."""
 
@@ -77,7 +85,7 @@ class Pages(Endpoints):
     @property
     def routes(self) -> list[BaseRoute]:
         """The routes, and the files under `PREFIX`."""
-        return [*super().routes, Mount(PREFIX, self._files)]
+        return [*super().routes, Mount(PREFIX, PagePartFiles())]
 
     @get("/", media=HTML)
     async def show(self, request: Request) -> Response:

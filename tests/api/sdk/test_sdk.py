@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
+import json
 import subprocess
 import sys
 import threading
@@ -30,6 +32,14 @@ def test_a_text_prompt_is_answered_with_text_and_tokens(llm, say, tokenizer):
     assert out.usage.completion_tokens == len(out.token_ids)
     assert out.logprobs is None
     assert out.prompt_logprobs is None
+
+
+def test_the_cost_of_an_answer_is_a_dataclass_that_json_can_write(llm, say):
+    say("hello")
+    out = llm.generate("The quick", SamplingParams())
+    found = json.loads(json.dumps(dataclasses.asdict(out.usage)))
+    assert found["completion_tokens"] == len(out.token_ids)
+    assert found["cached_tokens"] == 0, "what is 0 is there, too"
 
 
 class Loading(AsyncLLM):

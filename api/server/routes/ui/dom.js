@@ -1,6 +1,7 @@
 /** Nodes and words that every part of the page is made of. */
 
 /** @typedef {Node | string} Child */
+/** @typedef {Child | Child[]} Children */
 /** @typedef {Record<string, unknown>} Attributes functions are listeners; false is left out */
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -23,10 +24,19 @@ export function $(id) {
 export const field = (id) => /** @type {HTMLInputElement} */ ($(id));
 
 /**
+ * Append nodes one by one: a call takes no more than some ten thousand arguments.
+ * @param {Element} element
+ * @param {Child[]} children
+ */
+export function fill(element, children) {
+  for (const child of children) element.append(child);
+}
+
+/**
  * @template {Element} E
  * @param {E} element
  * @param {Attributes} attributes
- * @param {Child[]} children
+ * @param {Children[]} children
  * @returns {E}
  */
 function put(element, attributes, children) {
@@ -37,7 +47,7 @@ function put(element, attributes, children) {
       element.setAttribute(key, String(value));
     }
   }
-  element.append(...children);
+  fill(element, children.flat());
   return element;
 }
 
@@ -46,7 +56,7 @@ function put(element, attributes, children) {
  * @template {keyof HTMLElementTagNameMap} Name
  * @param {Name} name
  * @param {Attributes} attributes
- * @param {...Child} children
+ * @param {...Children} children
  */
 export const make = (name, attributes = {}, ...children) =>
   put(document.createElement(name), attributes, children);
@@ -56,7 +66,7 @@ export const make = (name, attributes = {}, ...children) =>
  * @template {keyof SVGElementTagNameMap} Name
  * @param {Name} name
  * @param {Attributes} attributes
- * @param {...Child} children
+ * @param {...Children} children
  */
 export const draw = (name, attributes = {}, ...children) =>
   put(document.createElementNS(SVG, name), attributes, children);

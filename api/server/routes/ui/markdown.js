@@ -5,7 +5,7 @@
  * knows where in the text each word was: tokens have colours.
  */
 
-import { copyButton, make } from "./dom.js";
+import { copyButton, fill, make } from "./dom.js";
 
 /** @typedef {[from: number, to: number]} Stretch a line of the text, or a part of one */
 /** @typedef {(from: number, to: number) => (Node | string)[]} Paint makes the nodes of a stretch */
@@ -28,13 +28,13 @@ const SAFE = /^(https?:\/\/|mailto:)/i;
 const INLINE = [
   [/\\([!-/:-@[-`{-~])/y, (parser, { index }) => parser.paint(index + 1, index + 2)],
   [/(`+)(?!`)(.*?[^`])\1(?!`)/y, (parser, found) =>
-    [make("code", {}, ...parser.paint(...within(found, found[1].length)))]],
+    [make("code", {}, parser.paint(...within(found, found[1].length)))]],
   [/(\*\*|__)(?=\S)(.*?\S)\1/y, (parser, found, depth) =>
-    [make("strong", {}, ...parser.inline(within(found, 2), depth))]],
+    [make("strong", {}, parser.inline(within(found, 2), depth))]],
   [/~~(?=\S)(.*?\S)~~/y, (parser, found, depth) =>
-    [make("del", {}, ...parser.inline(within(found, 2), depth))]],
+    [make("del", {}, parser.inline(within(found, 2), depth))]],
   [/\*(?=[^\s*])(.*?[^\s*])\*(?!\*)|(?<!\w)_(?=[^\s_])(.*?[^\s_])_(?!\w)/y,
-    (parser, found, depth) => [make("em", {}, ...parser.inline(within(found, 1), depth))]],
+    (parser, found, depth) => [make("em", {}, parser.inline(within(found, 1), depth))]],
   [/\[([^[\]]+)\]\(\s*([^()\s]*(?:\([^()\s]*\)[^()\s]*)*)(?:\s+"[^"]*")?\s*\)/y,
     (parser, found, depth) => {
       const start = found.index + 1;
@@ -61,7 +61,7 @@ function within(found, width) {
 function link(address, inside) {
   if (!SAFE.test(address)) return inside;
   const attributes = { href: address, target: "_blank", rel: "noopener noreferrer nofollow" };
-  return [make("a", attributes, ...inside)];
+  return [make("a", attributes, inside)];
 }
 
 /**
@@ -163,7 +163,7 @@ class Parser {
     const isEnd = fenceEnd(fence), { code, node } = codeBlock(fence[2].trim());
     let end = i + 1;
     for (; end < lines.length && !isEnd.test(this.at(lines[end])); end += 1) {
-      code.append(...(end > i + 1 ? ["\n"] : []), ...this.paint(...lines[end]));
+      fill(code, [...(end > i + 1 ? ["\n"] : []), ...this.paint(...lines[end])]);
     }
     return { node, end: end + 1 };
   }
@@ -172,7 +172,7 @@ class Parser {
   #heading([from, to]) {
     const found = /** @type {RegExpExecArray} */ (HEADING.exec(this.at([from, to])));
     const name = /** @type {"h1"} */ (`h${found[1].length}`);
-    return make(name, {}, ...this.inline([from + found[0].length, to]));
+    return make(name, {}, this.inline([from + found[0].length, to]));
   }
 
   /**
@@ -190,7 +190,7 @@ class Parser {
       if (!found) break;
       inside.push([from + found[0].length, to]);
     }
-    return { node: make("blockquote", {}, ...this.blocks(inside, depth + 1)), end };
+    return { node: make("blockquote", {}, this.blocks(inside, depth + 1)), end };
   }
 
   /**
@@ -204,7 +204,7 @@ class Parser {
     let end = i;
     while (end < lines.length && this.#isItem(lines[end], isOrdered)) {
       const item = this.#itemLines(lines, end);
-      items.push(make("li", {}, ...this.blocks(item.lines, depth + 1)));
+      items.push(make("li", {}, this.blocks(item.lines, depth + 1)));
       end = item.end;
       while (this.#isEmpty(lines[end]) && lines[end + 1] && ITEM.test(this.at(lines[end + 1]))) {
         end += 1;
@@ -327,7 +327,8 @@ class Parser {
         continue;
       }
       const [match, nodesOf] = found;
-      nodes.push(...this.paint(plain, i), ...nodesOf(this, match, depth + 1));
+      for (const node of this.paint(plain, i)) nodes.push(node);
+      nodes.push(...nodesOf(this, match, depth + 1));
       plain = i += match[0].length;
     }
     return [...nodes, ...this.paint(plain, to)];
@@ -448,7 +449,7 @@ export class GrowingMarkdown {
     const isEnd = fence.isEnd.test(parser.at(lines[i]));
     if (!isEnd) {
       const nodes = [...(fence.hasLines ? ["\n"] : []), ...parser.paint(...lines[i])].map(nodeOf);
-      fence.code.append(...nodes);
+      fill(fence.code, nodes);
       if (isLast) this.#open.push(...nodes);
       else fence.hasLines = true;
     } else if (!isLast) this.#fence = null;
