@@ -88,7 +88,7 @@ class Engine:
         self._lost: BaseException | None = None  # why no step can succeed any more
         self._round_began = 0.0
         self._inbox = RequestInbox(scheduler, self.metrics)
-        self._tier_io = self._loading(make_thread)
+        self._tier_io = self._make_tier_io(make_thread)
         self._transfer_desk: TransferDesk | None = None
         if page_server is not None:
             self._transfer_desk = TransferDesk(
@@ -107,10 +107,10 @@ class Engine:
             overlap=overlap,
         )
 
-    def _loading(
+    def _make_tier_io(
         self, make_thread: Callable[[str, Callable[[], None]], StepThread]
     ) -> TierIO | None:
-        """The loads of pages from tiers, with a thread of their own; None without tiers."""
+        """Return what reads and writes pages of tiers, with a thread; None without tiers."""
         if self.scheduler.page_loads is None:
             return None
         thread = make_thread("foretoken-io", lambda: None)

@@ -61,7 +61,7 @@ class TierIO:
 
     def start(self) -> asyncio.Task[None]:
         """Begin to serve, on the running event loop."""
-        self._loads.on_order, self._loads.on_offer = self._ordered, self._offered
+        self._loads.on_order, self._loads.on_offer = self._on_order, self._on_offer
         self._tiers.watch_saves(self._wake.set)
         self._task = asyncio.create_task(self._run(), name="foretoken-tiers")
         return self._task
@@ -180,15 +180,15 @@ class TierIO:
 
     # -- times ----------------------------------------------------------------------------------
 
-    def _ordered(self, load: PageLoad) -> None:
-        """Wake the thread's task, and the engine when nobody may wait for the load any longer."""
+    def _on_order(self, load: PageLoad) -> None:
+        """Start the timeout of a load and wake the I/O task."""
         if load not in self._timers:
             seconds = max(0.0, load.due - self._clock())
             self._timers[load] = asyncio.get_running_loop().call_later(seconds, self._due, load)
         self._wake.set()
 
-    def _offered(self) -> None:
-        """Wake the thread's task, and have offers renewed for as long as there are any."""
+    def _on_offer(self) -> None:
+        """Wake the I/O task, and renew offers for as long as there are any."""
         if self._renewal is None and self._loads.num_offers:
             loop = asyncio.get_running_loop()
             self._renewal = loop.call_later(RENEW_SECONDS, self._renew)
@@ -196,12 +196,12 @@ class TierIO:
 
     def _renew(self) -> None:
         self._renewal, self._is_renewal_due = None, self._loads.num_offers > 0
-        self._offered()
+        self._on_offer()
 
     def _due(self, load: PageLoad) -> None:
         self._timers.pop(load, None)
         if load.due > self._clock():  # it was given more time
-            self._ordered(load)
+            self._on_order(load)
         elif not load.is_over:
             self._on_change()
 

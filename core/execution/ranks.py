@@ -59,8 +59,8 @@ class Followers(Protocol):
         Raises `RankLost`.
         """
 
-    def lose(self, failure: BaseException) -> RankLost:
-        """Note that the ranks are out of step for good; the error that says so."""
+    def lost_error(self, failure: BaseException) -> RankLost:
+        """Mark the model as lost for good; return the `RankLost` to raise."""
 
 
 class Ranks:
@@ -176,10 +176,10 @@ class Ranks:
         try:
             yield
         except (OSError, ValueError) as failure:
-            raise self.lose(RankLost(f"rank {rank} is gone: {failure}")) from None
+            raise self.lost_error(RankLost(f"rank {rank} is gone: {failure}")) from None
 
-    def lose(self, failure: BaseException) -> RankLost:
-        """Note that the ranks are out of step for good; the error that says so."""
+    def lost_error(self, failure: BaseException) -> RankLost:
+        """Mark the model as lost for good; return the `RankLost` to raise."""
         is_loss = isinstance(failure, RankLost)
         told = str(failure) if is_loss else f"rank 0 failed in a pass: {failure!r}"
         self._lost = self._lost or told
@@ -200,7 +200,7 @@ class Ranks:
     ) -> None:
         """A rank's socket can be read: ranks send nothing, so it is closed."""
         loop.remove_reader(self._channels[rank - 1].fileno())
-        on_lost(self.lose(RankLost(f"rank {rank} ended")))
+        on_lost(self.lost_error(RankLost(f"rank {rank} ended")))
 
     def unwatch(self) -> None:
         """End the watch, on the loop that watches."""
@@ -211,7 +211,7 @@ class Ranks:
 
     def end(self, *, at_once: bool = False) -> None:
         """End the processes; idempotent. ``at_once``: kill them. Blocks until they are gone."""
-        self.lose(RankLost("the ranks of the model were ended"))
+        self.lost_error(RankLost("the ranks of the model were ended"))
         _end(self._channels, self._processes, 0.0 if at_once else END_SECONDS)
         self._finalizer.detach()
         self._folder.cleanup()
@@ -320,4 +320,4 @@ class TpDecoder(OwnDecoder):
         try:
             yield
         except BaseException as failure:
-            raise self._followers.lose(failure) from failure
+            raise self._followers.lost_error(failure) from failure

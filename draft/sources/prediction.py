@@ -34,7 +34,7 @@ class _PredictionCursor:
         self.num_right += same
         return same == len(new)
 
-    def find(self, last: array[int]) -> None:
+    def relocate(self, last: array[int]) -> None:
         """Move behind the answer's last tokens: to their next occurrence, else to the first.
 
         One scan of the bytes if the prediction lacks the last two tokens.
@@ -82,7 +82,7 @@ class PredictionSource(Source):
         cursor.num_seen += len(new)
         if new and (cursor.lost or not cursor.follow(new)):
             start = max(request.prompt_len, len(request.tokens) - ORDERS[0])
-            cursor.find(request.tokens[start:])
+            cursor.relocate(request.tokens[start:])
         return cursor
 
 

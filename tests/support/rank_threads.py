@@ -128,7 +128,7 @@ class ThreadRanks:
     def share_pool(self, rank: int, message: Ints, num_bytes: int) -> Tensor:
         return send_shared_pool(self._channels[rank - 1], message, num_bytes)
 
-    def lose(self, failure: BaseException) -> RankLost:
+    def lost_error(self, failure: BaseException) -> RankLost:
         self._lost = self._lost or RankLost(str(failure))
         return self._lost
 

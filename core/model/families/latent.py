@@ -116,7 +116,7 @@ def _config(fields: Fields, *, interleaved: bool, **differences: Any) -> Decoder
         num_kv_heads=1,
         head_dim=shape.key_dim,
         latent=shape,
-        attention_scale=shape.query_dim**-0.5 * _longer(rope),
+        attention_scale=shape.query_dim**-0.5 * _yarn_score_factor(rope),
         **(defaults | differences),
     )
 
@@ -131,8 +131,8 @@ def _shape(fields: Fields) -> LatentShape:
     )
 
 
-def _longer(rope: RopeSpec) -> float:
-    """The factor of the scores by which a stretched RoPE grows, where the model was trained so."""
+def _yarn_score_factor(rope: RopeSpec) -> float:
+    """Return YaRN's factor of attention scores: its mscale, squared (DeepSeek-V2, 2405.04434)."""
     return mscale_all(rope) ** 2
 
 
