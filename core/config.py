@@ -54,8 +54,8 @@ class EngineConfig:
 
     draft: str = setting(
         "auto",
-        "drafters: auto, none, or a comma list of auto, radix, suffix, ngram, oracle:P and one of "
-        "mtp (a layer of the checkpoint that predicts a further token), self (the model itself in "
+        "drafters: auto, none, or a comma list of auto, radix, suffix, ngram and one of mtp "
+        "(a layer of the checkpoint that predicts a further token), self (the model itself in "
         "4 bits) and the PATH of a draft model, a trained head or an assistant",
         "SPEC",
         group="speculation",

@@ -26,7 +26,6 @@ from ...draft.heads.joined import JoinedHead
 from ...draft.heads.mtp import load_mtp
 from ...draft.proposers.vocab_check import OtherTokensError, check_same_tokens
 from ...draft.sources.grammar import GrammarSource
-from ...draft.sources.oracle import OracleSource
 from ...draft.sources.prediction import PredictionSource
 from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source
@@ -124,7 +123,7 @@ def _sources(name: str) -> tuple[str, ...]:
     """The model-free sources that a name stands for; none for a path of a model."""
     if name == "auto":
         return AUTO
-    return (name,) if name in FREE or name.startswith("oracle:") else ()
+    return (name,) if name in FREE else ()
 
 
 def rough_copy(target: Decoder, spec: DraftSpec) -> Decoder | str:
@@ -191,32 +190,16 @@ def keeps_packed(config: EngineConfig) -> bool:
     return config.dtype == "auto" and config.quantize == "none"
 
 
-def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:
+def make_sources(spec: DraftSpec) -> list[Source]:
     """The model-free sources: forced tokens of a grammar, the caller's prediction, others."""
     if spec.is_empty:
         return []
-    made: list[Source] = [GrammarSource(), PredictionSource()]
-    for name in spec.sources:
-        if name in FREE:
-            made.append(FREE[name]())
-        else:
-            made.append(OracleSource(_accuracy(name), vocab_size))
-    return made
-
-
-def _accuracy(name: str) -> float:
-    try:
-        return float(name.removeprefix("oracle:"))
-    except ValueError:
-        raise InvalidRequest(
-            f"draft: {name} must be oracle:P, P from 0 to 1", param="draft"
-        ) from None
+    return [GrammarSource(), PredictionSource(), *(FREE[name]() for name in spec.sources)]
 
 
 def make_speculator(
     config: EngineConfig,
     spec: DraftSpec,
-    vocab_size: int,
     *,
     overlaps: bool,
     proposer: Proposer | None = None,
@@ -237,7 +220,7 @@ def make_speculator(
     if isinstance(config.speculation, int):
         depth = config.speculation
     speculator = DraftSpeculator(
-        make_sources(spec, vocab_size),
+        make_sources(spec),
         Controller(costs),
         AcceptanceModel(),
         depth=depth,

@@ -103,9 +103,7 @@ def _build(
         eviction=models.eviction,
     )
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
-    speculator, costs = make_speculator(
-        config, drafter.spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
-    )
+    speculator, costs = make_speculator(config, drafter.spec, overlaps=overlaps, proposer=proposer)
     kept = _keep_kv(models, pool, proposer, events, config, source.name)
     limits = _limits(config, sizes, target, pool)
     scheduler = Scheduler(kept.cache, limits, speculator, kept.make_tiers())

@@ -231,15 +231,15 @@ def test_the_cost_line_is_honest_about_a_draw_of_nothing():
     )
 
 
-def test_the_cost_line_names_every_source_and_marks_what_is_simulated():
+def test_the_cost_line_names_every_source():
     usage = foretoken.Usage(
         completion_tokens=9, verify_steps=6, proposed_tokens=12, accepted_tokens=3,
-        proposed_by_source={"ngram": 8, "oracle:0.8": 4}, accepted_by_source={"oracle:0.8": 3},
+        proposed_by_source={"ngram": 8, "radix": 4}, accepted_by_source={"radix": 3},
         time_to_first_token=0.01, total_time=0.05,
     )  # fmt: skip
     assert terminal.cost_line(usage) == (
         "[9 tokens in 6 steps, 1.50 tokens/step, 3 of 12 draft tokens accepted (ngram 0 of 8, "
-        "oracle:0.8 3 of 4 (simulated)), 0 of 0 prompt tokens cached, first token 10 ms, "
+        "radix 3 of 4), 0 of 0 prompt tokens cached, first token 10 ms, "
         "then 200 tokens/s]"
     )
 
