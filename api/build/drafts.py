@@ -81,7 +81,7 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
     if config.draft == "auto":
         if own_draft is not None:
             return DraftSpec(AUTO, str(own_draft))
-        has_prices = config.speculation == "auto" and config.verify == "coupled"
+        has_prices = config.speculation == "auto"
         is_plain = config.quantize == "none"
         return DraftSpec(AUTO, SELF if has_prices and is_plain else None, may_lack_model=True)
     names = [name.strip() for name in config.draft.split(",")]
@@ -101,9 +101,6 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
         raise InvalidRequest(
             f"draft takes one model, not {len(models)}: {', '.join(models)}", param="draft"
         )
-    if models == [SELF] and config.verify == "rejection":
-        message = "draft 'self' draws with the noise of --verify coupled, not of rejection"
-        raise InvalidRequest(message, param="draft")
     if models == [SELF] and config.quantize == "int4":
         message = "draft 'self' rounds weights of 8 bits or more, not int4 (--quantize)"
         raise InvalidRequest(message, param="draft")
@@ -225,7 +222,6 @@ def make_speculator(
         AcceptanceModel(),
         depth=depth,
         proposer=None if proposer is None else proposer.traits,
-        adapts=config.verify == "coupled",
         overlaps=overlaps,
     )
     return speculator, costs

@@ -92,13 +92,11 @@ def _build(
     target, drafter, sizes = models.target, models.drafter, models.sizes
     pool, *own_pools = make_pools(target, drafter.with_pool, config, sizes)
     _say_what_computes(target, drafter.with_pool, pool)
-    by_rejection = config.verify == "rejection"
-    proposer, measured = drafter.make_proposer(pool, own_pools, independent=by_rejection)
+    proposer, measured = drafter.make_proposer(pool, own_pools)
     runner = ModelRunner(
         target,
         pool,
         proposer,
-        rejection=by_rejection,
         vision=models.vision,
         eviction=models.eviction,
     )

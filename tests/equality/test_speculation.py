@@ -76,20 +76,6 @@ def test_a_prediction_is_drafted_and_counted(plain: dict[str, Completion]) -> No
     assert wrong.usage.accepted_by_source.get("prediction", 0) < 5
 
 
-def test_rejection_sampling_takes_a_fixed_depth_and_is_greedy_where_the_target_is(
-    plain: dict[str, Completion],
-) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        LLM("builtin", verify="rejection")
-    assert refused.value.param == "verify"
-    with LLM("builtin", verify="rejection", speculation=4) as llm:
-        greedy = llm.generate(PROMPT, params(GREEDY, speculation="auto"))
-        sampled = llm.generate(PROMPT, SAMPLED)
-    assert greedy.token_ids == plain["greedy"].token_ids
-    assert greedy.usage.accepted_by_source
-    assert len(sampled.token_ids) == 40
-
-
 @pytest.mark.parametrize("speculation", ["auto", 6])
 def test_the_prefix_hit_rate_is_that_of_plain_decoding(speculation: str | int) -> None:
     prompts = [f"# shared header of every file\nimport os\n\ndef f{i}():\n" for i in range(6)]

@@ -185,15 +185,6 @@ def test_choices_of_one_prompt_follow_the_grammar_each_by_itself(drafting: LLM) 
         jsonschema.validate(json.loads(text), RECORD)
 
 
-def test_rejection_sampling_keeps_the_form(pair) -> None:
-    params = [SamplingParams(json_schema=RECORD, max_tokens=96, seed=i) for i in range(6)]
-    with make_llm(pair, "lm", verify="rejection", speculation=4) as llm:
-        answers = llm.generate(prompts(params), params)
-    for answer in answers:
-        jsonschema.validate(json.loads(answer.text), RECORD)
-    check_forced(answers)
-
-
 def test_a_complete_answer_ends_whatever_would_keep_it_going(drafting: LLM) -> None:
     params = SamplingParams(choice=["yes"], ignore_eos=True, min_tokens=20, max_tokens=30, seed=1)
     answer = drafting.generate("Well?\n", params)

@@ -56,7 +56,7 @@ def test_version_and_help_are_instant_and_torch_free():
         ["serve", "--max-model-len", "1"], ["serve", "--threads", "0"],
         ["serve", "--threads", "100000"],
         ["serve", "--api-key", ""], ["serve", "--drain-seconds", "nan"],
-        ["serve", "--quantize", "int3"], ["serve", "--verify", "rejection"], ["serve", "a", "b"],
+        ["serve", "--quantize", "int3"], ["serve", "a", "b"],
         ["serve", "--generation-config", "auto"], ["serve", "--override-generation-config", "{"],
         ["run", "x", "--override-generation-config", '{"temp": 1}'],
         ["chat", "--override-generation-config", '{"top_p": 2}'],
@@ -126,7 +126,7 @@ def test_the_model_may_be_a_flag_before_or_behind_the_prompt(args):
 def test_every_engine_option_is_a_flag_of_every_command():
     flags = {
         "draft": "none", "draft-vocab": "any", "speculation": "5",
-        "verify": "coupled", "exact": "off", "device": "cpu",
+        "exact": "off", "device": "cpu",
         "backend": "torch",
         "dtype": "float32", "quantize": "none", "kv-cache-dtype": "int8", "kv-tokens": "64",
         "page-size": "1", "pin-quota": "0.5", "cache-quota": "0.4", "max-model-len": "99",
