@@ -243,7 +243,7 @@ class Bench:
         inner = self._own.inner
         assert isinstance(inner, DraftSpeculator)
         controller = Controller(copy.deepcopy(inner.controller.costs))
-        sources = make_sources(DraftSpec(AUTO), self._built.vocab_size)
+        sources = make_sources(DraftSpec(AUTO))
         return DraftSpeculator(sources, controller, AcceptanceModel())
 
     def _request(

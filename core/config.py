@@ -22,10 +22,6 @@ FORM_OF_EVICTION = "window:N or triattention:N"
 REMOTE = "mooncake://HOST:PORT[?lend=SIZE]"
 OVERRIDES = "override_generation_config"
 TEMPLATE_KWARGS = "default_chat_template_kwargs"
-REJECTION_WANTS_DEPTH = (
-    "rejection needs a fixed depth, --speculation K: a depth chosen by the drafts biases the "
-    "output of rejection sampling"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +50,8 @@ class EngineConfig:
 
     draft: str = setting(
         "auto",
-        "drafters: auto, none, or a comma list of auto, radix, suffix, ngram, oracle:P and one of "
-        "mtp (a layer of the checkpoint that predicts a further token), self (the model itself in "
+        "drafters: auto, none, or a comma list of auto, radix, suffix, ngram and one of mtp "
+        "(a layer of the checkpoint that predicts a further token), self (the model itself in "
         "4 bits) and the PATH of a draft model, a trained head or an assistant",
         "SPEC",
         group="speculation",
@@ -72,11 +68,6 @@ class EngineConfig:
         "draft tokens in each step: chosen by cost and acceptance (auto), none (off), or always K",
         "auto|off|K",
         is_basic=True,
-    )
-    verify: Literal["coupled", "rejection"] = setting(
-        "coupled",
-        "verification of drafts: coupled keeps the tokens of plain decoding, rejection only their "
-        "distribution and needs --speculation K",
     )
     exact: Literal["spec", "batch", "off"] = setting(
         "spec",
@@ -416,11 +407,6 @@ class EngineConfig:
             raise InvalidRequest(f"kv_remote: the size {error}", param="kv_remote") from None
 
     def _check_supported(self) -> None:
-        # Rejection sampling is exact only if the depth does not follow from what was drafted.
-        fixed = self.verify == "coupled" or self.speculation != "auto"
-        require(fixed, "verify", REJECTION_WANTS_DEPTH)
-        is_coupled = self.verify == "coupled" or self.draft_vocab == "same"
-        require(is_coupled, "draft_vocab", "any needs --verify coupled, not rejection")
         on_cpu = self.device != "cuda" or self.backend != "native"
         require(on_cpu, "backend", "native runs on the CPU only; use triton or torch on cuda")
         self._check_quantize()

@@ -44,7 +44,7 @@ class DraftSpeculator(Speculator):
     """Plans drafts for all requests of an engine.
 
     ``depth``: "auto" lets the controller decide, a number fixes it. A request may ask for another
-    depth; if ``adapts`` is false, its "auto" means ``depth``. ``overlaps``: steps without drafts
+    depth. ``overlaps``: steps without drafts
     are launched before the step ahead of them is read, so look-ups back off even if they are cheap.
     ``proposer``: how the draft model or trained head works that drafts in the model thread.
     """
@@ -57,7 +57,6 @@ class DraftSpeculator(Speculator):
         *,
         depth: Literal["auto"] | int = "auto",
         proposer: ProposerTraits | None = None,
-        adapts: bool = True,
         overlaps: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -67,7 +66,7 @@ class DraftSpeculator(Speculator):
         self._sources = [GuardedSource(source) for source in sources]
         self._grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self._indexer = SourceIndexer(self._sources)
-        self._proposer, self._adapts, self._overlaps = proposer, adapts, overlaps
+        self._proposer, self._overlaps = proposer, overlaps
         self._lost_proposer = False  # it was given up after failures
         self._clock = clock
         self._states: dict[str, DraftState] = {}  # of requests that may draft
@@ -128,9 +127,7 @@ class DraftSpeculator(Speculator):
         return plans
 
     def _depth(self, request: Request) -> Literal["auto"] | int:
-        is_fixed = isinstance(request.depth, int)
-        asked = request.depth if is_fixed or (self._adapts and request.depth) else self.depth
-        return 0 if asked is None else asked
+        return self.depth if request.depth is None else request.depth
 
     def _state_of(self, request: Request) -> DraftState:
         state = self._states.get(request.request_id)

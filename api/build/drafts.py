@@ -26,7 +26,6 @@ from ...draft.heads.joined import JoinedHead
 from ...draft.heads.mtp import load_mtp
 from ...draft.proposers.vocab_check import OtherTokensError, check_same_tokens
 from ...draft.sources.grammar import GrammarSource
-from ...draft.sources.oracle import OracleSource
 from ...draft.sources.prediction import PredictionSource
 from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source
@@ -82,7 +81,7 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
     if config.draft == "auto":
         if own_draft is not None:
             return DraftSpec(AUTO, str(own_draft))
-        has_prices = config.speculation == "auto" and config.verify == "coupled"
+        has_prices = config.speculation == "auto"
         is_plain = config.quantize == "none"
         return DraftSpec(AUTO, SELF if has_prices and is_plain else None, may_lack_model=True)
     names = [name.strip() for name in config.draft.split(",")]
@@ -102,9 +101,6 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
         raise InvalidRequest(
             f"draft takes one model, not {len(models)}: {', '.join(models)}", param="draft"
         )
-    if models == [SELF] and config.verify == "rejection":
-        message = "draft 'self' draws with the noise of --verify coupled, not of rejection"
-        raise InvalidRequest(message, param="draft")
     if models == [SELF] and config.quantize == "int4":
         message = "draft 'self' rounds weights of 8 bits or more, not int4 (--quantize)"
         raise InvalidRequest(message, param="draft")
@@ -124,7 +120,7 @@ def _sources(name: str) -> tuple[str, ...]:
     """The model-free sources that a name stands for; none for a path of a model."""
     if name == "auto":
         return AUTO
-    return (name,) if name in FREE or name.startswith("oracle:") else ()
+    return (name,) if name in FREE else ()
 
 
 def rough_copy(target: Decoder, spec: DraftSpec) -> Decoder | str:
@@ -191,32 +187,16 @@ def keeps_packed(config: EngineConfig) -> bool:
     return config.dtype == "auto" and config.quantize == "none"
 
 
-def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:
+def make_sources(spec: DraftSpec) -> list[Source]:
     """The model-free sources: forced tokens of a grammar, the caller's prediction, others."""
     if spec.is_empty:
         return []
-    made: list[Source] = [GrammarSource(), PredictionSource()]
-    for name in spec.sources:
-        if name in FREE:
-            made.append(FREE[name]())
-        else:
-            made.append(OracleSource(_accuracy(name), vocab_size))
-    return made
-
-
-def _accuracy(name: str) -> float:
-    try:
-        return float(name.removeprefix("oracle:"))
-    except ValueError:
-        raise InvalidRequest(
-            f"draft: {name} must be oracle:P, P from 0 to 1", param="draft"
-        ) from None
+    return [GrammarSource(), PredictionSource(), *(FREE[name]() for name in spec.sources)]
 
 
 def make_speculator(
     config: EngineConfig,
     spec: DraftSpec,
-    vocab_size: int,
     *,
     overlaps: bool,
     proposer: Proposer | None = None,
@@ -237,12 +217,11 @@ def make_speculator(
     if isinstance(config.speculation, int):
         depth = config.speculation
     speculator = DraftSpeculator(
-        make_sources(spec, vocab_size),
+        make_sources(spec),
         Controller(costs),
         AcceptanceModel(),
         depth=depth,
         proposer=None if proposer is None else proposer.traits,
-        adapts=config.verify == "coupled",
         overlaps=overlaps,
     )
     return speculator, costs

@@ -92,20 +92,16 @@ def _build(
     target, drafter, sizes = models.target, models.drafter, models.sizes
     pool, *own_pools = make_pools(target, drafter.with_pool, config, sizes)
     _say_what_computes(target, drafter.with_pool, pool)
-    by_rejection = config.verify == "rejection"
-    proposer, measured = drafter.make_proposer(pool, own_pools, independent=by_rejection)
+    proposer, measured = drafter.make_proposer(pool, own_pools)
     runner = ModelRunner(
         target,
         pool,
         proposer,
-        rejection=by_rejection,
         vision=models.vision,
         eviction=models.eviction,
     )
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
-    speculator, costs = make_speculator(
-        config, drafter.spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
-    )
+    speculator, costs = make_speculator(config, drafter.spec, overlaps=overlaps, proposer=proposer)
     kept = _keep_kv(models, pool, proposer, events, config, source.name)
     limits = _limits(config, sizes, target, pool)
     scheduler = Scheduler(kept.cache, limits, speculator, kept.make_tiers())

@@ -130,8 +130,6 @@ def exactness(llm: AsyncLLM) -> str:
     """Why the bits of this engine's answers are not the same in any batch; "" if they are."""
     if llm.config.exact == "off":
         return "--exact off gives up equal bits"
-    if llm.config.verify == "rejection":
-        return "--verify rejection keeps the distribution of tokens, not the tokens"
     if llm.built.exact:
         return ""
     if llm.built.model_path == "transformers":

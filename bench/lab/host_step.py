@@ -50,6 +50,7 @@ from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import StepProfile
 from ...draft.proposers.lm_proposer import LmProposer
 from ...radix_cache import PrefixCache
+from ..common.oracle import oracles
 from ..common.report import Row, heading, table, write_json
 from .simulated_device import (
     CYCLE,
@@ -95,12 +96,11 @@ class Case:
     context: int = 1024  # prompt tokens of each
 
     @property
-    def drafters(self) -> DraftSpec:
-        """Oracles that are right in so many cases, two of them for trees; or a model."""
+    def accuracies(self) -> tuple[float, ...]:
+        """Of the oracles that stand for look-ups: two for trees."""
         if self.draft != "lookups":
-            return DraftSpec(model=None if self.draft == "none" else "simulated")
-        oracle = f"oracle:{ACCURACY}"
-        return DraftSpec((oracle, "oracle:0.5") if self.shape == "tree" else (oracle,))
+            return ()
+        return (ACCURACY, 0.5) if self.shape == "tree" else (ACCURACY,)
 
     def __str__(self) -> str:
         drafts = f"{self.draft}, {self.shape}s, depth {self.depth}"
@@ -229,13 +229,13 @@ class Session:
         if case.draft == "model":
             draft = formula_decoder(self.draft_ops, max_len)
             proposer = LmProposer(draft, draft.make_pool(num_pages, page_size=PAGE_SIZE))
-        speculator, costs = make_speculator(
-            EngineConfig(speculation="off" if case.draft == "none" else case.depth),
-            case.drafters,
-            VOCAB_SIZE,
-            overlaps=True,
-            proposer=proposer,
-        )
+        with oracles(*case.accuracies) as names:
+            speculator, costs = make_speculator(
+                EngineConfig(speculation="off" if case.draft == "none" else case.depth),
+                DraftSpec(names, "simulated" if proposer else None),
+                overlaps=True,
+                proposer=proposer,
+            )
         costs.load(StepProfile(FORWARD, DRAFT if proposer else {}))
         for index in range(case.requests):  # have them answered once: oracles keep what ends
             answered = self._request(index, answer_len)

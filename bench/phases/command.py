@@ -29,6 +29,7 @@ from ...core.execution.model_runner import ModelRunner
 from ...core.model.description.config import DecoderConfig
 from ...core.model.opening import read_config
 from ..common.machine import Meter, largest_cache, prompt_text, shape_of
+from ..common.oracle import oracles
 from ..common.report import command, machine, write_json
 from .data import Phases, load
 from .measure import (
@@ -47,7 +48,7 @@ ABOUT = (
     "Measure prefill, decode, batching, the prefix cache and speculation on the CPU, and compare "
     "each with the roofline of this machine. Writes a JSON file, a report of one page, and plots."
 )
-ORACLE = "oracle:0.8"  # drafts for a checkpoint that comes without a draft model
+ACCURACY = 0.8  # of what drafts for a checkpoint that comes without a draft model
 RANDOM = "random-0.6b"
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -129,10 +130,10 @@ def _measure(args: Any) -> Phases:  # noqa: ANN401 - argparse's own
         raise InvalidRequest(
             "device must be cpu or auto: phases are measured on the CPU", param="device"
         )
-    with _model(args.model) as (model, more):
+    with _model(args.model) as (model, more), oracles(ACCURACY) as (oracle,):
         options |= more
         if model != "builtin":  # which has a draft model of its own
-            options.setdefault("draft", ORACLE)
+            options.setdefault("draft", oracle)
         config = EngineConfig(**options)  # wrong options are refused before files are read
         if config.kv_tokens is None and config.kv_memory is None:
             path = find_model(model).path
@@ -193,7 +194,7 @@ async def _run(built: LocalBuilt, sizes: Sizes, options: dict[str, Any], name: s
         settings={**options, "dtype": str(runner.decoder.dtype).removeprefix("torch.")},
         text=kind,
         draft=draft,
-        simulated="oracle:" in draft,
+        simulated=draft.startswith("oracle:"),
         cache_bytes=largest_cache(),
         shape=shape_of(runner.decoder, runner.pool),
         limits=meter.limits,

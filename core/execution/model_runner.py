@@ -24,7 +24,6 @@ from ..model.vision import Vision
 from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, Wanted
 from ..ops.kv_pool import KVPool
 from ..ops.machine.device import Stopwatch, make_stopwatch
-from ..sampling.rejection import SampledDraft, verify_by_rejection
 from ..sampling.sampler import DeviceSampler, PendingTokens
 from ..sampling.verifier import (
     NOT_FINITE,
@@ -110,7 +109,6 @@ class ModelRunner:
         pool: KVPool,
         proposer: Proposer | None = None,
         *,
-        rejection: bool = False,
         vision: Vision | None = None,
         eviction: EvictionPolicy | None = None,
     ) -> None:
@@ -122,13 +120,12 @@ class ModelRunner:
         self._taps = () if proposer is None else proposer.taps
         self._breakers = {name: CircuitBreaker() for name in ("propose", "observe")}
         self._eviction = eviction
-        self.rejection = rejection  # verify by rejection sampling, for comparison only
         self._on_device = isinstance(decoder.sampler, DeviceSampler)
 
     @property
     def is_async(self) -> bool:
         """Whether the device computes behind the host's back, tokens included."""
-        return self._on_device and not self.rejection
+        return self._on_device
 
     @property
     def _chooses_on_device(self) -> bool:
@@ -295,12 +292,11 @@ class ModelRunner:
     def _truncate_invalid(self, draft: Draft, scheduled: ScheduledRequest, max_draft: int) -> Draft:
         """The part of a draft that is verified: nodes before the first token that the model lacks.
 
-        A chain for rejection sampling, where the model has recurrent states, and where the nodes'
-        parents make no tree.
+        A chain where the model has recurrent states, and where the nodes' parents make no tree.
         """
-        if not draft.token_ids or isinstance(draft, SampledDraft):
+        if not draft.token_ids:
             return draft
-        if self.rejection or scheduled.state is not None or not draft.is_valid:
+        if scheduled.state is not None or not draft.is_valid:
             draft = draft.trunk()
         vocab_size = self.decoder.config.vocab_size
         token_ids = array("q", draft.token_ids[:max_draft])
@@ -389,10 +385,6 @@ class ModelRunner:
     ) -> Sequence[Verified]:
         """The outcome of requests that sample, by the device's ``tokens`` or by ``logits``."""
         requests = layout.verify_requests
-        if self.rejection:
-            drafts = [draft for _, draft in layout.sampled]
-            probs = [each.probs if isinstance(each, SampledDraft) else None for each in drafts]
-            return verify_by_rejection(logits, requests, probs)
         if tokens is None:
             return self.decoder.sampler.verify(logits, requests)
         return follow_choices(logits, requests, tokens.choices())  # waits for the device

@@ -16,12 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .seeds import GOLDEN, MASK, ODD_1, ODD_2, mix, splitmix64
-
-
-def uniform(seed: int, position: int) -> float:
-    """One number in (0, 1) for an output position."""
-    return ((_stream_key(seed, position) & MASK) >> 11) * 2.0**-53 + 2.0**-54
+from .seeds import GOLDEN, ODD_1, ODD_2, mix, splitmix64
 
 
 def gumbel(seed: int, position: int, ids: Tensor) -> Tensor:

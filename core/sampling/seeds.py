@@ -11,7 +11,6 @@ GOLDEN = 0x9E3779B97F4A7C15
 ODD_1 = 0xBF58476D1CE4E5B9
 ODD_2 = 0x94D049BB133111EB
 _SIBLING = 0xD1B54A32D192ED03
-_PURPOSE = 0xA0761D6478BD642F
 
 
 def mix(word: int) -> int:
@@ -32,8 +31,3 @@ def sibling_seed(seed: int, index: int) -> int:
     if index == 0:
         return seed & MASK
     return mix(mix(seed ^ _SIBLING) + GOLDEN * index)
-
-
-def purpose_seed(seed: int, purpose: int) -> int:
-    """A seed, unsigned 64 bits, whose noise is independent of that of ``seed`` itself."""
-    return mix(mix(seed ^ _PURPOSE) + GOLDEN * (purpose + 1))

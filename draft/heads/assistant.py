@@ -62,8 +62,6 @@ class AssistantProposer(HeadProposer):
         head: Head,
         pool: KVPool,
         target: OwnDecoder,
-        *,
-        independent: bool,
     ) -> None:
         """``pool``: the target's."""
         nothing = KVPool(
@@ -73,7 +71,7 @@ class AssistantProposer(HeadProposer):
             dtype=target.dtype,
             device=target.device,
         )
-        super().__init__(head, nothing, target, independent=independent)
+        super().__init__(head, nothing, target)
         self._assistant, self._read = assistant, pool
         self._layout = PassLayout(target.ops, target.device)
         self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)

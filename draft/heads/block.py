@@ -174,11 +174,9 @@ class BlockProposer(HeadProposer):
         layers: BlockPass,
         pool: KVPool,
         target: OwnDecoder,
-        *,
-        independent: bool,
     ) -> None:
         """``pool``: with the spare pages of `PackedHead`, where a pass keeps blocks."""
-        super().__init__(frame, pool, target, independent=independent)
+        super().__init__(frame, pool, target)
         self._layers, self._pairs = layers, _Pairs.of(frame)
         num_rows = BLOCKS_A_PASS * frame.config.block_size
         self._first_spare = pool.num_pages - -(-num_rows // pool.page_size)

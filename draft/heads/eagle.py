@@ -164,10 +164,8 @@ class EagleProposer(ColumnProposer):
         layers: EaglePass,
         pool: KVPool,
         target: OwnDecoder,
-        *,
-        independent: bool,
     ) -> None:
-        super().__init__(frame, pool, target, independent=independent)
+        super().__init__(frame, pool, target)
         self._layers = layers
 
     def warm_up(self, max_len: int, num_best: int) -> None:

@@ -76,9 +76,9 @@ class JoinedHead:
         shape = config.kv_shape._asdict()
         return bytes_per_page(**shape, page_size=page_size, dtype=dtype) + feature
 
-    def proposer(self, pool: KVPool, *, independent: bool = False) -> HeadProposer:
-        """Make what drafts with it. ``independent``: for rejection sampling."""
-        made = self._packed.make_proposer(pool, self.target, independent=independent)
+    def proposer(self, pool: KVPool) -> HeadProposer:
+        """Make what drafts with it. ``pool``: of the KV that it reads."""
+        made = self._packed.make_proposer(pool, self.target)
         made.begin_with(self._gaps)
         return made
 

@@ -121,10 +121,8 @@ class MedusaProposer(HeadProposer):
 
     head: MedusaHead
 
-    def __init__(
-        self, head: MedusaHead, pool: KVPool, target: OwnDecoder, *, independent: bool
-    ) -> None:
-        super().__init__(head, pool, target, independent=independent)
+    def __init__(self, head: MedusaHead, pool: KVPool, target: OwnDecoder) -> None:
+        super().__init__(head, pool, target)
         self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
 
     def write_head_kv(self, written: Written) -> Tensor:

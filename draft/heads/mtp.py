@@ -68,10 +68,8 @@ class MtpConfig(TapConfig):
 class MtpProposer(ColumnProposer):
     """Drafts with the target's own MTP layer, which goes on from its own output."""
 
-    def __init__(
-        self, layer: MtpLayer, head: Head, pool: KVPool, target: OwnDecoder, *, independent: bool
-    ) -> None:
-        super().__init__(head, pool, target, independent=independent)
+    def __init__(self, layer: MtpLayer, head: Head, pool: KVPool, target: OwnDecoder) -> None:
+        super().__init__(head, pool, target)
         self._layer = layer
         self._layout = PassLayout(target.ops, target.device)
         self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)

@@ -6,9 +6,6 @@ independent draws would (Daliri, Musco, Suresh, arXiv 2408.07978).
 The draft's KV lives in a pool of its own under the *same page ids* as the target's: a prefix hit
 brings the draft's KV along. A page whose draft KV is whole carries a ready mark; what is missing
 is caught up a window at a time in steps that follow the first token, never on the way to it.
-
-For rejection sampling a draft is ``independent``: all its ``max_draft`` tokens, drawn with noise of
-its own, and what they were drawn from.
 """
 
 from __future__ import annotations
@@ -47,27 +44,15 @@ class LmProposer:
 
     source = SOURCE
     taps: Taps = ()
+    traits = ProposerTraits(tokens_per_pass=1, catches_up=True, weighs=True)
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        pool: KVPool,
-        *,
-        window: int = 256,
-        independent: bool = False,
-    ) -> None:
+    def __init__(self, decoder: Decoder, pool: KVPool, *, window: int = 256) -> None:
         self._pool = pool
-        self._grower = TreeGrower(decoder, pool, SOURCE, independent=independent)
+        self._grower = TreeGrower(decoder, pool, SOURCE)
         self._window = window
         self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
         self._draft_kvs: dict[str, _DraftKV] = {}
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
-        self._independent = independent
-
-    @property
-    def traits(self) -> ProposerTraits:
-        """Traits for prices; a draft for rejection sampling has all tokens, whatever they cost."""
-        return ProposerTraits(tokens_per_pass=1, catches_up=True, weighs=not self._independent)
 
     @property
     def stored(self) -> tuple[PageRows, ...]:

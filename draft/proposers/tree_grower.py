@@ -44,27 +44,17 @@ from .tree_growth import (
 class TreeGrower:
     """Passes of ``decoder`` over ``pool``, which has the KV of what stands before each draft.
 
-    ``source``: name of the drafter. ``independent``: drafts for rejection sampling, drawn with
-    noise of their own.
+    ``source``: name of the drafter.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        pool: KVPool,
-        source: str,
-        *,
-        independent: bool = False,
-    ) -> None:
+    def __init__(self, decoder: Decoder, pool: KVPool, source: str) -> None:
         self._decoder, self._pool, self._source = decoder, pool, source
         self._sampler = sampler = decoder.sampler
         self._gap_models = default_gap_models()  # by whether tokens are sampled
-        self._independent = independent
         # Asked once: whether an object keeps a protocol takes as long as a small matrix.
         self._device_sampler = sampler if isinstance(sampler, DeviceSampler) else None
-        self._row_passes = None if independent else decoder.row_passes(pool)
+        self._row_passes = decoder.row_passes(pool)
         self._draws = SamplingPlan((), ())  # of the last pass that chose tokens
-        self._draws_on_device = self._device_sampler is not None and not independent
 
     def tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
         """The draft of a request, still empty."""
@@ -170,7 +160,7 @@ class TreeGrower:
             return Opened(nodes, self._best_of_rows(self._row_passes, segments, nodes, rows))
         page_size = self._pool.page_size
         batch = self._decoder.batch(segments, page_size=page_size, device_tokens=device_tokens)
-        draws = self._draws_of(nodes, rows) if self._draws_on_device else None
+        draws = self._draws_of(nodes, rows) if self._device_sampler is not None else None
         output = self._decoder.forward(batch, self._pool, Wanted(draws))
         return self._choose(nodes, rows, output)
 
@@ -199,11 +189,10 @@ class TreeGrower:
         if output.best is not None:
             return Opened(nodes, output.best.bests())
         wants_best = any(tree.wants_best for tree, _ in nodes)
-        if self._device_sampler is not None and not (wants_best or self._independent):
+        if self._device_sampler is not None and not wants_best:
             begun = self._device_sampler.begin(output.logits, rows)
             return Opened(nodes, begun)
-        best = choose(nodes, output.logits, rows, self._sampler, independent=self._independent)
-        return Opened(nodes, best)
+        return Opened(nodes, choose(nodes, output.logits, rows, self._sampler))
 
 
 def _num_rows(segments: Sequence[Segment]) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-import torch
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ...core.interface.plan import ScheduledRequest
 from ...core.ops.batch import SamplingPlan
 from ...core.sampling.logits_processors import SampleRow
-from ...core.sampling.rejection import SampledDraft, draw
 from ...core.sampling.sampler import DraftVocab, PendingBest, Sampler
 from ...core.sampling.verifier import Best, SampledToken
 from ..control.outcome import NUM_BEST, DraftNote
@@ -84,7 +82,6 @@ class TreeGrowth:
     most_levels: int = ANY_LEVEL
     nodes: list[_Node] = field(default_factory=list)
     rankings: dict[int, _Ranking] = field(default_factory=dict)  # by expanded node, ROOT among them
-    drawn_from: list[Tensor] = field(default_factory=list)  # [vocab] each, where it matters
     pass_rows: list[int] = field(default_factory=list)  # of each level computed, one after another
     plan: DraftPlan = field(init=False)
     _root: _Node = field(init=False)
@@ -285,17 +282,13 @@ class TreeGrowth:
             stack += self._kept_children(self.nodes[node], kept)
         indices = {node: at for at, node in enumerate(order)} | {ROOT: -1}
         parents = [indices[self.nodes[node].parent] for node in order]
-        draft = Draft(
+        return Draft(
             token_ids=[self.nodes[node].token_id for node in order],
             sources=tuple(self.nodes[node].source for node in order),
             parents=() if parents == list(range(-1, len(order) - 1)) else parents,
             survival=[self.nodes[node].own_survival for node in order],
             note=note,
         )
-        if self.drawn_from and order:
-            probs = torch.stack(self.drawn_from[: len(order)])
-            return SampledDraft(draft.token_ids, draft.sources, note=note, probs=probs)
-        return draft
 
     def _kept_children(self, node: _Node, kept: set[int]) -> list[int]:
         """The least likely first, for a stack."""
@@ -360,27 +353,18 @@ def choose(
     rows: Sequence[SampleRow],
     sampler: Sampler,
     *,
-    independent: bool = False,
     draft_vocab: DraftVocab | None = None,
 ) -> list[Best]:
     """Choose what may follow each node, by its logits; nothing where these are not sound.
 
-    By the target's own sampler, or ``independent``, as rejection sampling wants it.
     ``draft_vocab``: the tokens that the logits are of, unless they are the whole vocabulary.
     """
-    wants_best = not independent and any(tree.wants_best for tree, _ in nodes)
-    if wants_best:
+    if any(tree.wants_best for tree, _ in nodes):
         return sampler.best(logits, rows, NUM_BEST, draft_vocab=draft_vocab)
-    if draft_vocab is not None and not independent:
+    if draft_vocab is not None:
         first = sampler.best(logits, rows, 1, draft_vocab=draft_vocab)
         return [Best(each.token_ids, (), each.error) for each in first]
-    logits = logits.float() if draft_vocab is None else draft_vocab.widened(logits)
-    if independent:
-        choices, drawn_from = draw(logits, rows)
-        for (tree, _), probs in zip(nodes, drawn_from, strict=True):
-            tree.drawn_from.append(probs)
-        return drawn_alone(choices)
-    return drawn_alone(sampler.sample(logits, rows))
+    return drawn_alone(sampler.sample(logits.float(), rows))
 
 
 def draws_of(

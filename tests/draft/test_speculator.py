@@ -313,12 +313,11 @@ def test_a_request_may_fix_its_own_depth() -> None:
     assert plan.num_rows == 3
 
 
-@pytest.mark.parametrize(("adapts", "expected"), [(True, 14), (False, 2)])
-def test_auto_means_the_fixed_depth_where_adapting_would_bias(adapts, expected) -> None:
-    bench = Bench(depth=2, adapts=adapts)
+def test_a_request_may_ask_for_auto_where_the_depth_is_fixed() -> None:
+    bench = Bench(depth=2)
     bench.tell(TEXT[:6], TEXT[6:])
     (plan,) = bench.plan(bench.request(TEXT[:10], depth="auto"))
-    assert plan.depth == expected
+    assert plan.depth == 14
 
 
 @pytest.mark.parametrize("depth", ["auto", 8])

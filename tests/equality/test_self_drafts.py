@@ -81,7 +81,6 @@ def test_models_that_cannot_draft_for_themselves_are_refused_by_reason(tmp_path)
         ({"backend": "torch"}, ModelLoadError, "needs the native kernels"),
         ({"quantize": "int4"}, InvalidRequest, "rounds weights of 8 bits or more"),
         ({"model_impl": "transformers"}, ModelLoadError, "computed by transformers"),
-        ({"verify": "rejection", "speculation": 2}, InvalidRequest, "of rejection"),
     ):
         with pytest.raises(error, match=reason):
             LLM(folder, draft="self", device="cpu", **options)  # type: ignore[arg-type]

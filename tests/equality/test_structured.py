@@ -14,6 +14,7 @@ import pytest
 from foretoken import LLM, Completion, ForetokenError, InvalidRequest, SamplingParams
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.structured.grammar_text import json_rule
+from foretoken.bench.common.oracle import oracles
 from support.random_schemas import random_schema
 from support.tiny_pair import write_pair
 
@@ -126,7 +127,7 @@ def test_no_source_and_no_batch_changes_a_token(pair, plain, draft, options) -> 
     params = asked()
     order = sorted(plain, key=lambda index: index * 7 % len(plain)) * 2  # a retry of each, too
     texts = prompts(params)
-    with make_llm(pair, draft, **options) as llm:
+    with oracles(0.6), make_llm(pair, draft, **options) as llm:
         answers = llm.generate([texts[i] for i in order], [params[i] for i in order])
         num_preempted = llm._llm.engine.scheduler.num_preemptions
     for index, answer in zip(order, answers, strict=True):
@@ -182,15 +183,6 @@ def test_choices_of_one_prompt_follow_the_grammar_each_by_itself(drafting: LLM) 
     assert len(set(texts)) == 4
     for text in texts:
         jsonschema.validate(json.loads(text), RECORD)
-
-
-def test_rejection_sampling_keeps_the_form(pair) -> None:
-    params = [SamplingParams(json_schema=RECORD, max_tokens=96, seed=i) for i in range(6)]
-    with make_llm(pair, "lm", verify="rejection", speculation=4) as llm:
-        answers = llm.generate(prompts(params), params)
-    for answer in answers:
-        jsonschema.validate(json.loads(answer.text), RECORD)
-    check_forced(answers)
 
 
 def test_a_complete_answer_ends_whatever_would_keep_it_going(drafting: LLM) -> None:

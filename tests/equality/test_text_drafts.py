@@ -10,7 +10,6 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.api.build.model_files import BUILTIN, smollm2_file
-from foretoken.core.errors import InvalidRequest
 
 FILE = smollm2_file()
 pytestmark = [
@@ -61,9 +60,3 @@ def test_no_token_depends_on_the_draft(pair, speculation) -> None:
         found, accepted = answers(llm)
     assert found == expected
     assert accepted > 0 or speculation == "auto"
-
-
-def test_rejection_sampling_has_no_drafts_by_text() -> None:
-    with pytest.raises(InvalidRequest, match="coupled") as caught:
-        LLM(FILE, draft_vocab="any", verify="rejection", speculation=2, device="cpu")
-    assert caught.value.param == "draft_vocab"

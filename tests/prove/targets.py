@@ -62,7 +62,6 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
         "PrefixCache.return_newly_allocated_pages",
     ),
     _VERIFY: ("VerifyRequest.child", "VerifyRequest.follow", "verified", "_Walk.take", "_waves"),
-    ("core/sampling/test_rejection.py",): ("_choose", "_accepted", "_remains"),
     ("core/sampling/test_logits_processors.py", "core/interface/test_constraint.py"): (
         "_edit", "_penalise", "_history", "SampleRow.banned_by_words", "EncodedSampling.ask",
     ),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from foretoken.api.types.sampling_params import SamplingParams
+from foretoken.bench.common.oracle import OracleSource
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
 from foretoken.core.execution.step_layout import table_slots
@@ -36,7 +37,6 @@ from foretoken.draft.control.cost_model import CostModel, StepProfile
 from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.draft.proposers.self_draft import SelfProposer
-from foretoken.draft.sources.oracle import OracleSource
 from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.prefix import PrefixSource
 from foretoken.draft.sources.source import Source
@@ -175,7 +175,7 @@ SOURCES: dict[str, Callable[[], list[Source]]] = {
     "suffix": lambda: [SuffixSource()],
     "ngram": lambda: [SuffixSource(own_only=True)],
     "prediction": lambda: [PredictionSource()],
-    "oracle": lambda: [OracleSource(0.7, 256)],
+    "oracle": lambda: [OracleSource(0.7)],
     "all": lambda: [
         PredictionSource(),
         PrefixSource(),

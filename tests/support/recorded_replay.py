@@ -327,7 +327,7 @@ def _verified(request: Request, answer: array[int], draft: Draft) -> RequestOutp
 
 def speculator(controller: Controller, acceptance: AcceptanceModel) -> DraftSpeculator:
     """Look-ups as ``--draft auto`` has them; a decision takes no time."""
-    sources = make_sources(DraftSpec(AUTO), VOCAB_SIZE)
+    sources = make_sources(DraftSpec(AUTO))
     return DraftSpeculator(sources, controller, acceptance, clock=lambda: 0.0)
 
 

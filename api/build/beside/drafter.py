@@ -73,7 +73,7 @@ class Drafter:
         return next((each for each in self.with_pool if isinstance(each, JoinedHead)), None)
 
     def make_proposer(
-        self, pool: KVPool, own_pools: Sequence[KVPool], *, independent: bool
+        self, pool: KVPool, own_pools: Sequence[KVPool]
     ) -> tuple[Proposer | None, Model | TriedProposer | None]:
         """Make the proposer, and name what to measure the price of its passes by.
 
@@ -84,14 +84,14 @@ class Drafter:
             return None, None
         own_pool = own_pools[0] if own_pools else pool
         if isinstance(draft, JoinedHead):
-            head = draft.proposer(own_pool, independent=independent)
+            head = draft.proposer(own_pool)
             return head, head
         if own_pool is pool:
             return SelfProposer(draft, pool), (draft, pool)
         if self.texts is not None:
             theirs, own = self.texts
             return TextProposer(draft, own_pool, target=theirs, own=own), (draft, own_pool)
-        return LmProposer(draft, own_pool, independent=independent), (draft, own_pool)
+        return LmProposer(draft, own_pool), (draft, own_pool)
 
 
 @timed("drafter")

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
+from ...common.oracle import oracles
 from ...common.report import Spread
 from ...phases.data import Depth
 from ...phases.measure import Lab, Served
@@ -18,7 +19,7 @@ from .bed import PAGE_SIZE
 from .lab import open_lab, plant, random_prompts
 from .stage import QWEN, SMALL, Stage
 
-ORACLE = "oracle:0.8"
+ACCURACY = 0.8
 DEPTHS: tuple[Depth, ...] = (0, 4, "auto")
 BATCHES = (1, 4, 16, 64)
 REPEATS = 3
@@ -38,19 +39,25 @@ async def _model(stage: Stage, name: str) -> None:
     options = {
         "kv_tokens": 2 * batches[-1] * room,
         "max_batch_tokens": 1024,
-        "draft": ORACLE,
         "speculation": "auto",
     }
-    async with open_lab(stage, stage.place.shape(name), **options) as lab:
-        prompts = random_prompts(batches[-1], context + 1, lab.built.vocab_size)
-        plant(lab.built.engine, prompts)
-        for batch in batches:
-            with stage.part(f"{name}, batch {batch}"):
-                await _batch(stage, lab, name, prompts[:batch], length)
-        timed = Round(lab.built.engine)
-        for batch in reversed(batches):  # where the host has most to do, first
-            with stage.part(f"{name}, batch {batch}, the host"):
-                await _host(stage, lab, timed, name, prompts[:batch], length)
+    with oracles(ACCURACY) as (oracle,):
+        async with open_lab(stage, stage.place.shape(name), draft=oracle, **options) as lab:
+            await _batches(stage, lab, name, batches, context, length)
+
+
+async def _batches(
+    stage: Stage, lab: Lab, name: str, batches: Sequence[int], context: int, length: int
+) -> None:
+    prompts = random_prompts(batches[-1], context + 1, lab.built.vocab_size)
+    plant(lab.built.engine, prompts)
+    for batch in batches:
+        with stage.part(f"{name}, batch {batch}"):
+            await _batch(stage, lab, name, prompts[:batch], length)
+    timed = Round(lab.built.engine)
+    for batch in reversed(batches):  # where the host has most to do, first
+        with stage.part(f"{name}, batch {batch}, the host"):
+            await _host(stage, lab, timed, name, prompts[:batch], length)
 
 
 async def _batch(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from .proposer import HeadProposer
 Tensors: TypeAlias = dict[str, Tensor]
 ConfigT = TypeVar("ConfigT", bound=TapConfig)
 HeadT = TypeVar("HeadT", bound=Head)
+MakeProposer: TypeAlias = Callable[[KVPool, OwnDecoder], HeadProposer]
+"""Makes what drafts with a packed head, from the pool of the KV that it reads and the target."""
 
 
 class ParsedHead(NamedTuple):
@@ -35,13 +37,6 @@ class ParsedHead(NamedTuple):
 
     config: TapConfig
     shifted_taps: Taps | None = None
-
-
-class MakeProposer(Protocol):
-    """Makes what drafts with a packed head."""
-
-    def __call__(self, pool: KVPool, target: OwnDecoder, *, independent: bool) -> HeadProposer:
-        """``pool``: of the KV that it reads. ``independent``: for rejection sampling."""
 
 
 def no_spare_pages(page_size: int) -> int:  # noqa: ARG001

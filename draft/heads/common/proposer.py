@@ -96,20 +96,19 @@ class Drafting(ABC):
 class HeadProposer(ABC):
     """Follows the target's KV and grows trees, or chains.
 
-    ``head``: what is left of the module when its layers are packed. ``independent``: drafts for
-    rejection sampling, drawn with noise of their own.
+    ``head``: what is left of the module when its layers are packed.
     """
 
     head: Head
     keeps_node_kv = False  # whether KV of draft tokens lies in the pool until a step is verified
 
-    def __init__(self, head: Head, pool: KVPool, target: OwnDecoder, *, independent: bool) -> None:
+    def __init__(self, head: Head, pool: KVPool, target: OwnDecoder) -> None:
         self.head, self.config, self.pool = head, head.config, pool
         config, draft_ids = head.config, head.draft_ids
         self.dtype, self.device = pool.dtype, pool.data.device
         self.head_kv = HeadKV(config, pool, self.write_head_kv)
-        self._sampler, self._independent = target.sampler, independent
-        self._draws_on_device = isinstance(target.sampler, DeviceSampler) and not independent
+        self._sampler = target.sampler
+        self._draws_on_device = isinstance(target.sampler, DeviceSampler)
         self._draft_vocab = None if draft_ids is None else DraftVocab(draft_ids, config.vocab_size)
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
         self._gap_models = default_gap_models()  # by whether tokens are sampled
@@ -132,11 +131,11 @@ class HeadProposer(ABC):
 
     @property
     def traits(self) -> ProposerTraits:
-        """Traits for prices; a draft for rejection sampling has all tokens, whatever they cost."""
+        """Traits for prices."""
         return ProposerTraits(
             tokens_per_pass=self.config.tokens_per_pass,
             catches_up=False,  # its KV is written from the target's own passes
-            weighs=not self._independent,
+            weighs=True,
         )
 
     def warm_up(self, max_len: int, num_best: int) -> None:
@@ -291,10 +290,7 @@ class HeadProposer(ABC):
         elif scored.tokens is not None:
             found = drawn_alone(scored.tokens.choices())
         else:
-            found = choose(
-                nodes, scored.logits, rows, self._sampler,
-                independent=self._independent, draft_vocab=self._draft_vocab,
-            )  # fmt: skip
+            found = choose(nodes, scored.logits, rows, self._sampler, draft_vocab=self._draft_vocab)
         for (tree, node), best in zip(nodes, found, strict=True):
             tree.expand(node, best)
 

@@ -32,7 +32,7 @@ class Third(BareProposer):
 @pytest.mark.parametrize(("speculation", "count"), [("auto", 0), ("off", 0), (4, 1)])
 def test_a_depth_without_a_drafter_is_told(speculation, count, caplog) -> None:
     config = EngineConfig(draft="none", speculation=speculation)
-    speculator, _ = make_speculator(config, DraftSpec(), 256, overlaps=False)
+    speculator, _ = make_speculator(config, DraftSpec(), overlaps=False)
     assert speculator is NO_SPECULATION
     assert caplog.text.count("drafts nothing") == count
 
@@ -46,7 +46,6 @@ def test_any_proposer_is_priced_by_its_traits(tokens_per_pass, catches_up, weigh
     speculator, costs = make_speculator(
         EngineConfig(),
         spec,
-        100,
         overlaps=False,
         proposer=third,  # type: ignore[arg-type]
     )

@@ -41,8 +41,7 @@ def test_auto_takes_the_layer_and_the_log_names_its_memory(
 def test_the_layer_is_named_alone_or_in_a_list(folder: Path) -> None:
     assert built(folder, draft="mtp").drafters == ("mtp",)
     assert built(folder, draft="auto,mtp").drafters == (*LOOK_UPS, "mtp")
-    fixed = {"speculation": 2, "verify": "rejection"}
-    assert built(folder, draft="mtp", **fixed).drafters == ("mtp",)
+    assert built(folder, draft="mtp", speculation=2).drafters == ("mtp",)
     assert built(folder, draft="suffix").drafters == ("suffix",)
 
 

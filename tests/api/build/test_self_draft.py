@@ -41,11 +41,7 @@ def test_auto_alone_tries_the_model_itself_and_only_where_drafts_have_prices() -
     assert parse_draft(EngineConfig(), own_draft=None) == DraftSpec(LOOK_UPS, "self", True)
     own = parse_draft(EngineConfig(), own_draft=Path("own"))
     assert (own.model, own.may_lack_model) == ("own", False)
-    for options in (
-        {"speculation": 4},
-        {"verify": "rejection", "speculation": 2},
-        {"quantize": "int8"},
-    ):
+    for options in ({"speculation": 4}, {"quantize": "int8"}):
         assert parse_draft(EngineConfig(**options), own_draft=None).model is None
     assert parse_draft(EngineConfig(draft="auto,ngram"), own_draft=None).model is None
 

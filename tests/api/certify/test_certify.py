@@ -142,19 +142,11 @@ def test_a_report_that_cannot_be_written_is_told_before_the_passes(tmp_path, cap
     assert "--out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--exact", "off"], "--exact off"),
-        (["--verify", "rejection", "--speculation", "4"], "reje"),
-    ],
-    ids=str,
-)
-def test_without_exact_bits_the_reason_is_reported_with_code_3(options, reason, tmp_path, capsys):
+def test_without_exact_bits_the_reason_is_reported_with_code_3(tmp_path, capsys):
     out = str(tmp_path / "c")
-    args = ["certify", "builtin", "--requests", "2", "--threads", "1", "--out", out, *options]
-    assert commands.main(args) == 3
-    assert f"exact: false: {reason}" in capsys.readouterr().out.replace("--verify ", "")
+    args = ["certify", "builtin", "--requests", "2", "--threads", "1", "--out", out]
+    assert commands.main([*args, "--exact", "off"]) == 3
+    assert "exact: false: --exact off" in capsys.readouterr().out
     report = json.loads((tmp_path / "c.json").read_text())
     assert (report["exact"], report["passes"]) == (False, [])
     assert report["weights"][0]["sha256"]

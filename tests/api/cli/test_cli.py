@@ -56,7 +56,7 @@ def test_version_and_help_are_instant_and_torch_free():
         ["serve", "--max-model-len", "1"], ["serve", "--threads", "0"],
         ["serve", "--threads", "100000"],
         ["serve", "--api-key", ""], ["serve", "--drain-seconds", "nan"],
-        ["serve", "--quantize", "int3"], ["serve", "--verify", "rejection"], ["serve", "a", "b"],
+        ["serve", "--quantize", "int3"], ["serve", "a", "b"],
         ["serve", "--generation-config", "auto"], ["serve", "--override-generation-config", "{"],
         ["run", "x", "--override-generation-config", '{"temp": 1}'],
         ["chat", "--override-generation-config", '{"top_p": 2}'],
@@ -126,7 +126,7 @@ def test_the_model_may_be_a_flag_before_or_behind_the_prompt(args):
 def test_every_engine_option_is_a_flag_of_every_command():
     flags = {
         "draft": "none", "draft-vocab": "any", "speculation": "5",
-        "verify": "coupled", "exact": "off", "device": "cpu",
+        "exact": "off", "device": "cpu",
         "backend": "torch",
         "dtype": "float32", "quantize": "none", "kv-cache-dtype": "int8", "kv-tokens": "64",
         "page-size": "1", "pin-quota": "0.5", "cache-quota": "0.4", "max-model-len": "99",
@@ -231,15 +231,15 @@ def test_the_cost_line_is_honest_about_a_draw_of_nothing():
     )
 
 
-def test_the_cost_line_names_every_source_and_marks_what_is_simulated():
+def test_the_cost_line_names_every_source():
     usage = foretoken.Usage(
         completion_tokens=9, verify_steps=6, proposed_tokens=12, accepted_tokens=3,
-        proposed_by_source={"ngram": 8, "oracle:0.8": 4}, accepted_by_source={"oracle:0.8": 3},
+        proposed_by_source={"ngram": 8, "radix": 4}, accepted_by_source={"radix": 3},
         time_to_first_token=0.01, total_time=0.05,
     )  # fmt: skip
     assert terminal.cost_line(usage) == (
         "[9 tokens in 6 steps, 1.50 tokens/step, 3 of 12 draft tokens accepted (ngram 0 of 8, "
-        "oracle:0.8 3 of 4 (simulated)), 0 of 0 prompt tokens cached, first token 10 ms, "
+        "radix 3 of 4), 0 of 0 prompt tokens cached, first token 10 ms, "
         "then 200 tokens/s]"
     )
 

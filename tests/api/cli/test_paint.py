@@ -12,7 +12,7 @@ from foretoken.api.cli.terminal.terminal import COLOURS, Painter, Palette
 from foretoken.api.text.detokenizer import AnswerText
 from foretoken.api.types.results import TextDelta
 
-SOURCES = ["", "ngram", "model", "oracle:0.8"]
+SOURCES = ["", "ngram", "model", "mtp"]
 
 
 class Letters:

@@ -17,7 +17,6 @@ from foretoken.core.interface.sampling import (
     TokenSamplingParams,
 )
 from foretoken.core.sampling.logits_processors import SampleRow, apply_processors
-from foretoken.core.sampling.rejection import probabilities
 from foretoken.core.sampling.verifier import ALL_BANNED, VerifyRequest, sample, verify
 
 VOCAB, STOP = 8, 7
@@ -116,13 +115,6 @@ def test_a_draft_is_followed_while_it_is_allowed_and_changes_no_token(draft, num
     assert verified.error is None
     assert verified.num_accepted == num_right
     assert verified.token_ids == (1, 2, 3, STOP)[: num_right + 1]
-
-
-def test_rejection_sampling_gives_what_is_not_allowed_no_chance() -> None:
-    rows = [make_row(Table({(): [1, 2]}), temperature=1.0)]
-    probs, errors = probabilities(torch.zeros(1, VOCAB), rows)
-    assert errors == [None]
-    assert probs[0].tolist() == [0, 0.5, 0.5, 0, 0, 0, 0, 0]
 
 
 def test_what_is_kept_of_a_request_goes_with_it() -> None:

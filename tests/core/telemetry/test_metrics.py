@@ -446,15 +446,15 @@ def test_idle_time_does_not_count(logged: Logged) -> None:
 def test_a_line_a_minute_tells_acceptance_sources_and_what_decides(logged: Logged) -> None:
     logged.decision = {"depth": 3, "because": "a third token costs more than it brings"}
     logged.serve([], 0)
-    logged.serve(["ngram", "ngram", "oracle:0.8"], 3)
+    logged.serve(["ngram", "ngram", "radix"], 3)
     logged.serve(["ngram"], 0)
     assert logged.tick_at(59.9) == []
     assert logged.asked == 0
     assert logged.tick_at(60.0) == [
         "speculation in the last 60 s: 6 tokens in 3 steps (2.00 a step); "
         "acceptance length 2.50 over 2 drafts; "
-        "acceptance rate 75%: ngram 2 of 3, oracle:0.8 1 of 1 (simulated); "
-        "tokens from ngram 33%, oracle:0.8 17%, the target itself 50%; "
+        "acceptance rate 75%: ngram 2 of 3, radix 1 of 1; "
+        "tokens from ngram 33%, radix 17%, the target itself 50%; "
         "controller: depth=3, because=a third token costs more than it brings"
     ]
 

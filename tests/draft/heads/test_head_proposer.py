@@ -23,6 +23,7 @@ from torch import Tensor
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.interface.draft import Draft, DraftPlan
 from foretoken.core.interface.plan import ScheduledRequest
+from foretoken.core.interface.protocols import ProposerTraits
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
@@ -257,10 +258,8 @@ def test_without_head_kv_there_is_no_draft_and_what_was_looked_up_is_not_the_hea
 @pytest.mark.parametrize("kind", MANY)
 def test_a_head_says_how_it_works(target, kind) -> None:
     joined = join_random(kind, target)
-    found = [proposer_of(kind, joined, independent=each).traits for each in (False, True)]
-    assert [each.weighs for each in found] == [True, False]
-    expected = {(tiny(kind).tokens_per_pass, False)}
-    assert {(each.tokens_per_pass, each.catches_up) for each in found} == expected
+    expected = ProposerTraits(tiny(kind).tokens_per_pass, catches_up=False, weighs=True)
+    assert proposer_of(kind, joined).traits == expected
 
 
 @pytest.mark.parametrize("kind", MANY)
@@ -511,29 +510,3 @@ def test_a_head_that_knows_the_target_is_always_right(folder) -> None:
         request = unit.add("a", prompt_of(21), 60, temperature)
         unit.driver.run()
         assert request.usage.accepted_tokens == request.usage.proposed_tokens > 20
-
-
-@pytest.mark.parametrize("kind", kinds_with_kv())
-def test_independent_drafts_say_what_they_were_drawn_from(folder, kind) -> None:
-    target = load_decoder(folder)
-    proposer = make_proposer(kind, target, independent=True)
-    found: list[Draft] = []
-    propose = proposer.propose
-
-    def kept(rows: Sequence[ScheduledRequest]) -> list[Draft]:
-        found.extend(drafts := propose(rows))
-        return drafts
-
-    proposer.propose = kept  # type: ignore[method-assign]
-    runner = ModelRunner(
-        target, target.make_pool(NUM_PAGES, page_size=PAGE_SIZE), proposer, rejection=True
-    )
-    unit = Unit(target, proposer)
-    unit.driver.runner = runner  # type: ignore[assignment]
-    unit.add("a", prompt_of(21), 20, 1.0)
-    unit.driver.run()
-    assert len(found) > 2
-    for draft in found:
-        probs = draft.probs  # type: ignore[attr-defined]
-        assert probs.shape == (len(draft.token_ids), VOCAB_SIZE)
-        torch.testing.assert_close(probs.sum(-1), torch.ones(len(probs)))

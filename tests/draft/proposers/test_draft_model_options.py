@@ -1,4 +1,4 @@
-"""Options of a drafting model: what it reports beside its tokens, and how it may draw them."""
+"""Options of a drafting model: what it reports beside its tokens, and how it draws them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.draft import DraftPlan
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
@@ -18,10 +18,8 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.sampling.logits_processors import SampleRow
-from foretoken.core.sampling.rejection import SampledDraft, draw
 from foretoken.core.sampling.verifier import sample
 from foretoken.draft.proposers.lm_proposer import LmProposer
-from support.drafts import with_drafts
 from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 256, 4, 120
@@ -55,21 +53,6 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
     return ids
-
-
-def test_beside_looked_up_tokens_a_draft_for_rejection_sampling_is_drawn_all_the_same(pair) -> None:
-    """To choose between them after a look at what was drawn would bias the answer."""
-    row = row_of(prompt_of(9), temperature=1.0)
-    known = Draft([1, 2, 3, 4], ("suffix",) * 4, survival=(0.99, 0.98, 0.97, 0.96))
-    proposers = [proposer_of(pair[1], independent=True) for _ in range(2)]
-    assert not proposers[0].traits.weighs
-    assert proposer_of(pair[1]).traits.weighs
-    (alone,), (beside,) = (
-        proposer.propose([each])
-        for proposer, each in zip(proposers, (row, with_drafts(row, draft=known)), strict=True)
-    )
-    assert isinstance(beside, SampledDraft)
-    assert beside.token_ids == alone.token_ids
 
 
 def logits_after(decoder: Decoder, tokens: Sequence[int], tail: Sequence[int]) -> torch.Tensor:
@@ -125,35 +108,6 @@ def test_where_the_context_ends_there_is_no_backlog(pair) -> None:
     row = replace(row, page_ids=array("q", range(pool.num_pages)))
     (draft,) = LmProposer(pair[1], pool).propose([row])
     assert (draft.note.num_uncached, len(draft.token_ids)) == (0, 0)
-
-
-# ---- independent -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", [{}, {"temperature": 0.0}, {"top_k": 5}], ids=str)
-def test_independent_drafts_come_with_what_they_were_drawn_from(pair, form) -> None:
-    proposer = proposer_of(pair[1], independent=True)
-    prompt = prompt_of(20)
-    (draft,) = proposer.propose([row_of(prompt, **form)])
-    assert isinstance(draft, SampledDraft)
-    assert draft.probs is not None
-    assert len(draft.token_ids) == 4
-    for at, (token, probs) in enumerate(zip(draft.token_ids, draft.probs, strict=True)):
-        tail = tuple(draft.token_ids[:at])
-        row = SampleRow(array("q", prompt), row_of(prompt, **form).sampling, tail)
-        logits = logits_after(pair[1], prompt, tail)[None]
-        (choice,), (expected,) = draw(logits, [row])
-        assert choice.token_id == token
-        assert torch.allclose(probs, expected, atol=1e-6)
-
-
-def test_independent_drafts_are_not_drawn_with_the_verifiers_noise(pair) -> None:
-    prompt = prompt_of(20)
-    pairs = [
-        [proposer_of(pair[1], independent=kind).propose([row])[0].token_ids for kind in (1, 0)]
-        for row in (row_of(prompt, seed=seed) for seed in range(6))
-    ]
-    assert sum(independent != coupled for independent, coupled in pairs) > 3
 
 
 # ---- the target's noise ------------------------------------------------------------------------

@@ -30,14 +30,6 @@ MUTATIONS = (
         "no step is planned for a proposer that was given up",
     ),
     Mutation(
-        "lm-weighs-drafts-for-rejection-sampling",
-        "LmProposer.traits",
-        "weighs=not self._independent",
-        "weighs=True",
-        ("test_beside_looked_up_tokens_a_draft_for_rejection_sampling_is_drawn_all_the_same",),
-        "a draft for rejection sampling does not depend on what was drawn",
-    ),
-    Mutation(
         "observer-ends-the-engine",
         "Observers._notify",
         "            self._count_failure()\n",

@@ -1,4 +1,4 @@
-"""Mistakes in verifying drafts: the sampler, its noise, rejection sampling."""
+"""Mistakes in verifying drafts: the sampler and its noise."""
 
 from __future__ import annotations
 
@@ -60,22 +60,6 @@ MUTATIONS = (
         "if not token_id < size:",
         ("test_tokens_outside_the_vocabulary_are_refused",),
         "a token id of -1 silently wraps",
-    ),
-    Mutation(
-        "rejection-accepts-unknown-tokens",
-        "_accepted",
-        "return [a and b for a, b in zip(",
-        "return [a for a, _ in zip(",
-        ("test_rejection.py::test_a_draft_token_outside_the_vocabulary_is_never_accepted",),
-        "a draft id outside the vocabulary is never accepted",
-    ),
-    Mutation(
-        "rejection-drafts-with-the-verifiers-noise",
-        "draw",
-        "seeds = [purpose_seed(row.sampling.seed, _DRAFT) for row in rows]",
-        "seeds = [row.sampling.seed for row in rows]",
-        ("test_a_drafters_draws_are_not_the_verifiers",),
-        "drawing and judging a draft are independent",
     ),
     Mutation(
         "graph-chooses-for-edited-rows",

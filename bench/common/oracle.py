@@ -1,21 +1,32 @@
-"""OracleSource: simulates an acceptance rate, for benchmarks, by spoiling a recorded answer."""
+"""OracleSource: simulates an acceptance rate by spoiling a recorded answer."""
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
+from unittest.mock import patch
 
 import numpy as np
 
-from ...core.errors import InvalidRequest
+from ...api.build.drafts import FREE
 from ...core.interface.request import Request
+from ...draft.sources.source import Guess, Priors, Source
 from ...radix_cache.namespaces import FlushedNamespaces
-from .source import Guess, Priors, Source
 
 Key = tuple[str | None, bytes]
 """A namespace, and a digest of the prompt."""
+
+
+@contextmanager
+def oracles(*accuracies: float) -> Iterator[tuple[str, ...]]:
+    """Let ``draft`` name oracles of these accuracies, from 0 to 1; yields their names."""
+    made = {f"oracle:{accuracy}": partial(OracleSource, accuracy) for accuracy in accuracies}
+    with patch.dict(FREE, made):
+        yield tuple(made)
 
 
 class OracleSource(Source):
@@ -23,18 +34,13 @@ class OracleSource(Source):
 
     Each token is right with probability ``accuracy``, drawn from the request's seed and the
     position. The guess depends on the position alone, not on the tokens so far. The last answers
-    are kept, ``max_tokens`` in all. Raises `InvalidRequest` for an accuracy outside 0..1.
+    are kept, ``max_tokens`` in all. Its counts are labelled as simulated by its name.
     """
 
-    def __init__(self, accuracy: float, vocab_size: int, *, max_tokens: int = 1_000_000) -> None:
-        if not 0 <= accuracy <= 1:
-            raise InvalidRequest(
-                f"draft: the accuracy of oracle must be from 0 to 1, not {accuracy}", param="draft"
-            )
-        self.name = f"oracle:{accuracy}"
+    def __init__(self, accuracy: float, *, max_tokens: int = 1_000_000) -> None:
+        self.name = f"oracle:{accuracy} (simulated)"
         self.priors = Priors.constant(accuracy)
         self._accuracy = accuracy
-        self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._num_kept = 0  # tokens of answers
         self._answers: OrderedDict[Key, array[int]] = OrderedDict()
@@ -80,10 +86,10 @@ class OracleSource(Source):
         return self._spoil(self._answers[key], request.sampling.seed)
 
     def _spoil(self, answer: array[int], seed: int) -> array[int]:
-        """Replace each token whose draw fails by the next id of the vocabulary."""
+        """Replace each token whose draw fails by the id before it, 0 by 1."""
         token_ids = np.array(answer, np.int64)
         wrong = np.random.default_rng(seed).random(len(answer)) >= self._accuracy
-        spoilt = np.where(wrong, (token_ids + 1) % self._vocab_size, token_ids)
+        spoilt = np.where(wrong, np.abs(token_ids - 1), token_ids)
         return array("q", spoilt.tobytes())
 
 
