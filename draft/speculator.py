@@ -16,6 +16,7 @@ from itertools import zip_longest
 from typing import Literal
 
 import numpy as np
+from typing_extensions import override
 
 from ..core.interface.draft import NO_DRAFT, NO_DRAFT_PLAN, DraftPlan
 from ..core.interface.output import RequestOutput, StepOutput
@@ -81,8 +82,8 @@ class DraftSpeculator(Speculator):
 
     # -- plan -----------------------------------------------------------------------------------
 
+    @override
     def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
-        """Whether nothing would be drafted, once each has ``num_new_tokens`` more tokens."""
         if self._uses_proposer and any(each.request_id in self._states for each in requests):
             return False  # it drafts, whatever is looked up beside it
         return all(self._finds_nothing(request, num_new_tokens) for request in requests)
@@ -319,16 +320,16 @@ class DraftSpeculator(Speculator):
             self._indexer.leave(request)
             self.acceptance.forget(request.request_id)
 
+    @override
     def has_work(self) -> bool:
-        """Whether there may be something to index."""
         return self._indexer.has_work
 
     def work(self) -> None:
         """Index new tokens."""
         self._indexer.work()
 
+    @override
     def flush(self, *namespaces: str | None) -> None:
-        """Forget the tokens of these namespaces, of all when none is named."""
         self._indexer.keep()
         for source in self._sources:
             source.flush(*namespaces)
@@ -340,12 +341,12 @@ class DraftSpeculator(Speculator):
             working[PROPOSER] = not self._lost_proposer
         return working
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """Describe the decisions since the last call, for the log."""
         return self.controller.describe()
 
+    @override
     def row_price(self, num_requests: int) -> RowPrice | None:
-        """Return the cost of a row that the controller uses; None until costs are measured."""
         costs, count = self.controller.costs, max(1, num_requests)
         if not costs.is_ready:
             return None

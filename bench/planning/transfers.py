@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from typing_extensions import override
+
 from ...core.interface.transfers import PageOffer, PageReader, PageServer, PoolMemory, Region
 from ...radix_cache import HeldPages, TransferLocks
 
@@ -24,15 +26,10 @@ class VirtualServer(PageServer):
     def __init__(self, locks: TransferLocks, memory: PoolMemory) -> None:
         self.locks = locks
         self.sent: list[bytes] = []  # by readers, since `notes`
-        self._memory = memory
+        self.memory = memory
 
-    @property
-    def memory(self) -> PoolMemory:
-        """See `PageServer.memory`."""
-        return self._memory
-
+    @override
     def notes(self) -> Sequence[bytes]:
-        """See `PageServer.notes`."""
         found, self.sent = self.sent, []
         return found
 
@@ -64,12 +61,8 @@ class VirtualReader(PageReader):
     """Reads pools of a network, ``capacity`` pages in a call; belongs to the I/O thread."""
 
     def __init__(self, network: Network, capacity: int, thread: Spends) -> None:
-        self._network, self._capacity, self._thread = network, capacity, thread
-
-    @property
-    def capacity(self) -> int:
-        """See `PageReader.capacity`."""
-        return self._capacity * PAGE_BYTES
+        self._network, self._thread = network, thread
+        self.capacity = capacity * PAGE_BYTES
 
     def read(self, memory: PoolMemory, regions: Sequence[Region]) -> memoryview:
         """Take the time of these pages."""
@@ -77,12 +70,12 @@ class VirtualReader(PageReader):
         self._thread.spend(self._network.page_seconds * len(regions))
         return memoryview(bytes(PAGE_BYTES * len(regions)))
 
+    @override
     def read_word(self, offer: PageOffer) -> int:
-        """See `PageReader.read_word`."""
         return self._network.servers[offer.memory.agent].locks.words[offer.slot]
 
+    @override
     def send(self, memory: PoolMemory, note: bytes) -> None:
-        """See `PageReader.send`."""
         self._network.servers[memory.agent].sent.append(note)
 
     def close(self) -> None:

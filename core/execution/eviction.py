@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..interface.eviction import KvPack
 from ..interface.plan import ScheduledRequest
@@ -22,11 +23,11 @@ class EvictionPolicy(Protocol):
         """
 
 
-class WindowEviction:
+class WindowEviction(EvictionPolicy):
     """Keeps the latest tokens of the answer, the same in every layer and head."""
 
+    @override
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
-        """See `EvictionPolicy.kept`."""
         del pool, scheduled
         return torch.arange(pack.first + pack.num_evicted, pack.stop).view(1, 1, -1)
 

@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import ModelLoadError, RankLost
+from ..interface.protocols import Companions
 from ..model.decoder import OwnDecoder
 from ..ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Wanted
 from ..ops.kv_pool import KvDtype, KVPool
@@ -63,7 +65,7 @@ class Followers(Protocol):
         """Mark the model as lost for good; return the `RankLost` to raise."""
 
 
-class Ranks:
+class Ranks(Followers, Companions):
     """The processes of ranks 1, 2, ... of a model.
 
     A rank that is lost is lost for good, and all with it: `send` raises `RankLost` ever after.
@@ -153,16 +155,16 @@ class Ranks:
         """Process ids of ranks 1, 2, ..."""
         return [process.pid for process in self._processes]
 
+    @override
     def send(self, message: Ints) -> None:
-        """Send the same message to each rank. Raises `RankLost`."""
         self._check_here()
         data = message.tobytes()
         for rank, channel in enumerate(self._channels, start=1):
             with self._losing(rank):
                 channel.send_bytes(data)
 
+    @override
     def share_pool(self, rank: int, message: Ints, num_bytes: int) -> Tensor:
-        """See `Followers.share_pool`."""
         self._check_here()
         with self._losing(rank):
             return send_shared_pool(self._channels[rank - 1], message, num_bytes)
@@ -178,8 +180,8 @@ class Ranks:
         except (OSError, ValueError) as failure:
             raise self.lost_error(RankLost(f"rank {rank} is gone: {failure}")) from None
 
+    @override
     def lost_error(self, failure: BaseException) -> RankLost:
-        """Mark the model as lost for good; return the `RankLost` to raise."""
         is_loss = isinstance(failure, RankLost)
         told = str(failure) if is_loss else f"rank 0 failed in a pass: {failure!r}"
         self._lost = self._lost or told

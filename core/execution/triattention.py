@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import InvalidRequest
 from ..interface.eviction import KvPack
@@ -25,6 +26,7 @@ from ..model.decoder import OwnDecoder
 from ..model.description.rope import RopeTable
 from ..ops.kv_pool import KVPool, from_scaled
 from ..ops.weights import AttentionWeights, table_rows
+from .eviction import EvictionPolicy
 
 OFFSETS = tuple(2**power for power in range(17))  # distances of later queries: 1 to 65,536 tokens
 FORMAT = "foretoken query statistics 2"
@@ -109,7 +111,7 @@ def attention_ropes(decoder: OwnDecoder) -> list[RopeTable]:
     return found
 
 
-class TriAttentionEviction:
+class TriAttentionEviction(EvictionPolicy):
     """Keeps the best scored tokens of each KV head, and the latest ones always."""
 
     def __init__(self, stats: QueryStats, ropes: Sequence[RopeTable]) -> None:
@@ -118,8 +120,8 @@ class TriAttentionEviction:
         self._ropes = ropes
 
     @torch.inference_mode()
+    @override
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
-        """See `EvictionPolicy.kept`."""
         places = torch.arange(pack.first, pack.stop)
         num_kept = len(places) - pack.num_evicted
         ahead = scheduled.start - 1 + torch.tensor(OFFSETS)  # positions of later queries

@@ -24,13 +24,8 @@ class PageStore(Protocol):
     Any method may raise OSError: then the caller leaves the store alone for a while.
     """
 
-    @property
-    def medium(self) -> Medium:
-        """The kind of memory, by which metrics name the store."""
-
-    @property
-    def capacity(self) -> int:
-        """Number of pages that fit."""
+    medium: Medium  # the kind of memory, by which metrics name the store
+    capacity: int  # number of pages that fit
 
     def __len__(self) -> int:
         """Return how many pages are kept; any thread may ask."""
@@ -117,9 +112,7 @@ class KVTiers(Protocol):
 
     # -- on the loop
 
-    @property
-    def least_tokens(self) -> int:
-        """Least number of tokens that are worth a load."""
+    least_tokens: int  # the least number of tokens that are worth a load
 
     @property
     def pages_per_call(self) -> int:

@@ -74,9 +74,7 @@ NO_HANDOVER = Handover()
 class PageServer(Protocol):
     """Memory that other processes read. Belongs to the event loop's thread."""
 
-    @property
-    def memory(self) -> PoolMemory:
-        """The place of the memory."""
+    memory: PoolMemory  # where the memory lies
 
     def notes(self) -> Sequence[bytes]:
         """Return what readers have sent since the last call; returns at once."""
@@ -91,9 +89,7 @@ class PageReader(Protocol):
     Its methods raise OSError where a peer does not answer, or is gone.
     """
 
-    @property
-    def capacity(self) -> int:
-        """Bytes that one call can read."""
+    capacity: int  # bytes that one call can read
 
     def read(self, memory: PoolMemory, regions: Sequence[Region]) -> memoryview:
         """Read regions of a pool, one after the other; valid until the next call."""

@@ -7,6 +7,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..ops.adapted import adapted_ops
 from ..ops.base import ForwardPlan, LayersOutput, Ops, RowPasses
@@ -74,7 +75,7 @@ class Decoder(Protocol):
         """A pool of this decoder's states. Raises ValueError for a page size that has none."""
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
-        """Bytes of one page of `make_pool`'s."""
+        """Bytes of one page of `make_pool`'s, over all layers."""
 
     def batch(
         self,
@@ -104,13 +105,9 @@ class Decoder(Protocol):
         """Passes of drafts over a pool, each in one call, where the backend has these."""
 
 
-class PagedDecoder:
+class PagedDecoder(Decoder):
     """Pools and batches of a `Decoder`: of the ``shapes`` of its layers' KV, for its operations."""
 
-    path: ModelPath
-    ops: Ops
-    dtype: torch.dtype
-    device: torch.device
     shapes: Sequence[KvShape]
     states: tuple[LayerStates, ...] = ()
 
@@ -164,12 +161,13 @@ class PagedDecoder:
             device=self.device,
         )
 
+    @override
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
-        """Bytes of one page of `make_pool`'s, over all layers."""
         return bytes_per_mixed_page(
             self.shapes, page_size=page_size, dtype=self.dtype, kv_dtype=kv_dtype
         )
 
+    @override
     def batch(
         self,
         segments: Sequence[Segment],
@@ -177,7 +175,6 @@ class PagedDecoder:
         page_size: int,
         device_tokens: DeviceTokens | None = None,
     ) -> RaggedBatch:
-        """Lay out segments for the backend's kernels; see `build_batch`."""
         return build_batch(
             segments,
             page_size=page_size,
@@ -239,10 +236,10 @@ class OwnDecoder(PagedDecoder):
             self._compiled.warm_up(pool, heads, ropes, wanted)
 
     @torch.inference_mode()
+    @override
     def forward(
         self, batch: RaggedBatch, pool: KVPool, wanted: Wanted = NOTHING_MORE
     ) -> ForwardOutput:
-        """Compute KV of every row into the pool, and what is wanted besides."""
         check_taps(wanted.taps, self.config.num_layers)
         check_inputs(wanted.inputs, (batch.num_rows, self.config.hidden_size))
         check_behind(wanted, self.config.num_layers, self.device)

@@ -131,23 +131,20 @@ class CompiledForward(Protocol):
 
 
 class Ops(Protocol):
-    """The operations of a decoder step. Rows are tokens; ``T`` counts them."""
+    """The operations of a decoder step. Rows are tokens; ``T`` counts them.
 
-    @property
-    def min_rows(self) -> int:
-        """The fewest rows that a batch for these operations may have."""
+    ``min_rows``: the fewest rows that a batch for these operations may have. ``tile_rows``: rows
+    that share each load of a weight; one more than a multiple begins another tile.
+    ``batch_device``: where a batch's tensors are made; None: on the device of the weights.
+    ``sampler``: chooses tokens from this backend's logits. ``stored_kinds``: of quantised weights
+    that `pack_linear` takes as they are.
+    """
 
-    @property
-    def tile_rows(self) -> int:
-        """Rows that share each load of a weight: one more than a multiple begins another tile."""
-
-    @property
-    def batch_device(self) -> str | None:
-        """Device on which a batch's tensors are made; None: that of the weights."""
-
-    @property
-    def sampler(self) -> Sampler:
-        """Chooses tokens from this backend's logits."""
+    min_rows: int
+    tile_rows: int
+    batch_device: str | None
+    sampler: Sampler
+    stored_kinds: frozenset[WeightKind]
 
     def unsuited(self, heads: HeadLayout) -> str:
         """Name what these operations cannot compute of such heads; empty if there is nothing."""
@@ -164,10 +161,6 @@ class Ops(Protocol):
 
     def compile_forward(self, weights: DecoderWeights) -> CompiledForward | None:
         """The decoder of these weights in one call, where the backend has that."""
-
-    @property
-    def stored_kinds(self) -> frozenset[WeightKind]:
-        """Kinds of quantised weights that `pack_linear` takes as they are."""
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, plain: bool = False

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from .quantize import GROUP, SUPER, QuantizedWeight, UnpackedWeight, WeightKind, check_columns
 
@@ -42,13 +43,13 @@ class BlockWeight(QuantizedWeight):
     order: NDArray[np.int64] | None = None
 
     @property
+    @override
     def kinds(self) -> frozenset[WeightKind]:
-        """The kind of what is unpacked."""
         return frozenset((self.type.kind,))
 
     @property
+    @override
     def shape(self) -> tuple[int, int]:
-        """Rows that are selected, and values of a row."""
         rows = sum(map(len, self.sources)) if self.order is None else len(self.order)
         return rows, self.sources[0].shape[1] // self.type.num_bytes * self.type.size
 
@@ -66,8 +67,8 @@ class BlockWeight(QuantizedWeight):
         """Return values and scales in arrays of their own."""
         return self.type.unpack(self._octets())
 
+    @override
     def dequantize(self) -> Tensor:
-        """Unpack the blocks and dequantise the values."""
         return self.unpacked().dequantize()
 
     def rows(self, order: Tensor) -> BlockWeight:
@@ -85,12 +86,12 @@ class BlockWeight(QuantizedWeight):
             self.type, tuple(each[:, first:last] for each in self.sources), self.order
         )
 
+    @override
     def arrays(self) -> Iterator[Tensor]:
-        """Yield the bytes of the rows."""
         yield self._octets()
 
+    @override
     def above(self, below: QuantizedWeight) -> BlockWeight | None:
-        """Join the sources of two weights of one type."""
         if not isinstance(below, BlockWeight) or below.type != self.type:
             return None
         order = None

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 Quantize: TypeAlias = Literal["none", "int8", "int4"]
 WeightKind: TypeAlias = Literal[
@@ -110,13 +111,13 @@ class UnpackedWeight(QuantizedWeight):
     factors: tuple[Tensor, ...] = ()
 
     @property
+    @override
     def kinds(self) -> frozenset[WeightKind]:
-        """The one kind."""
         return frozenset((self.kind,))
 
     @property
+    @override
     def shape(self) -> tuple[int, int]:
-        """The shape of the values."""
         rows, columns = self.values.shape
         return rows, columns
 
@@ -146,14 +147,14 @@ class UnpackedWeight(QuantizedWeight):
                 minimum *= -_spread(self.factors[1], minimum)
         return scale, minimum
 
+    @override
     def rows(self, order: Tensor) -> UnpackedWeight:
-        """Select rows of all arrays."""
         minimum = None if self.minimum is None else self.minimum[order]
         factors = tuple(each[order] for each in self.factors)
         return UnpackedWeight(self.kind, self.values[order], self.scale[order], minimum, factors)
 
+    @override
     def columns(self, start: int, stop: int) -> UnpackedWeight:
-        """Select columns of all arrays."""
         width = self.values.shape[1]
 
         def cut(numbers: Tensor) -> Tensor:
@@ -166,13 +167,13 @@ class UnpackedWeight(QuantizedWeight):
         factors = tuple(cut(each) for each in self.factors)
         return UnpackedWeight(self.kind, cut(self.values), scale, minimum, factors)
 
+    @override
     def arrays(self) -> Iterator[Tensor]:
-        """Yield values, scales, minima and factors."""
         parts = (self.values, self.scale, self.minimum, *self.factors)
         return (each for each in parts if each is not None)
 
+    @override
     def above(self, below: QuantizedWeight) -> UnpackedWeight | None:
-        """Join the arrays of two weights of one kind."""
         if not isinstance(below, UnpackedWeight) or below.kind != self.kind:
             return None
         minima = [each for each in (self.minimum, below.minimum) if each is not None]
@@ -192,17 +193,17 @@ class StackedWeight(QuantizedWeight):
     parts: tuple[QuantizedWeight, ...]
 
     @property
+    @override
     def kinds(self) -> frozenset[WeightKind]:
-        """The kinds of all parts."""
         return frozenset().union(*(each.kinds for each in self.parts))
 
     @property
+    @override
     def shape(self) -> tuple[int, int]:
-        """Rows of all parts, and the columns that they share."""
         return sum(each.shape[0] for each in self.parts), self.parts[0].shape[1]
 
+    @override
     def dequantize(self) -> Tensor:
-        """Dequantise the parts."""
         return torch.cat([each.dequantize() for each in self.parts])
 
     def rows(self, order: Tensor) -> QuantizedWeight:
@@ -218,12 +219,12 @@ class StackedWeight(QuantizedWeight):
             at += size
         return stack(found)
 
+    @override
     def columns(self, start: int, stop: int) -> StackedWeight:
-        """Select columns of the parts."""
         return StackedWeight(tuple(each.columns(start, stop) for each in self.parts))
 
+    @override
     def arrays(self) -> Iterator[Tensor]:
-        """Yield the arrays of all parts."""
         return (array for each in self.parts for array in each.arrays())
 
 

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from .gumbel import vocabulary_hashes
 from .logits_processors import SampleRow
@@ -101,20 +102,21 @@ class DeviceSampler(Sampler, Protocol):
     """
 
     def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
-        """Draw as `sample` does, without waiting."""
+        """Draw as `sample` does, for at least one row and without waiting."""
 
 
-class TorchSampler:
+class TorchSampler(Sampler):
     """`Sampler` on any device."""
 
+    @override
     def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
-        """Compare drafts with the target's own tokens."""
         return verify(logits, requests)
 
+    @override
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """Draw one token per row."""
         return sample(logits, rows)
 
+    @override
     def best(
         self,
         logits: Tensor,
@@ -123,6 +125,5 @@ class TorchSampler:
         *,
         draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
-        """The tokens nearest to being drawn."""
         logits = logits if draft_vocab is None else draft_vocab.widened(logits)
         return best(logits, rows, num_best)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+from typing_extensions import override
+
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
 from ..interface.protocols import NO_SPECULATION, RowPrice, Speculator
 from ..interface.request import Request
@@ -97,24 +99,24 @@ class GuardedSpeculator(Speculator):
         self._breaker.record_success()
         return plans
 
+    @override
     def flush(self, *namespaces: str | None) -> None:
-        """Call the speculator."""
         self.inner.flush(*namespaces)
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """Call the speculator."""
         return self.inner.describe()
 
+    @override
     def row_price(self, num_requests: int) -> RowPrice | None:
-        """Call the speculator."""
         return self.inner.row_price(num_requests)
 
     def drafters(self) -> Mapping[str, bool]:
         """Return the speculator's drafters, and whether drafting as a whole is still on."""
         return {**self.inner.drafters(), ALL_DRAFTERS: self.inner is not NO_SPECULATION}
 
+    @override
     def broke_step(self) -> None:
-        """Count a step that failed with drafts and succeeded without them."""
         self._count("steps fail with drafts and succeed without them")
 
     def _failed(self) -> None:

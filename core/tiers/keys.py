@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from typing_extensions import override
+
 from ...radix_cache import RadixTree
 from ...radix_cache.audit import Steps
-from ...radix_cache.node import ITEM_SIZE, Cause, Node
+from ...radix_cache.node import ITEM_SIZE, CacheObserver, Cause, Node
 
 KEY_BYTES, TAG_BYTES = 32, 8  # a key ends with the tag, which names its namespace
 NO_KEY = bytes(KEY_BYTES)
@@ -69,7 +71,7 @@ class KeyObserver(Protocol):
         """Note pages that leave the tree, by their keys."""
 
 
-class PageKeys:
+class PageKeys(CacheObserver):
     """The keys of all pages in a tree, by page id; a `CacheObserver`.
 
     ``counters[page_id]`` grows whenever the page leaves the tree. Cached pages never change, so a
@@ -102,8 +104,8 @@ class PageKeys:
         """Return the key that stands before the first page of a namespace."""
         return root_key(self._fingerprint, namespace)
 
+    @override
     def stored(self, node: Node, first: int) -> None:
-        """Note pages that have just joined the tree."""
         before = self._key_before(node, first)
         tokens, page_ids = node.key[first * self.page_size :], node.page_ids[first:]
         keys = list(chain_keys(before or self.root(node.namespace), tokens, self.page_size))
@@ -112,8 +114,8 @@ class PageKeys:
         for observer in self._observers:
             observer.stored(StoredPages(node.namespace, page_ids, keys, before, tokens))
 
+    @override
     def dropped(self, node: Node, first: int, cause: Cause) -> None:
-        """Note pages that are about to leave the tree."""
         page_ids = node.page_ids[first:]
         keys = [self.key(page_id) for page_id in page_ids]
         for page_id in page_ids:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import InvalidRequest
-from ..interface.transfers import MemoryKind, PageOffer, PoolMemory, Region
+from ..interface.transfers import MemoryKind, PageOffer, PageReader, PageServer, PoolMemory, Region
 
 READ_SECONDS = 0.3  # after which a peer counts as gone; all tiers wait for as long
 MAX_LATE = 8  # reads that have not ended, of as many peers, each with a buffer of its own
@@ -49,7 +50,7 @@ def make_agent(role: str) -> Any:  # noqa: ANN401 - the package has no types
         raise InvalidRequest(message, param="kv_transfer") from None
 
 
-class NixlServer:
+class NixlServer(PageServer):
     """`PageServer` of tensors whose row p belongs to page p, and of the words beside them."""
 
     def __init__(self, parts: Sequence[Tensor], words: array[int]) -> None:
@@ -63,16 +64,17 @@ class NixlServer:
         rows = tuple(Region(part.data_ptr(), part[0].nbytes) for part in parts)
         self.memory = PoolMemory(self._agent.get_agent_metadata(), kind, rows, address)
 
+    @override
     def notes(self) -> Sequence[bytes]:
-        """See `PageServer.notes`. It also does what peers that connect wait for."""
+        # The call also does what peers that connect wait for.
         try:
             found = self._agent.get_new_notifs()
         except Exception as error:
             raise OSError(_text(error)) from None
         return [note for notes in found.values() for note in notes]
 
+    @override
     def close(self) -> None:
-        """See `PageServer.close`."""
         self._agent = _ENDED
 
 
@@ -85,7 +87,7 @@ class _LateRead:
     buffer: Tensor
 
 
-class NixlReader:
+class NixlReader(PageReader):
     """`PageReader` into a buffer of its own, of ``capacity`` bytes."""
 
     def __init__(self, capacity: int) -> None:
@@ -100,12 +102,12 @@ class NixlReader:
         self._agent.register_memory(buffer)
         return buffer
 
+    @override
     def read(self, memory: PoolMemory, regions: Sequence[Region]) -> memoryview:
-        """See `PageReader.read`."""
         return self._read(memory, regions, memory.kind, 0)
 
+    @override
     def read_word(self, offer: PageOffer) -> int:
-        """See `PageReader.read_word`."""
         region = Region(offer.word, WORD_BYTES)
         data = self._read(offer.memory, [region], "DRAM", self.capacity)
         return int.from_bytes(data, "little")
@@ -183,8 +185,8 @@ class NixlReader:
         if len(self._late) >= MAX_LATE:
             raise TimeoutError(f"{MAX_LATE} peers have not answered")
 
+    @override
     def send(self, memory: PoolMemory, note: bytes) -> None:
-        """See `PageReader.send`."""
         try:
             self._agent.send_notif(self._connect(memory.agent), note)
             for _ in range(FLUSHES):
@@ -206,8 +208,8 @@ class NixlReader:
             with contextlib.suppress(Exception):  # it is gone either way
                 self._agent.remove_remote_agent(name)
 
+    @override
     def close(self) -> None:
-        """See `PageReader.close`."""
         buffers = [late.buffer for late in self._late]  # until the agent has ended
         self._late.clear()
         for description in list(self._names):

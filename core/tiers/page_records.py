@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..ops.machine.device import make_copier
 from ..ops.state_pool import StatePool
@@ -15,9 +16,7 @@ from ..ops.state_pool import StatePool
 class Records(Protocol):
     """The bytes of pages, by page id; all records have one length."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Length of a record."""
+    num_bytes: int  # length of a record
 
     def read(self, page_id: int) -> memoryview:
         """Return a page's bytes: the pool's own memory where that is possible, else a copy.
@@ -32,7 +31,7 @@ class Records(Protocol):
         """Put what was read to `target` into the page."""
 
 
-class PageRecords:
+class PageRecords(Records):
     """`Records` of tensors: the page's row of each tensor, one after the other.
 
     ``parts``: tensors ``[num_pages or more, ...]``, contiguous, whose row p belongs to page p: the
@@ -51,8 +50,8 @@ class PageRecords:
         self._copier = make_copier(device)
         self._is_direct = len(self._rows) == 1 and device.type == "cpu"
 
+    @override
     def read(self, page_id: int) -> memoryview:
-        """See `Records.read`."""
         if self._is_direct:
             return _view(self._rows[0][page_id])
         self._copier.copy(
@@ -60,12 +59,12 @@ class PageRecords:
         )
         return _view(self._staged)
 
+    @override
     def target(self, page_id: int) -> memoryview:
-        """See `Records.target`."""
         return _view(self._rows[0][page_id] if self._is_direct else self._staged)
 
+    @override
     def write(self, page_id: int) -> None:
-        """See `Records.write`."""
         if self._is_direct:
             return
         self._copier.copy(
@@ -87,15 +86,15 @@ class SlotRecords(Records, Protocol):
         """Note that the state that was written to a slot stands behind so many tokens."""
 
 
-class StateRecords(PageRecords):
+class StateRecords(PageRecords, SlotRecords):
     """`SlotRecords` of a pool of states."""
 
     def __init__(self, pool: StatePool) -> None:
         super().__init__([pool.slots])
         self._at = pool.at
 
+    @override
     def stand_at(self, slot: int, position: int) -> None:
-        """See `SlotRecords.stand_at`."""
         self._at[slot] = position
 
 

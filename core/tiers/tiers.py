@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from ...radix_cache import RadixTree, StateSlots
 from ...radix_cache.audit import Steps
 from ...radix_cache.node import Cause, KeptState
-from ..interface.tiers import PageStore, TierState
+from ..interface.tiers import KVTiers, PageStore, TierState
 from ..interface.transfers import PageOffer, Refusal
 from .keys import PageKeys, StoredPages, chain_keys, tag_of
 from .page_records import Records, SlotRecords
@@ -96,7 +98,7 @@ class StateTiers:
     stores: Sequence[PageStore]
 
 
-class Tiers:
+class Tiers(KVTiers):
     """`KVTiers` over stores in the order in which they are asked; a `KeyObserver`, too.
 
     ``peers``: pools of other engines, which are asked last and keep nothing. ``states``: of a
@@ -139,8 +141,9 @@ class Tiers:
 
     # -- in the I/O thread ----------------------------------------------------------------------
 
+    @override
     def find(self, tokens: array[int], namespace: str | None, first: int) -> list[bytes]:
-        """See `KVTiers.find`; the last token is left to be computed."""
+        # The last token is left to be computed.
         whole = tokens[: len(tokens) - 1]
         keys = list(chain_keys(self._keys.root(namespace), whole, self._keys.page_size))
         found, reached = first, -1
@@ -163,8 +166,8 @@ class Tiers:
                     return count
         return first
 
+    @override
     def load(self, keys: Sequence[bytes], page_ids: array[int]) -> int:
-        """See `KVTiers.load`."""
         began, count = self._clock(), 0
         for key, page_id in zip(keys, page_ids, strict=True):
             if not self._load_page(key, page_id):
@@ -191,8 +194,8 @@ class Tiers:
                 return True
         return False
 
+    @override
     def load_state(self, key: bytes, slot: int, position: int) -> bool:
-        """See `KVTiers.load_state`."""
         assert self._states is not None, "no states are kept"
         records = self._states.records
         for tier in self._open_tiers():
@@ -206,11 +209,10 @@ class Tiers:
                 return True
         return False
 
+    @override
     def save(self) -> None:
-        """See `KVTiers.save`. A state, which is large, goes alone, behind the pages before it.
-
-        Not behind all pages: the queue of a busy engine may never be empty.
-        """
+        # A state, which is large, goes alone, behind the pages before it. Not behind all pages: the
+        # queue of a busy engine may never be empty.
         num_taken = self._num_queued - len(self._queue)
         if self._state_queue and self._state_queue[0].num_before <= num_taken:
             self._save_state(self._state_queue.popleft())
@@ -248,8 +250,8 @@ class Tiers:
                 with self._asking(tier):
                     tier.states.put(save.key, tag_of(save.key), state, stayed)
 
+    @override
     def flush(self, namespaces: Sequence[str | None]) -> None:
-        """See `KVTiers.flush`."""
         tags: set[bytes | None] = {self._tag(each) for each in namespaces}
         for tier in self._tiers:
             tier.unflushed |= tags or {None}
@@ -264,23 +266,23 @@ class Tiers:
                     store.flush(tag)
                 tier.unflushed.discard(tag)
 
+    @override
     def meet(self, offer: PageOffer) -> None:
-        """See `KVTiers.meet`."""
         if self._peers is not None:
             self._peers.meet(offer)
 
+    @override
     def renew_offers(self) -> None:
-        """See `KVTiers.renew_offers`."""
         if self._peers is not None:
             self._peers.renew()
 
+    @override
     def end_offer(self, offer: PageOffer) -> None:
-        """See `KVTiers.end_offer`."""
         if self._peers is not None:
             self._peers.end(offer)
 
+    @override
     def close(self) -> None:
-        """See `KVTiers.close`."""
         for tier in self._tiers:
             self._flush(tier)  # or the next process finds what was to be forgotten
             for store in tier.stores:
@@ -308,46 +310,46 @@ class Tiers:
     # -- on the loop ----------------------------------------------------------------------------
 
     @property
+    @override
     def pages_per_call(self) -> int:
-        """See `KVTiers.pages_per_call`."""
         most = len(self._keys.counters) // POOL_SHARE
         return max(1, min(most, CALL_BYTES // self._records.num_bytes))
 
     @property
+    @override
     def num_state_pages(self) -> int:
-        """See `KVTiers.num_state_pages`."""
         if self._states is None:
             return 0
         return -(-self._states.records.num_bytes // self._records.num_bytes)
 
     @property
+    @override
     def is_open(self) -> bool:
-        """See `KVTiers.is_open`."""
         return any(map(self._is_open, self._tiers))
 
     def _is_open(self, tier: _Tier) -> bool:
         return self._clock() >= tier.opens
 
     @property
+    @override
     def has_saves(self) -> bool:
-        """See `KVTiers.has_saves`."""
         return bool(self._queue or self._state_queue)
 
     @property
+    @override
     def refused_offers(self) -> Mapping[Refusal, int] | None:
-        """See `KVTiers.refused_offers`."""
         return None if self._peers is None else self._peers.refused.copy()
 
+    @override
     def watch_saves(self, on_saves: Callable[[], None]) -> None:
-        """See `KVTiers.watch_saves`."""
         self._on_saves = on_saves
 
+    @override
     def load_seconds(self, num_pages: int) -> float:
-        """See `KVTiers.load_seconds`."""
         return num_pages * self._page_seconds
 
+    @override
     def note_late(self) -> None:
-        """See `KVTiers.note_late`."""
         tier = self._asked
         if tier is None or tier.store is self._peers:  # a peer that hangs is shunned by itself
             return
@@ -392,12 +394,12 @@ class Tiers:
     def _tag(self, namespace: str | None) -> bytes:
         return tag_of(self._keys.root(namespace))
 
+    @override
     def checks(self) -> Steps:
-        """See `KVTiers.checks`."""
         return self._keys.checks(self._tree)
 
+    @override
     def describe(self) -> Sequence[TierState]:
-        """See `KVTiers.describe`."""
         return [
             TierState(
                 medium=tier.store.medium,

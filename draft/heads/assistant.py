@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...core.config import format_size
 from ...core.errors import ModelLoadError
@@ -43,13 +44,13 @@ class AssistantHeadConfig(TapConfig):
     kind: ClassVar[str] = "assistant"
 
     @property
+    @override
     def tokens_per_pass(self) -> int:
-        """One."""
         return 1
 
     @property
+    @override
     def longest(self) -> int:
-        """Passes of one draft at most."""
         return MOST_PASSES
 
 
@@ -81,8 +82,8 @@ class AssistantProposer(HeadProposer):
         """Nothing of its own: it reads the target's pages."""
         return ()
 
+    @override
     def warm_up(self, max_len: int, num_best: int) -> None:
-        """Be ready for passes over texts of up to ``max_len`` tokens."""
         wanted = self.wanted(num_best)
         if self._assistant.clusters is not None:
             wanted = wanted._replace(draws=None)

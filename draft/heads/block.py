@@ -11,6 +11,7 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...core.errors import ModelLoadError
 from ...core.model.decoder import OwnDecoder
@@ -181,8 +182,8 @@ class BlockProposer(HeadProposer):
         num_rows = BLOCKS_A_PASS * frame.config.block_size
         self._first_spare = pool.num_pages - -(-num_rows // pool.page_size)
 
-    def warm_up(self, max_len: int, num_best: int) -> None:  # noqa: ARG002
-        """Be ready for passes over texts of up to ``max_len`` tokens."""
+    @override
+    def warm_up(self, max_len: int, num_best: int) -> None:
         self._layers.warm_up(self.pool, max_len)
 
     def write_head_kv(self, written: Written) -> None:

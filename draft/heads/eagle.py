@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from ...core.model.decoder import OwnDecoder
 from ...core.model.description.config import DecoderConfig
@@ -168,16 +169,16 @@ class EagleProposer(ColumnProposer):
         super().__init__(frame, pool, target)
         self._layers = layers
 
+    @override
     def warm_up(self, max_len: int, num_best: int) -> None:
-        """Be ready for passes over texts of up to ``max_len`` tokens."""
         self._layers.warm_up(self.pool, max_len, self.wanted(num_best))
 
     def features(self, taps: Tensor) -> Tensor:
         """``fc`` of the taps."""
         return self.head.features(taps)
 
+    @override
     def write_columns(self, before: Tensor, written: Written) -> None:
-        """Write columns; ``before`` [n, hidden]: features of the positions before."""
         self._layers.write_context(self.pool, before, written)
 
     def compute(

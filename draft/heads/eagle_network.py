@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from .common.layers import (
     HIDDEN,
@@ -45,13 +46,13 @@ class EagleConfig(HeadConfig):
     norm_output: bool = False  # the next feature is normed (EAGLE-3.1)
 
     @property
+    @override
     def tokens_per_pass(self) -> int:
-        """One."""
         return 1
 
     @property
+    @override
     def longest(self) -> int:
-        """Passes of one draft at most."""
         return MOST_PASSES
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...core.config import format_size
 from ...core.errors import ModelLoadError
@@ -50,18 +51,18 @@ class MtpConfig(TapConfig):
     kv: KvShape
 
     @property
+    @override
     def tokens_per_pass(self) -> int:
-        """One."""
         return 1
 
     @property
+    @override
     def longest(self) -> int:
-        """Passes of one draft at most."""
         return MOST_PASSES
 
     @property
+    @override
     def kv_shape(self) -> KvShape:
-        """Keys and values of the one layer."""
         return self.kv
 
 
@@ -75,8 +76,8 @@ class MtpProposer(ColumnProposer):
         self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
         self._min_rows = target.ops.min_rows
 
+    @override
     def warm_up(self, max_len: int, num_best: int) -> None:
-        """Be ready for passes over texts of up to ``max_len`` tokens."""
         self._layer.decoder.warm_up(self.pool, max_len, self.wanted(num_best))
 
     def features(self, taps: Tensor) -> Tensor:

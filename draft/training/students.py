@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ...core.ops.batch import Taps
 from ..heads.block_network import BlockConfig, BlockHead
@@ -42,7 +43,7 @@ class Student(Protocol):
 # -- block ----------------------------------------------------------------------------------------
 
 
-class BlockStudent:
+class BlockStudent(Student):
     """A head that drafts a block in one pass; anchors are drawn anew in every batch."""
 
     kind = BlockConfig.kind
@@ -53,8 +54,8 @@ class BlockStudent:
         self._head = head
         self._weights = slot_weights(self.depth, head.config.block_size)
 
+    @override
     def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:
-        """Implement `Student.loss`."""
         anchors, is_drawn = _draw_anchors(taught.rows, ANCHORS, generator)
         rows = _rows_behind(taught.rows, anchors, self.depth)
         rows = rows.masked_fill(~is_drawn.unsqueeze(-1), -1)
@@ -66,8 +67,8 @@ class BlockStudent:
         weights = self._weights.to(losses.device).expand(rows.shape)[is_used]
         return (losses * weights).sum() / weights.sum()
 
+    @override
     def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
-        """Implement `Student.chains`."""
         places = (taught.rows >= 0).nonzero()
         logits, targets = [], []
         for index in range(len(taught.rows)):
@@ -111,7 +112,7 @@ def _tokens_behind(token_ids: Tensor, anchors: Tensor, depth: int) -> Tensor:
 # -- EAGLE-3 --------------------------------------------------------------------------------------
 
 
-class EagleStudent:
+class EagleStudent(Student):
     """An EAGLE-3 head, unrolled on its own features ("training-time test")."""
 
     kind = EagleConfig.kind
@@ -121,8 +122,8 @@ class EagleStudent:
         self.taps, self.depth = head.config.taps, NUM_PASSES
         self._head = head
 
-    def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:  # noqa: ARG002
-        """Implement `Student.loss`."""
+    @override
+    def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:
         total = taught.p.new_zeros(())
         weights = pass_weights(self.depth)
         width = taught.token_ids.shape[1]
@@ -135,8 +136,8 @@ class EagleStudent:
             total = total + weights[index] * losses.mean()
         return total / sum(weights[:passes])
 
+    @override
     def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
-        """Implement `Student.chains`."""
         width = taught.token_ids.shape[1]
         passes = self._head(taught.token_ids, taught.taps, min(self.depth, width - 2))
         rows = _rows_behind(
@@ -151,7 +152,7 @@ class EagleStudent:
 # -- a language model -----------------------------------------------------------------------------
 
 
-class LmStudent:
+class LmStudent(Student):
     """A small language model of the target's vocabulary; it reads tokens alone."""
 
     kind = "lm"
@@ -160,8 +161,8 @@ class LmStudent:
     def __init__(self, model: nn.Module, depth: int) -> None:
         self.module, self.depth = model, depth
 
-    def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:  # noqa: ARG002
-        """Implement `Student.loss`."""
+    @override
+    def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:
         is_used = taught.rows >= 0
         losses = kl_overlap_loss(self._logits(taught)[is_used], taught.p, taught.rows[is_used])
         return losses.mean()
@@ -170,8 +171,9 @@ class LmStudent:
         logits: Tensor = self.module(input_ids=taught.token_ids, use_cache=False).logits
         return logits
 
+    @override
     def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
-        """Implement `Student.chains`; along an answer, a draft has seen its own earlier tokens."""
+        # Along an answer, a draft has seen its own earlier tokens.
         width = taught.token_ids.shape[1]
         anchors = torch.arange(width, device=taught.rows.device).expand(len(taught.rows), -1)
         rows = _rows_behind(taught.rows, anchors, self.depth)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from typing_extensions import override
 
 from ...ops.batch import IntArray, RaggedBatch
 from ...ops.state_pool import StatePool, TensorKind
@@ -155,8 +156,8 @@ class ModuleStatePool(StatePool):
         views = [self.log_views(index, 0) for index in range(num_logs)]
         self.tails = [_Log(each[:count], each[count:]) for each in views]
 
+    @override
     def stand_in(self, slot: int, log: int, position: int) -> None:
-        """Have a state and a log of any content stand before a position, for passes to be timed."""
         super().stand_in(slot, log, position)
         tail = self.tails[log]
         tail.start, tail.stop, tail.rows = position, position, []

@@ -7,8 +7,9 @@ from typing import get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from ..base import ForwardPlan, Rope, capped
+from ..base import ForwardPlan, Ops, Rope, RoughOps, capped
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..lora import LoraUpdate, PackedLora
@@ -47,7 +48,7 @@ from .structs.plan import NativePlan, unsuited
 from .structs.state import ConvStructs, RecurrentStructs
 
 
-class NativeOps:
+class NativeOps(Ops, RoughOps):
     """The operations of `Ops` in float32 and bfloat16. Exact for any number of rows."""
 
     min_rows = 1
@@ -71,8 +72,8 @@ class NativeOps:
         self.products: Products = products
         self.sampler = NativeSampler(library)
 
+    @override
     def unsuited(self, heads: HeadLayout) -> str:
-        """Name what the kernels cannot compute of such heads; empty if there is nothing."""
         return unsuited(torch.float32, [heads])
 
     @property
@@ -98,29 +99,26 @@ class NativeOps:
         quantize: Quantize = "none" if plain else self.quantize
         return pack_linear(self.library, weight, bias, quantize, products=self.products)
 
+    @override
     def rough_copy(
         self,
         weight: PackedLinear,
-        dtype: torch.dtype,  # noqa: ARG002
+        dtype: torch.dtype,
     ) -> PackedLinear:
-        """The weight in 4 bits; activations are rounded to 8 of any dtype.
-
-        Raises ValueError where it has fewer than 8.
-        """
         assert isinstance(weight, NativeLinear)
         return rough_copy(self.library, weight)
 
+    @override
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        """``[T, in_features] -> [T, out_features]``."""
         assert isinstance(weight, NativeLinear)
         return linear(self.library, x, weight)
 
+    @override
     def pack_lora(self, update: LoraUpdate, dtype: torch.dtype) -> NativeLora:
-        """Lay out an update in the activations' dtype."""
         return NativeLora(update, dtype)
 
+    @override
     def add_lora(self, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
-        """Add an update of some rows of ``x`` to ``out``."""
         add_lora(self.library, out, x, rows, lora)
 
     def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
@@ -136,8 +134,8 @@ class NativeOps:
         shape = (weight.out_features, weight.in_features)
         return PackedTable(weight, shape, dtype, factor, rows)
 
+    @override
     def embedding(self, token_ids: Tensor, table: Table) -> Tensor:
-        """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
         if isinstance(table, PackedTable):
             return table.rows(token_ids)
         out = table.new_empty((len(token_ids), table.shape[1]))
@@ -147,16 +145,16 @@ class NativeOps:
         )
         return out
 
+    @override
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """The norm of rows ``[T, hidden]``."""
         x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         self._add_norm(x, None, norm, out)
         return out
 
+    @override
     def add_norm(
         self, x: Tensor, residual: Tensor, norm: Norm | None, factor: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """The norm of ``(x + residual) * factor``, and that itself; without a norm, it twice."""
         x, total = x.contiguous(), residual.clone(memory_format=torch.contiguous_format)
         out = total if norm is None else torch.empty_like(x)
         self._add_norm(x, total, norm, out, factor)
@@ -181,6 +179,7 @@ class NativeOps:
         turns = [rope.rows(batch.positions, batch.turn_stop) for rope in ropes]
         return NativePlan(batch, pool, heads, turns)
 
+    @override
     def rope_write(
         self,
         qkv: Tensor,
@@ -189,7 +188,6 @@ class NativeOps:
         norm: HeadNorm | None,
         tables: Tables = FIRST_TABLE,
     ) -> Tensor:
-        """Norm and rotate queries and keys, write keys and values to the pool."""
         assert isinstance(plan, NativePlan)
         qkv = qkv.contiguous()
         q = qkv.new_empty((len(qkv), plan.heads.num_heads * plan.heads.head_dim))
@@ -199,6 +197,7 @@ class NativeOps:
         )
         return q
 
+    @override
     def attention(
         self,
         q: Tensor,
@@ -210,7 +209,6 @@ class NativeOps:
         sinks: Tensor | None = None,
         is_mutual: bool = False,
     ) -> Tensor:
-        """Causal attention over the pages; see `Ops.attention`."""
         assert isinstance(plan, NativePlan)
         q, heads = q.contiguous(), plan.heads
         out = q.new_empty((len(q), heads.num_heads * heads.value_dim))
@@ -222,8 +220,8 @@ class NativeOps:
             raise MemoryError("no memory for attention's working space")
         return out
 
+    @override
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
-        """``[T, 2 * width] -> [T, width]`` where it is gated, else ``[T, width]`` to the same."""
         x = x.contiguous()
         width = x.shape[1] // 2 if activation.gated else x.shape[1]
         out = x.new_empty((len(x), width))
@@ -233,16 +231,16 @@ class NativeOps:
         )
         return out
 
+    @override
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
         out, gate = x.clone(memory_format=torch.contiguous_format), gate.contiguous()
         self.library.c.ft_gate(out.data_ptr(), gate.data_ptr(), *out.shape, DTYPES[out.dtype])
         return out
 
+    @override
     def recur(
         self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
     ) -> Tensor:
-        """A recurrent layer over the states and logs of the plan's pass."""
         assert isinstance(plan, NativePlan)
         assert plan.states is not None
         mixed, gates, structs = mixed.contiguous(), gates.contiguous(), RecurrentStructs(weights)
@@ -256,8 +254,8 @@ class NativeOps:
             raise MemoryError("no memory for the rows of a recurrent layer")
         return out
 
+    @override
     def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
-        """A gated short convolution over the states and logs of the plan's pass."""
         assert isinstance(plan, NativePlan)
         assert plan.states is not None
         # The kernel writes into the rows.
@@ -270,14 +268,14 @@ class NativeOps:
         )  # fmt: skip
         return out
 
+    @override
     def experts(
         self,
         x: Tensor,
         weights: ExpertWeights,
-        plan: ForwardPlan | None = None,  # noqa: ARG002 - all its rows are there
+        plan: ForwardPlan | None = None,
         routed_by: Tensor | None = None,
     ) -> Tensor:
-        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
         x, structs = x.contiguous(), ExpertStructs(weights)
         routed_by = x if routed_by is None else routed_by.contiguous()
         out = torch.empty_like(x)
@@ -293,7 +291,7 @@ class NativeOps:
             raise MemoryError("no memory for the activations of experts")
         return out
 
+    @override
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
-        """``[R, hidden] -> [R, vocab]`` float32."""
         assert isinstance(weight, NativeLinear)
         return capped(linear(self.library, hidden, weight, torch.float32), cap)

@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...sampling.encoded import EncodedSampling, Mask
 from ...sampling.gumbel import vocabulary_hashes
 from ...sampling.logits_processors import SampleRow
-from ...sampling.sampler import DraftVocab
+from ...sampling.sampler import DraftVocab, Sampler
 from ...sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
@@ -38,14 +39,14 @@ _GREEDY = SamplingMetadata(params=TokenSamplingParams(temperature=0.0), seed=0, 
 _REFUSED = EncodedSampling(_GREEDY, 1)  # for rows that must fail: are their logits finite?
 
 
-class NativeSampler:
+class NativeSampler(Sampler):
     """`Sampler` by the kernels of sample.c, for logits on the CPU."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
 
+    @override
     def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
-        """Compare drafts with the target's own tokens; see `core.sampling.verifier.verify`."""
         starts = first_rows(logits, requests)
         runs: list[list[int]] = [[] for _ in requests]
         errors: list[str | None] = [None] * len(requests)
@@ -65,8 +66,8 @@ class NativeSampler:
             for request, start, run, error in zip(requests, starts, runs, errors, strict=True)
         ]
 
+    @override
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """Draw one token per row; see `core.sampling.verifier.sample`."""
         if len(rows) != len(logits):
             raise ValueError(f"{len(logits)} rows of logits for {len(rows)} tokens to draw")
         walks = Walks.of(rows, logits.shape[-1])

@@ -11,9 +11,10 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from ...sampling.sampler import TorchSampler
-from ..base import Exactness, ForwardPlan, Rope, capped, gated
+from ..base import Exactness, ForwardPlan, Ops, Rope, capped, gated
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..lora import LoraUpdate, PackedLora
@@ -50,7 +51,7 @@ _PACK_ROWS = 8  # a layout made for 8 rows serves any number of rows equally wel
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
-class TorchOps:
+class TorchOps(Ops):
     """The operations of `Ops`. Exact on the CPU in float32 and bfloat16, from two rows up."""
 
     # oneDNN takes another path for a single row; from two rows up a row's bits never change. Four
@@ -100,8 +101,8 @@ class TorchOps:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
         return PackedLinear(packed, bias, packed=True)
 
+    @override
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        """``[T, in_features] -> [T, out_features]``; T is at least 2."""
         if not weight.packed:
             return F.linear(x, weight.weight, weight.bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -113,21 +114,21 @@ class TorchOps:
         """Lay out an update in float32, whatever the activations' dtype."""
         return pack_linear_lora(self, update)
 
+    @override
     def add_lora(self, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
-        """Add an update of some rows of ``x`` to ``out``."""
         add_linear_lora(self, out, x, rows, lora)
 
     def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
         """Raise NotImplementedError: no weight stays as it is stored."""
         raise NotImplementedError
 
+    @override
     def embedding(self, token_ids: Tensor, table: Table) -> Tensor:
-        """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
         assert isinstance(table, Tensor)
         return table.index_select(0, token_ids)
 
+    @override
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """The norm of rows ``[T, hidden]``."""
         weight, eps = norm.weight, norm.eps
         if norm.is_layer:
             return F.layer_norm(x.float(), weight.shape, weight, norm.bias, eps).to(x.dtype)
@@ -135,10 +136,10 @@ class TorchOps:
             return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
+    @override
     def add_norm(
         self, x: Tensor, residual: Tensor, norm: Norm | None, factor: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """The norm of ``(x + residual) * factor``, and that itself; without a norm, it twice."""
         total = x + residual
         if factor != 1.0:
             total *= factor
@@ -149,6 +150,7 @@ class TorchOps:
         tables = [rope.rows(batch.positions, batch.turn_stop) for rope in ropes]
         return TorchPlan(batch, pool, heads, tables, pad_rows=self.exact != "off")
 
+    @override
     def rope_write(
         self,
         qkv: Tensor,
@@ -157,7 +159,6 @@ class TorchOps:
         norm: HeadNorm | None,
         tables: Tables = FIRST_TABLE,
     ) -> Tensor:
-        """Norm and rotate queries and keys, write keys and values to the pool."""
         assert isinstance(plan, TorchPlan)
         heads = plan.heads
         qkv = qkv.view(len(qkv), -1, heads.head_dim)
@@ -182,6 +183,7 @@ class TorchOps:
             plan.write(torch.cat((keys, values), dim=1), layer)
         return q.mul(heads.scale).to(qkv.dtype).view(len(qkv), -1)
 
+    @override
     def attention(
         self,
         q: Tensor,
@@ -193,12 +195,11 @@ class TorchOps:
         sinks: Tensor | None = None,
         is_mutual: bool = False,
     ) -> Tensor:
-        """Causal attention over the pages; see `Ops.attention`."""
         assert isinstance(plan, TorchPlan)
         return attend(q, layer, plan, window, cap=cap, sinks=sinks, is_mutual=is_mutual)
 
+    @override
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
-        """``[T, 2 * width] -> [T, width]`` where it is gated, else ``[T, width]`` to the same."""
         gate, factor = x.chunk(2, dim=-1) if activation.gated else (x, None)
         wide = gate.float()
         # F.silu and F.gelu round the tail of a vector otherwise than its body, so that a value
@@ -217,36 +218,36 @@ class TorchOps:
             activated = _gelu_tanh(wide)
         return activated.to(x.dtype) if factor is None else activated.to(x.dtype) * factor
 
+    @override
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
         return gated(x, gate)
 
+    @override
     def recur(
         self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
     ) -> Tensor:
-        """A recurrent layer over the states and logs of the plan's pass."""
         assert isinstance(plan, TorchPlan)
         assert plan.states is not None
         return run_recurrent(mixed, gates, weights, plan.batch, plan.states)
 
+    @override
     def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
-        """A gated short convolution over the states and logs of the plan's pass."""
         assert isinstance(plan, TorchPlan)
         assert plan.states is not None
         return run_short_conv(mixed, weights, plan.batch, plan.states)
 
+    @override
     def experts(
         self,
         x: Tensor,
         weights: ExpertWeights,
-        plan: ForwardPlan | None = None,  # noqa: ARG002 - all its rows are there
+        plan: ForwardPlan | None = None,
         routed_by: Tensor | None = None,
     ) -> Tensor:
-        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
         return run_experts(self, x, weights, routed_by)
 
+    @override
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
-        """``[R, hidden] -> [R, vocab]`` float32; R is at least 2."""
         return capped(self.linear(hidden, weight).float(), cap)
 
 

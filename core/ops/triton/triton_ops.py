@@ -10,9 +10,10 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from ...errors import ModelLoadError
-from ..base import Exactness, ForwardPlan, Rope, capped, gated
+from ..base import Exactness, ForwardPlan, Ops, Rope, RoughOps, capped, gated
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..lora import LoraUpdate, PackedLora
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 ACTIVATION_TILE = 1024  # columns
 
 
-class TritonOps:
+class TritonOps(Ops, RoughOps):
     """The operations of `Ops`, each in one kernel.
 
     ``exact``: "spec" and "batch" alike keep a row's bits the same beside any others, but for the
@@ -82,8 +83,8 @@ class TritonOps:
         self._graphs = graphs
         self._experts: WeakKeyDictionary[ExpertWeights, ExpertTables] = WeakKeyDictionary()
 
+    @override
     def unsuited(self, heads: HeadLayout) -> str:
-        """Name what the kernels cannot compute of such heads; empty if there is nothing."""
         return unsuited_heads(heads)
 
     @property
@@ -118,12 +119,12 @@ class TritonOps:
             return PackedLinear(weight.contiguous(), bias, packed=False)
         return pack_tiled(weight, bias, is_int8=not plain and self.quantize == "int8")
 
+    @override
     def rough_copy(self, weight: PackedLinear, dtype: torch.dtype) -> TiledLinear:
-        """The same weight in 4 bits, for drafts; raises ValueError for one of fewer than 8."""
         return rough_copy(weight, dtype)
 
+    @override
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        """``[T, in_features] -> [T, out_features]``."""
         if isinstance(weight, TiledLinear):
             return tiled_linear(x, weight)
         return F.linear(x, weight.weight, weight.bias)
@@ -132,27 +133,27 @@ class TritonOps:
         """Lay out an update in float32, whatever the activations' dtype."""
         return pack_triton_lora(update)
 
+    @override
     def add_lora(self, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
-        """Add an update of some rows of ``x`` to ``out``."""
         add_triton_lora(out, x, rows, lora)
 
     def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
         """Raise NotImplementedError: no weight stays as it is stored."""
         raise NotImplementedError
 
+    @override
     def embedding(self, token_ids: Tensor, table: Table) -> Tensor:
-        """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
         assert isinstance(table, Tensor)
         return table.index_select(0, token_ids)
 
+    @override
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """The norm of rows ``[T, hidden]``."""
         return _norm(x, None, norm)[0]
 
+    @override
     def add_norm(
         self, x: Tensor, residual: Tensor, norm: Norm | None, factor: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """The norm of ``(x + residual) * factor``, and that itself; without a norm, it twice."""
         if factor != 1.0:
             total = (x + residual).mul_(factor)
             return (total if norm is None else self.norm(total, norm)), total
@@ -167,6 +168,7 @@ class TritonOps:
             raise NotImplementedError("the Triton kernels compute causal attention alone")
         return TritonPlan(batch, Geometry(pool, heads, ropes, self.exact == "batch"))
 
+    @override
     def rope_write(
         self,
         qkv: Tensor,
@@ -175,7 +177,6 @@ class TritonOps:
         norm: HeadNorm | None,
         tables: Tables = FIRST_TABLE,
     ) -> Tensor:
-        """Norm and rotate queries and keys, write keys and values to the pool."""
         device = _on_device(plan)
         heads, pool = device.geometry.heads, device.geometry.pool
         q = qkv.new_empty((len(qkv), heads.num_heads * heads.head_dim))
@@ -191,6 +192,7 @@ class TritonOps:
         )  # fmt: skip
         return q
 
+    @override
     def attention(
         self,
         q: Tensor,
@@ -200,9 +202,8 @@ class TritonOps:
         *,
         cap: float | None = None,
         sinks: Tensor | None = None,
-        is_mutual: bool = False,  # noqa: ARG002 - `plan` takes no batch where that matters
+        is_mutual: bool = False,
     ) -> Tensor:
-        """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape."""
         device = _on_device(plan, window)
         out = torch.empty_like(q)
         rule = Rule(window, cap, sinks)
@@ -215,8 +216,8 @@ class TritonOps:
                 merge(out, device, work, rule)
         return out
 
+    @override
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
-        """``[T, 2 * width] -> [T, width]`` where it is gated, else ``[T, width]`` to the same."""
         num_rows, width = len(x), x.shape[1] // 2 if activation.gated else x.shape[1]
         out = x.new_empty((num_rows, width))
         activate_kernel[(num_rows, -(-width // ACTIVATION_TILE))](
@@ -226,14 +227,14 @@ class TritonOps:
         )  # fmt: skip
         return out
 
+    @override
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
         return gated(x, gate)
 
+    @override
     def recur(
         self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
     ) -> Tensor:
-        """A recurrent layer over the states and logs of the plan's pass."""
         device = _on_device(plan)
         states, pool = device.needed_states()
         read = recur(mixed, gates, weights, states, pool)
@@ -241,8 +242,8 @@ class TritonOps:
             move_on(device.batch, pool, weights.layer)
         return gated_norm(read, mixed, weights, states)
 
+    @override
     def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
-        """A gated short convolution over the states and logs of the plan's pass."""
         device = _on_device(plan)
         states, pool = device.needed_states()
         out = short_conv(mixed, weights, states, pool)
@@ -250,6 +251,7 @@ class TritonOps:
             move_on(device.batch, pool, weights.layer)
         return out
 
+    @override
     def experts(
         self,
         x: Tensor,
@@ -257,10 +259,6 @@ class TritonOps:
         plan: ForwardPlan | None = None,
         routed_by: Tensor | None = None,
     ) -> Tensor:
-        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape.
-
-        Raises NotImplementedError for a router that reads something else, or experts with factors.
-        """
         if routed_by is not None or weights.factors is not None:
             raise NotImplementedError("the Triton kernels do not support experts next to an MLP")
         slots = None if plan is None else _on_device(plan).slots
@@ -272,8 +270,8 @@ class TritonOps:
             tables = self._experts[weights] = ExpertTables.of(weights)
         return tables
 
+    @override
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
-        """``[R, hidden] -> [R, vocab]`` float32."""
         if isinstance(weight, TiledLinear):
             return capped(tiled_linear(hidden, weight, torch.float32), cap)
         return capped(self.linear(hidden, weight).float(), cap)

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from ...errors import InvalidRequest
-from ...interface.tiers import IsValid, Medium
+from ...interface.tiers import IsValid, Medium, PageStore
 from ..keys import tag_of
 
 CHECK_BYTES = 4
@@ -23,7 +24,7 @@ PATIENCE_SECONDS = 2.0  # to reach the master at the start; Mooncake itself woul
 BUFFER_BYTES = 16 << 20  # of Mooncake's own, for what it says to others
 
 
-class MooncakeStore:
+class MooncakeStore(PageStore):
     """Keeps pages of ``page_bytes`` where a Mooncake master sends them; a `PageStore`.
 
     ``host`` and ``port``: of the master. ``lent_bytes``: memory of this machine that is lent to the
@@ -58,8 +59,8 @@ class MooncakeStore:
     def _name(self, key: bytes) -> str:
         return f"{self._prefix}/{tag_of(key).hex()}/{key.hex()}"
 
+    @override
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many of ``keys``, from the first on, are kept."""
         found = self._client.batch_is_exist([self._name(key) for key in keys]) if keys else []
         for index, status in enumerate(found):
             if status < 0:
@@ -68,8 +69,8 @@ class MooncakeStore:
                 return index
         return len(found)
 
+    @override
     def get(self, key: bytes, into: memoryview) -> bool:
-        """Read a page; False if it is missing or unsound."""
         if self._client.get_into(self._name(key), self._at, self._staged.nbytes) < 0:
             return False
         page = self._staged[: self._page_bytes]
@@ -79,8 +80,8 @@ class MooncakeStore:
         into[:] = page.data
         return True
 
+    @override
     def put(self, key: bytes, tag: bytes, page: memoryview, is_valid: IsValid) -> bool:
-        """Keep a page if it is valid once it is copied. Raises OSError if the store refuses it."""
         del tag  # the key has it
         if self.find([key]):
             return True

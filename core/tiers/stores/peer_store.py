@@ -7,9 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, TypeVar
+from typing import TypeVar
 
-from ...interface.tiers import IsValid, Medium
+from typing_extensions import override
+
+from ...interface.tiers import IsValid, Medium, PageStore
 from ...interface.transfers import (
     DONE,
     RENEW,
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 SHUNNED_SECONDS = 10.0  # that a peer which does not answer is left alone
 
 
-class PeerStore:
+class PeerStore(PageStore):
     """`PageStore` of the pages that `meet` has offered, until `end`.
 
     A key fixes its page's bytes, wherever they lie: an offer's last key is enough to know which of
@@ -34,7 +36,7 @@ class PeerStore:
     a peer does: its pages are missing then, and other peers are asked as before.
     """
 
-    medium: Final[Medium] = "peer"
+    medium: Medium = "peer"
     capacity = 0  # it keeps nothing
 
     def __init__(
@@ -121,8 +123,8 @@ class PeerStore:
 
     # -- a store --------------------------------------------------------------------------------
 
+    @override
     def find(self, keys: Sequence[bytes]) -> int:
-        """See `PageStore.find`."""
         # The longest offer of several: a part of a prompt is let go before the whole of it is read.
         at = next((at for at in reversed(range(len(keys))) if keys[at] in self._offers), None)
         if at is None:
@@ -135,8 +137,9 @@ class PeerStore:
             self._note_page(offer, index, key)
         return at + 1
 
+    @override
     def get(self, key: bytes, into: memoryview) -> bool:
-        """See `PageStore.get`. Reads the pages behind it along."""
+        # The pages behind it are read along.
         if key not in self._staged and not self._stage(key):
             return False
         into[:] = self._staged.pop(key)
@@ -173,20 +176,19 @@ class PeerStore:
                 self._staged[key] = data[at * size : (at + 1) * size]
         return len(pages)
 
+    @override
     def put(self, key: bytes, tag: bytes, page: memoryview, is_valid: IsValid) -> bool:
-        """See `PageStore.put`: it keeps nothing."""
-        del key, tag, page, is_valid
         return False
 
     def flush(self, tag: bytes | None = None) -> None:
-        """See `PageStore.flush`: the pages are the peer's."""
+        """Do nothing: the pages are the peer's."""
 
+    @override
     def stats(self) -> Mapping[str, int]:
-        """See `PageStore.stats`."""
         return {"void": self._num_void}
 
+    @override
     def close(self) -> None:
-        """See `PageStore.close`."""
         for offer in self._all_offers():
             self.end(offer)
         self._reader.close()

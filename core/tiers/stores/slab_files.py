@@ -15,8 +15,10 @@ import struct
 import zlib
 from collections.abc import Iterator
 
+from typing_extensions import override
+
 from ..keys import KEY_BYTES, TAG_BYTES
-from .slotted_store import Entry
+from .slotted_store import Entry, Slots
 from .store_folder import INDEX, StoreFolder, refused
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ _HEADER = struct.Struct("<12sIQQ")  # mark, version, bytes of a page, slots of a
 _AT_ONCE = 1 << 14  # entries that are read together
 
 
-class SlabFiles:
+class SlabFiles(Slots):
     """Pages and their entries by slot, in one folder; ``capacity`` slots.
 
     All methods raise OSError where the disk fails.
@@ -145,8 +147,8 @@ class SlabFiles:
             os.truncate(slab, wanted)
         return True
 
+    @override
     def write(self, slot: int, page: memoryview) -> int:
-        """Write a page; return its checksum."""
         slab, start = self._place(slot)
         _write(slab, page, start)
         return zlib.crc32(page)
@@ -162,13 +164,13 @@ class SlabFiles:
             num_read += count
         return zlib.crc32(into)
 
+    @override
     def write_entry(self, slot: int, entry: Entry) -> None:
-        """Write the entry of a slot."""
         head = _ENTRY.pack(*entry)
         self._write_record(slot, head + _checksum(head))
 
+    @override
     def void(self, slot: int) -> None:
-        """Void the entry of a slot."""
         self._write_record(slot, _VOID)
 
     def _write_record(self, slot: int, record: bytes) -> None:

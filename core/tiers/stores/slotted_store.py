@@ -9,9 +9,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from typing_extensions import override
+
 from ....radix_cache.eviction import NamespaceQuota
 from ....radix_cache.prefix_cache import IDLE_AFTER
-from ...interface.tiers import IsValid, Medium
+from ...interface.tiers import IsValid, Medium, PageStore
 from ..keys import KEY_BYTES, TAG_BYTES
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class Slots(Protocol):
         """Let go of everything."""
 
 
-class SlottedStore:
+class SlottedStore(PageStore):
     """Keeps pages of ``page_bytes`` in slots; a `PageStore`.
 
     A page is written to a free slot before its entry is; the entry of an older page is void before
@@ -90,8 +92,8 @@ class SlottedStore:
                 self._forget(entry.key)
             self._add(slot, entry)
 
+    @override
     def __len__(self) -> int:
-        """Return how many pages are kept."""
         return len(self._pages)
 
     def find(self, keys: Sequence[bytes]) -> int:

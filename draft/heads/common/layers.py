@@ -15,6 +15,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from ....core.model.description.rope import RopeSpec, attention_scaling, inverse_frequencies
 from ....core.ops.batch import Taps
@@ -80,8 +81,8 @@ class HeadConfig(TapConfig):
     owns_output: bool = False  # else the target's is borrowed
 
     @property
+    @override
     def kv_shape(self) -> KvShape:
-        """Keys and values of each layer."""
         return KvShape(self.num_layers, self.num_kv_heads, self.head_dim)
 
 
@@ -224,8 +225,8 @@ class Vocabulary(Head):
         self._output: Callable[[Tensor], Tensor] | None = None
 
     @property
+    @override
     def lacks_output(self) -> bool:
-        """Whether it has no output layer and must use the target's."""
         return self.lm_head is None
 
     def set_draft_ids(self, draft_ids: Tensor) -> None:

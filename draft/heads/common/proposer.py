@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from ....core.execution.proposer import PageRows, VerifiedRequest
+from ....core.execution.proposer import PageRows, Proposer, VerifiedRequest
 from ....core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ....core.interface.plan import ScheduledRequest
 from ....core.interface.protocols import ProposerTraits
@@ -93,7 +94,7 @@ class Drafting(ABC):
         """
 
 
-class HeadProposer(ABC):
+class HeadProposer(Proposer, ABC):
     """Follows the target's KV and grows trees, or chains.
 
     ``head``: what is left of the module when its layers are packed.
@@ -120,13 +121,13 @@ class HeadProposer(ABC):
         self._gap_models |= {is_sampled: GapModel(*each) for is_sampled, each in numbers.items()}
 
     @property
+    @override
     def source(self) -> str:
-        """The name of the head as a source of drafts."""
         return self.config.kind
 
     @property
+    @override
     def taps(self) -> Taps:
-        """The boundaries that the head reads, each once."""
         return self._taps
 
     @property
@@ -171,12 +172,12 @@ class HeadProposer(ABC):
         """The head KV of a page, its feature and whether it is ready."""
         return self.head_kv.stored
 
+    @override
     def adopt(self, page_ids: array[int]) -> None:
-        """Take pages that came from a tier."""
         self.head_kv.adopt(page_ids)
 
+    @override
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
-        """Forget requests that released their pages; pages that were allocated are void."""
         self.head_kv.forget(request_ids, newly_allocated_pages)
 
     @torch.inference_mode()

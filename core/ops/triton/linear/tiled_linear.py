@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources as OutOfResources  # to whoever tries launches
+from typing_extensions import override
 
 from ...quantize import GROUP, quantize_weight, round_to_levels
 from ...weights import PackedLinear
@@ -41,14 +42,14 @@ class TiledLinear(PackedLinear):
     arrived: Tensor  # pieces per tile of the output: zeros but within a call, one call at a time
 
     @property
+    @override
     def num_weights(self) -> int:
-        """Weights, those included that fill up a step."""
         words = self.weight.numel()
         return words * 16 // self.tiles.bits if self.tiles.bits else words
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """Bytes of the weight and its scales."""
         return self.weight.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 

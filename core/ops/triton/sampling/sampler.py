@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from ....sampling.gumbel import vocabulary_hashes
 from ....sampling.logits_processors import SampleRow
-from ....sampling.sampler import DraftVocab
+from ....sampling.sampler import DeviceSampler, DraftVocab
 from ....sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
@@ -54,7 +55,7 @@ _ERRORS = {
 }
 
 
-class TritonSampler:
+class TritonSampler(DeviceSampler):
     """`DeviceSampler` by the kernels of gumbel_argmax.py, top_k_top_p.py and logits_processors.py.
 
     ``tile``: tokens of the vocabulary that one program looks at, a power of two.
@@ -64,12 +65,12 @@ class TritonSampler:
         self._tile = tile
         self._post = _Post()
 
+    @override
     def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
-        """Compare drafts with the target's own tokens; see `core.sampling.verifier.verify`."""
         return walk_drafts(logits, requests, lambda places: self._choose(logits, places))
 
+    @override
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """Draw one token per row; see `core.sampling.verifier.sample`."""
         _check(len(logits), len(rows))
         return self._choose(logits, list(enumerate(rows)))
 
@@ -97,8 +98,8 @@ class TritonSampler:
         words, refusals = self._gumbel_argmax(logits, places, num_best, draft_vocab)
         return TritonPendingBest(words.view(-1, num_best), refusals, draft_vocab).bests()
 
+    @override
     def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> TritonPendingTokens:
-        """Draw as `sample` does, for at least one row and without waiting."""
         if not rows:
             raise ValueError("no token to draw")
         _check(len(logits), len(rows))
