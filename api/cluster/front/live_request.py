@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from ....core.engine.inbox import TokenStream
@@ -127,8 +127,8 @@ class LiveRequest:
 
     def _set_usage(self, usage: Usage) -> None:
         """Write into the request's own usage: others hold it, too."""
-        for name in Usage.__struct_fields__:
-            setattr(self.request.usage, name, getattr(usage, name))
+        for each in fields(Usage):
+            setattr(self.request.usage, each.name, getattr(usage, each.name))
 
     def _summed(self, run: Usage) -> Usage:
         """Usage of all runs. Whoever computed the prompt has the counts of the cache."""

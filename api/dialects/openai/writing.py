@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import time
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
-from msgspec.structs import replace
 
 from ...._version import __version__
 from ....core.interface.output import TokenLogprob
@@ -259,7 +259,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         chunk.choices = choices
         if self._include_usage or self._tells_usage:
             chunk.usage = usage
-        return event(replace(chunk, **more) if more else chunk)
+        return event(msgspec.structs.replace(chunk, **more) if more else chunk)
 
     @cached_property
     def _chunk(self) -> Any:  # noqa: ANN401 - a `chunk_type`

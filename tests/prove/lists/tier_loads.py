@@ -209,7 +209,7 @@ MUTATIONS = (
     ),
     Mutation(
         "io-waits-for-a-dead-store",
-        "TierIO._ordered",
+        "TierIO._on_order",
         "if load not in self._timers:",
         "if False:",
         ("test_a_thread_that_does_not_answer_delays_a_request_by_a_look_up_and_no_more",),
