@@ -20,10 +20,10 @@ from foretoken.core.ops.triton.attention.launch import NARROW, WIDE, AttentionLa
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-# Wherever transformers is installed.
-WITH_TRANSFORMERS = {"tokenizers", "huggingface_hub", "tqdm", "yaml", "h11"}
+# Wherever torch and transformers are installed.
+WITH_THEM = {"typing_extensions", "tokenizers", "huggingface_hub", "tqdm", "yaml", "h11"}
 MODULES = {"huggingface-hub": "huggingface_hub", "prometheus-client": "prometheus_client"}
-MODULES |= {"PyYAML": "yaml"}
+MODULES |= {"PyYAML": "yaml", "typing-extensions": "typing_extensions"}
 STAGES = ["check", "equality", "decode", "prefill", "speculation", "drafts"]
 
 
@@ -56,7 +56,7 @@ def test_the_check_imports_no_package_that_it_does_not_ask_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["server"]]
     named = [re.split(r"[^\w-]", each)[0] for each in needed]
-    blocked = {MODULES.get(name, name) for name in named} - asked - WITH_TRANSFORMERS
+    blocked = {MODULES.get(name, name) for name in named} - asked - WITH_THEM
     assert {"starlette", "uvicorn"} <= blocked
     code = f"""
 import sys
