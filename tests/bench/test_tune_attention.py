@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Wherever torch and transformers are installed.
 WITH_THEM = {"typing_extensions", "tokenizers", "huggingface_hub", "tqdm", "yaml", "h11"}
 MODULES = {"huggingface-hub": "huggingface_hub", "prometheus-client": "prometheus_client"}
-MODULES |= {"PyYAML": "yaml", "typing-extensions": "typing_extensions"}
+MODULES |= {"PyYAML": "yaml"}
 STAGES = ["check", "equality", "decode", "prefill", "speculation", "drafts"]
 
 
