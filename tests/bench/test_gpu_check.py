@@ -156,6 +156,7 @@ def vars_of(result: Result) -> dict[str, object]:
     return {name: getattr(result, name) for name in result.__struct_fields__}
 
 
+@pytest.mark.slow
 def test_a_stage_that_dies_or_hangs_costs_itself_alone(tmp_path, monkeypatch, capsys) -> None:
     work = tmp_path / "work"
     dies = writing(tmp_path, "row", "import os; os.abort()")

@@ -154,6 +154,7 @@ def test_forced_spans_alone_take_several_tokens_a_step(pair) -> None:
     assert num_tokens > 2 * sum(answer.usage.verify_steps for answer in answers)
 
 
+@pytest.mark.slow
 def test_random_schemas_are_valid_and_equal_with_and_without_drafts(pair) -> None:
     params = [
         SamplingParams(json_schema=random_schema(i), max_tokens=300, seed=i, temperature=i % 3 / 2)

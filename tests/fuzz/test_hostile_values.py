@@ -28,6 +28,7 @@ def test_the_bodies_are_served_as_they_are(app: App, path: str):
         assert response.status_code == 200, response.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_a_hostile_value_is_refused_or_served_and_harms_nobody(app: App, effort: Effort, path: str):
     before = healthy(app)

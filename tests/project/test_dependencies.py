@@ -94,6 +94,7 @@ def check(names, absent):
 """
 
 
+@pytest.mark.slow
 def test_without_extras_and_the_server_all_else_is_imported_and_the_sdk_answers() -> None:
     """Without its packages a command of the server says so in one line."""
     extras = {*OPTIONAL, "uvicorn", "starlette", "uvloop"}

@@ -47,6 +47,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.slow
 def test_make_serve_serves() -> None:
     command = ["make", "--no-print-directory", "serve", "ARGS=--port 0"]
     assert "make serve" in README

@@ -93,6 +93,7 @@ def asked() -> Request:
     return make_request("r", prepared, seed=3, eos_token_ids=frozenset({EOS}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "cause"), [("hang", "died"), ("stall", "silent")], ids=["engine", "event loop"]
 )

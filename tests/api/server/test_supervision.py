@@ -122,6 +122,7 @@ def test_a_model_thread_that_hangs_fails_its_clients_and_ends_the_process_with_7
     assert any("serve_engine.py" in place for place in model)
 
 
+@pytest.mark.slow
 def test_an_event_loop_that_stands_still_ends_the_process_with_70_and_a_dump(start, text) -> None:
     server = start(step_timeout=2.0)
     assert text_of(server.post()) == text(4)
