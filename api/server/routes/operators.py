@@ -72,7 +72,9 @@ class OperatorRoutes(Endpoints):
         body = decode_change(await self.service.read_bytes(request))
         try:
             await self.service.llm.change_replicas(*body.bounds)
-        except InvalidRequest:
+        except InvalidRequest as error:
+            if error.param == "replicas" and body.max is not None:
+                error.rename("max")
             raise
         except ForetokenError as error:
             raise unavailable(str(error)) from error

@@ -20,7 +20,7 @@ import pytest
 import foretoken
 from foretoken.api.server.guards.connection import Connection, QuickSends
 from foretoken.api.serving.sse import EventStream, UnlessGone
-from foretoken.core.errors import ForetokenError
+from foretoken.core.errors import ForetokenError, InvalidRequest
 
 SECONDS = 10
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -665,3 +665,19 @@ def test_a_number_of_replicas_that_cannot_be_is_unavailable(http, server, monkey
     monkeypatch.setattr(server.llm, "change_replicas", refuse)
     answer = http.post("/replicas", json={"min": 1, "max": 500})
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no room for 500")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [({"replicas": 9}, "replicas"), ({"min": 1, "max": 9}, "max")]
+)
+def test_a_number_of_replicas_that_is_refused_is_named_as_the_body_has_it(
+    http, server, monkeypatch, body, param
+):
+    async def refuse(least, most):
+        raise InvalidRequest(f"replicas must be at most 2, not {most}", param="replicas")
+
+    monkeypatch.setattr(server.llm, "change_replicas", refuse)
+    answer = http.post("/replicas", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["message"]) == (param, f"{param} must be at most 2, not 9")
