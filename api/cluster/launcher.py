@@ -117,7 +117,7 @@ class PlannedReplicas:
             raise
 
     async def change(self, least: int, most: int) -> None:
-        """Change the fewest and most; returns when the cluster has taken note.
+        """Ask the cluster for between ``least`` and ``most`` replicas.
 
         Raises `InvalidRequest` for more replicas than a disk has shares for, and `LauncherError`.
         """

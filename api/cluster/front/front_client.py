@@ -39,7 +39,7 @@ class Launcher(Protocol):
         """Why replicas cannot be started; None if all is well."""
 
     async def change(self, least: int, most: int) -> None:
-        """Change the fewest and most; returns when it is asked for. Raises `ForetokenError`."""
+        """Ask for between ``least`` and ``most`` replicas. Raises `ForetokenError`."""
 
     async def close(self) -> None:
         """Stop them."""

@@ -1,7 +1,8 @@
 """Forms: what a message between front and replica carries in another shape than its own.
 
 Most fields are structs of the core, sent as they are and decoded strictly: a field of another type
-or name is refused. What is not equal in two processes, or has no type that says it all, has a form:
+or name is refused. Usage and log-probabilities are dataclasses: surplus fields of theirs are
+ignored. What is not equal in two processes, or has no type that says it all, has a form:
 ``x_form`` makes it of an object, ``x_of`` makes an equal object of it.
 """
 
@@ -108,7 +109,7 @@ def params_form(params: SamplingParams) -> dict[str, Any]:
 
 
 def params_of(form: Mapping[str, Any]) -> SamplingParams:
-    """Raises `WireError` for what `SamplingParams` refuses."""
+    """Return the parameters of a form. Raises `WireError` for what `SamplingParams` refuses."""
     with meaningful("sampling parameters"):
         if isinstance(schema := form.get("json_schema"), bytes):
             form = {**form, "json_schema": json.loads(schema)}
@@ -126,7 +127,7 @@ def usage_form(usage: Usage, now: float) -> Usage:
 
 
 def usage_of(form: Usage, now: float) -> Usage:
-    """The usage, its times by a clock that shows ``now``. Raises `WireError`."""
+    """Return the usage on a clock that shows ``now``. Raises `WireError` for an infinite age."""
     if (loss := form.cache_loss) is not None and not math.isfinite(loss.time):
         raise WireError("a loss without an age")
     return usage_form(form, now)  # the age of a time, and the time of an age
@@ -174,7 +175,7 @@ def error_of(form: ErrorForm) -> ForetokenError:
 
 
 def to_msgpack(value: object) -> object:
-    """The form of an error or an array, or a number or text without its derived class."""
+    """Return what msgpack can write for an error, an array, or a subclass of a number or text."""
     match value:
         case ForetokenError():
             return error_form(value)

@@ -58,7 +58,7 @@ class CandidateWriter(AnswerWriter[ChatAnswer]):
         return self._body(candidates, self._usage(answer.usage))
 
     def begin(self, answer: ChatAnswer) -> Iterable[bytes]:
-        """Nothing, but its usage is known from here."""
+        """Remember where the usage is, for the last event; write nothing."""
         self._usage_so_far = lambda: answer.usage
         return ()
 

@@ -79,7 +79,7 @@ class PartWriter(AnswerWriter[RunningAnswer]):
         return calls
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """Make the part of a step that adds something."""
+        """Write one line for a step that adds text, thoughts or calls."""
         calls = self.take(delta)
         if delta.text or delta.reasoning or calls:
             yield line(self.part(delta.text, delta.reasoning, calls))
