@@ -18,8 +18,8 @@ from ..api.cli.flags import Parser
 from ..api.cluster.front.routing import Route
 from ..core.config import format_size
 from ..core.errors import ForetokenError
-from ..core.interface.settings import parse_size
-from ..core.interface.tiers import Medium
+from ..core.interface.extras.tiers import Medium
+from ..core.options.settings import parse_size
 from .common.report import heading, table, write_json
 from .load.corpus import id_corpus
 from .load.figures import parse_slo

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import InvalidRequest, shown
-from .interface.eviction import LEAST_BUDGET
+from .interface.extras.packing import LEAST_BUDGET
 from .interface.request import MAX_TTL
 from .interface.sampling import RECOMMENDED, TokenSamplingParams
-from .interface.settings import SIZE, check_settings, parse_size, setting, settings_of
-from .validation import MAX_PORT, require, tcp_port
+from .options.checks import MAX_PORT, require, tcp_port
+from .options.settings import SIZE, check_settings, parse_size, setting, settings_of
 
-EVICTION_POLICIES = ("window", "triattention")
-FORM_OF_EVICTION = "window:N or triattention:N"
+KEEP_POLICIES = ("window", "triattention")
+FORM_OF_PACKING = "window:N or triattention:N"
 REMOTE = "mooncake://HOST:PORT[?lend=SIZE]"
 OVERRIDES = "override_generation_config"
 TEMPLATE_KWARGS = "default_chat_template_kwargs"
@@ -211,9 +211,9 @@ class EngineConfig:
     )
     kv_evict: str | None = setting(
         None,
-        "evict KV of long answers: keep that of the prompt and of N tokens of the answer, at least "
-        "256, the latest ones (window) or those that later ones are likely to need (triattention); "
-        "prompts stay shared. Changes answers of more than N + 128 tokens",
+        "pack the KV of long answers: keep that of the prompt and of N tokens of the answer, at "
+        "least 256, the latest ones (window) or those that later tokens are likely to need "
+        "(triattention); prompts stay shared. Changes answers of more than N + 128 tokens",
         "window:N|triattention:N",
     )
     kv_evict_stats: str | None = setting(
@@ -331,7 +331,7 @@ class EngineConfig:
         _require(len(self.lora) <= self.max_loras, "lora", most)
         self.kv_disk_place()
         self.kv_remote_place()
-        self.kv_eviction()
+        self.packing()
         _require(self.role is None or self.kv_transfer is not None, "role", "needs kv_transfer")
         self._check_events()
         self._check_supported()
@@ -350,18 +350,18 @@ class EngineConfig:
         except ValueError as error:
             raise InvalidRequest(f"kv_disk: the size {error}", param="kv_disk") from None
 
-    def kv_eviction(self) -> tuple[str, int] | None:
-        """The policy of ``kv_evict`` and its budget in tokens; None without one.
+    def packing(self) -> tuple[str, int] | None:
+        """Return the policy and the budget in tokens that ``kv_evict`` names, or None.
 
-        Raises `InvalidRequest` for another text.
+        Raises `InvalidRequest` if the text has another form.
         """
         if self.kv_evict is None:
             _require(self.kv_evict_stats is None, "kv_evict_stats", "needs kv_evict")
             return None
         policy, _, count = self.kv_evict.partition(":")
         is_number = count.isascii() and count.isdigit() and len(count) < 10
-        known = policy in EVICTION_POLICIES and is_number
-        _require(known, "kv_evict", f"must be {FORM_OF_EVICTION}, not {shown(self.kv_evict)}")
+        known = policy in KEEP_POLICIES and is_number
+        _require(known, "kv_evict", f"must be {FORM_OF_PACKING}, not {shown(self.kv_evict)}")
         enough = int(count) >= LEAST_BUDGET
         _require(enough, "kv_evict", f"must keep at least {LEAST_BUDGET} tokens, not {count}")
         has_stats = self.kv_evict_stats is not None

@@ -147,7 +147,7 @@ class DraftSpeculator(Speculator):
         tree = self._look_up(state, depth)
         known = NO_DRAFT if tree is None else tree.chain(depth)
         is_sure = bool(known.survival) and known.survival[-1] >= SURE  # as what a grammar forces is
-        may_propose = self._proposer is not None and not state.request.is_evicted
+        may_propose = self._proposer is not None and not state.request.is_packed
         plan = DraftPlan(known, max_draft=depth if may_propose and not is_sure else 0)
         may_back_off = self._lost_proposer and self._overlaps
         num_rows = plan.num_rows
@@ -216,7 +216,7 @@ class DraftSpeculator(Speculator):
         """
         has_backlog = is_busy and self._num_uncached(state) > FEW_TO_CATCH_UP
         # The KV of proposers lies in the pages of the target's, which were packed.
-        return 0 if has_backlog or state.request.is_evicted else min(limit, PROPOSER_NODES)
+        return 0 if has_backlog or state.request.is_packed else min(limit, PROPOSER_NODES)
 
     def _allocate(
         self, states: Sequence[DraftState], limits: Sequence[int], candidates: StepCandidates

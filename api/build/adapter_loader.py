@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ...core.errors import ModelLoadError
-from ...core.interface.adapter import LoadedAdapter
-from ...core.model.adapter_files import leads_over_link
+from ...core.interface.extras.adapter import LoadedAdapter
+from ...core.model.adapters.files import leads_over_link
 
 
 class AdapterFolder(NamedTuple):

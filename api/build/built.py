@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from msgspec import Struct
 
 from ...core.model.pooling import NO_POOLING, PoolingSpec
-from ...core.validation import Positive, TokenId
+from ...core.options.checks import Positive, TokenId
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 from .adapter_loader import AdapterLoader
 

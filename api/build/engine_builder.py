@@ -18,16 +18,16 @@ import msgspec
 from ...core.config import EngineConfig, Sizes, format_size
 from ...core.engine.engine import Engine
 from ...core.engine.model_thread import Supervision
-from ...core.execution.eviction import EvictionPolicy
 from ...core.execution.model_runner import ModelRunner
+from ...core.execution.packing.policies import KeepPolicy
 from ...core.execution.proposer import Proposer
-from ...core.execution.ranks import Ranks
+from ...core.execution.ranks.ranks import Ranks
 from ...core.execution.warm_up import warm_up
+from ...core.model.adapters.lora import load_lora
 from ...core.model.decoder import Decoder
-from ...core.model.lora import load_lora
+from ...core.model.images.vision import Vision
 from ...core.model.pooling import PoolingSpec, read_pooling
 from ...core.model.report import weight_files
-from ...core.model.vision import Vision
 from ...core.ops.batch import SamplingPlan, Taps, Wanted
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.machine.host_memory import keep_freed_memory
@@ -45,10 +45,10 @@ from .beside.drafter import Drafter, Model, load_drafter
 from .beside.kept_kv import KeptKV, check_places, page_keys, prefix_cache, refuse_tiers
 from .built import Built
 from .drafts import NAMED, find_draft, make_speculator, parse_draft
-from .eviction import eviction_of
 from .kv_events import events_of
 from .kv_pools import make_pools, model_len, out_of_memory_told
 from .model_files import ModelSource, find_model
+from .packing import keep_policy_of
 from .sampling_defaults import sampling_defaults
 from .step_costs import KeptCosts
 from .target import device_of, load_images, load_target, num_threads, thread_setter
@@ -98,7 +98,7 @@ def _build(
         pool,
         proposer,
         vision=models.vision,
-        eviction=models.eviction,
+        keep_policy=models.keep_policy,
     )
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(config, drafter.spec, overlaps=overlaps, proposer=proposer)
@@ -138,7 +138,7 @@ class _Models(NamedTuple):
 
     target: Decoder
     ranks: Ranks | None
-    eviction: EvictionPolicy | None
+    keep_policy: KeepPolicy | None
     vision: Vision | None
     drafter: Drafter
     digests: ModelDigests | None
@@ -169,13 +169,13 @@ def _load_models(
         undo.callback(ranks.end, at_once=True)
     if target.states:
         refuse_tiers(config)
-    eviction = eviction_of(config, target)
+    keep_policy = keep_policy_of(config, target)
     set_threads = thread_setter(config, target.ops)
     set_threads()
     return _Models(
         target=target,
         ranks=ranks,
-        eviction=eviction,
+        keep_policy=keep_policy,
         vision=load_images(source.path, config, target, on_read),
         drafter=load_drafter(source.path, spec, found, config, target, on_read_head),
         digests=digests,
@@ -329,7 +329,7 @@ def _supervision(config: EngineConfig, settings: Mapping[str, object]) -> Superv
 def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -> SchedulerLimits:
     """The limits of a step and of the queue: no more requests run than there are logs for."""
     num_logs = sizes.max_running if pool.states is None else pool.states.num_logs
-    evicts = config.kv_eviction()
+    packing = config.packing()
     return SchedulerLimits(
         max_batch_tokens=sizes.max_batch_tokens,
         max_slowdown=config.max_slowdown,
@@ -339,5 +339,5 @@ def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -
         vocab_size=target.config.vocab_size,
         aging_seconds=config.aging_seconds,
         max_priority=config.max_priority,
-        kv_budget=0 if evicts is None else evicts[1],
+        kv_budget=0 if packing is None else packing[1],
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ...core.config import EngineConfig, Sizes
 from ...core.model.decoder import Decoder
-from ...core.model.vision import Vision
+from ...core.model.images.vision import Vision
 from ...core.ops.machine.identity import machine_identity
 from ...core.tiers.fingerprint import (
     CODE,

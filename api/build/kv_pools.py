@@ -13,11 +13,11 @@ import torch
 
 from ...core.config import EngineConfig, Sizes, format_size
 from ...core.errors import InvalidRequest, ModelLoadError, is_out_of_memory
-from ...core.interface.settings import parse_size
 from ...core.model.decoder import Decoder
 from ...core.ops.kv_pool import KvDtype, KVPool
 from ...core.ops.machine.device import free_memory
 from ...core.ops.state_pool import STATE_PAGE_SIZES, StatePool, bytes_per_log, bytes_per_slot
+from ...core.options.settings import parse_size
 from ...core.startup import timed
 
 HOST_KV_BYTES = 2 * 2**30

@@ -14,10 +14,10 @@ import torch
 from ...core.config import EngineConfig, format_size
 from ...core.errors import InvalidRequest
 from ...core.execution.proposer import Proposer
-from ...core.interface.settings import parse_size
-from ...core.interface.tiers import PageStore
+from ...core.interface.extras.tiers import PageStore
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.machine.device import free_memory
+from ...core.options.settings import parse_size
 from ...core.tiers.keys import PageKeys
 from ...core.tiers.page_records import PageRecords, StateRecords
 from ...core.tiers.stores.host_store import HostStore

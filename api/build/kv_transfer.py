@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core.errors import InvalidRequest
 from ...core.execution.proposer import PageRows
-from ...core.interface.transfers import PageOffer, PageServer
+from ...core.interface.extras.transfers import PageOffer, PageServer
 from ...core.ops.kv_pool import KVPool
 from ...core.tiers.keys import PageKeys
 from ...core.tiers.nixl_transport import NixlReader, NixlServer

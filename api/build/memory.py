@@ -15,11 +15,11 @@ import torch
 
 from ...core.config import EngineConfig, format_size
 from ...core.errors import ModelLoadError
-from ...core.interface.settings import parse_size
 from ...core.model.report import WEIGHT_BYTES, ModelReport, inspect_model, weight_files
 from ...core.ops.machine.device import free_memory
 from ...core.ops.machine.system_memory import free_swap
 from ...core.ops.quantize import Quantize
+from ...core.options.settings import parse_size
 from .kv_pools import HOST_KV_BYTES, LEAST_TOKENS
 
 logger = logging.getLogger(__name__)

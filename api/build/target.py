@@ -12,21 +12,21 @@ import torch
 
 from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest
-from ...core.execution.ranks import Ranks, TpDecoder
-from ...core.interface.settings import parse_size
+from ...core.execution.ranks.ranks import Ranks, TpDecoder
 from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.model.description.fields import UnsupportedConfig
 from ...core.model.formats.checkpoint import OnRead
+from ...core.model.images.vision import Vision, load_vision
 from ...core.model.loader import load_decoder
 from ...core.model.opening import read_config
 from ...core.model.sharding import check_shards
-from ...core.model.vision import Vision, load_vision
 from ...core.ops.backends import choose_ops
 from ...core.ops.base import Ops
 from ...core.ops.machine.device import choose_device
 from ...core.ops.machine.host_memory import CAN_SHARE
 from ...core.ops.native.native_ops import NativeOps
 from ...core.ops.parallel import Comm
+from ...core.options.settings import parse_size
 from ...core.startup import timed
 from .kv_pools import out_of_memory_told
 from .memory import check_room

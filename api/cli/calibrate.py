@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from ...core.errors import ForetokenError, InvalidRequest
-from ...core.execution.calibration import measure_queries
-from ...core.execution.triattention import QueryStats
+from ...core.execution.packing.calibration import measure_queries
+from ...core.execution.packing.triattention import QueryStats
 from ...core.model.decoder import OwnDecoder
 from ...core.model.loader import load_decoder
 from ..build.model_files import find_model

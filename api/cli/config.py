@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest
-from ...core.interface.settings import Setting, setting, settings_of
+from ...core.options.settings import Setting, setting, settings_of
 from ..serving.limits import Limits
 from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams

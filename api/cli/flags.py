@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from ...core.config import format_size
-from ...core.interface.settings import SIZE, Setting, settings_of
+from ...core.options.settings import SIZE, Setting, settings_of
 
 TWO_MODELS = "MODEL and --model name two models"
 

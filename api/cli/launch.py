@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError
-from ...core.interface.settings import Setting, settings_of
+from ...core.options.settings import Setting, settings_of
 from ..serving.settings import Listen, Settings
 from .config import Chosen, Given
 from .flags import Parser

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.execution.ranks import Ranks, TpDecoder
+from ...core.execution.ranks.ranks import Ranks, TpDecoder
 from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.model.loader import load_decoder
 from ...core.model.opening import read_config

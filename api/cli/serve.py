@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest
-from ...core.interface.settings import settings_of
+from ...core.options.settings import settings_of
 from ...core.startup import STARTUP
 from ..serving.limits import Limits
 from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings

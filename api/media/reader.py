@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError
-from ...core.interface.images import TowerInput, content_hash
-from ...core.interface.settings import parse_size
+from ...core.interface.extras.images import TowerInput, content_hash
+from ...core.options.settings import parse_size
 from ..text.executor import Worker
 from ..types.request_context import origin
 from .placeholders import RULES, ImageTokens, Placeholder

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...core.engine.inbox import TokenStream
 from ...core.errors import InvalidRequest
-from ...core.interface.adapter import LoadedAdapter, adapter_group, adapter_namespace
+from ...core.interface.extras.adapter import LoadedAdapter, adapter_group, adapter_namespace
 from ..build.adapter_loader import AdapterFolder, AdapterLoader
 
 logger = logging.getLogger(__name__)

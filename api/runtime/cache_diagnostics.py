@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from ...core.interface.adapter import salt_of
+from ...core.interface.extras.adapter import salt_of
 from ..parsing.reasoning import Thinking
 from ..types.results import Body
 from .conversation.normalize import RULES, TOOL_ORDER, steady

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from ...core.config import EngineConfig
 from ...core.errors import EngineDead, ForetokenError, InvalidRequest
+from ...core.interface.extras.transfers import NO_HANDOVER, Handover
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.interface.sampling import Pooling
-from ...core.interface.transfers import NO_HANDOVER, Handover
 from ...core.ops.machine.host_memory import keep_freed_memory
 from ...core.ops.machine.imports import uncollected
 from ...core.startup import timed

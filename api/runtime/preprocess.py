@@ -11,7 +11,8 @@ from typing import Any, TypeGuard
 from ...core.config import EngineConfig
 from ...core.engine.inbox import TokenStream
 from ...core.errors import InvalidRequest
-from ...core.interface.images import PromptImage, with_image_rows
+from ...core.interface.extras.images import PromptImage, with_image_rows
+from ...core.interface.extras.transfers import NO_HANDOVER, Handover
 from ...core.interface.request import (
     DEFAULT_CACHE,
     CacheOptions,
@@ -21,7 +22,6 @@ from ...core.interface.request import (
     Request,
 )
 from ...core.interface.sampling import Pooling, SamplingMetadata
-from ...core.interface.transfers import NO_HANDOVER, Handover
 from ...core.sampling.seeds import sibling_seed
 from ..structured.matcher import Grammar
 from ..text.tokenizer import Tokenizer

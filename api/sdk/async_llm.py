@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 import msgspec
 
 from ...core.errors import InvalidRequest, QueueFull
-from ...core.validation import MAX_INT, as_tuple, check_integer, require
+from ...core.options.checks import MAX_INT, as_tuple, check_integer, require
 from ..build.hub import at_revision, go_offline
 from ..runtime.chat import ChatAnswer, ChatClient
 from ..runtime.conversation.chat_input import ChatInput, Handle

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...core.errors import InvalidRequest
 from ...core.interface.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS
-from ...core.interface.settings import SIZE, check_settings, setting
+from ...core.options.settings import SIZE, check_settings, setting
 from ..parsing.output_format import MAX_TOOLS
 from ..types.sampling_params import MAX_N, MAX_STOP_BYTES, num_stop_bytes
 

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from ...core.errors import InvalidRequest
 from ...core.interface.request import CacheOptions
 from ...core.interface.sampling import MAX_ALLOWED, MAX_BIASED_TOKENS, MAX_LISTED, MAX_LOGPROBS
-from ...core.validation import MAX_INT
+from ...core.options.checks import MAX_INT
 from ..runtime.conversation.tools import (
     CacheSpec,
     GrammarText,

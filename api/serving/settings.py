@@ -7,8 +7,8 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from ...core.errors import InvalidRequest
-from ...core.interface.settings import SIZE, check_settings, setting
-from ...core.validation import MAX_PORT
+from ...core.options.checks import MAX_PORT
+from ...core.options.settings import SIZE, check_settings, setting
 from ..parsing.output_format import REASONING_PARSERS, TOOL_PARSERS
 from .limits import Limits
 

@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from ...core.errors import InvalidRequest, shown
 from ...core.interface.sampling import RECOMMENDED, TokenSamplingParams
-from ...core.interface.settings import setting
-from ...core.validation import (
+from ...core.options.checks import (
     MAX_INT,
     as_tuple,
     check_bounds,
@@ -24,6 +23,7 @@ from ...core.validation import (
     require,
     with_defaults,
 )
+from ...core.options.settings import setting
 
 MAX_N = 16
 MAX_STOP_BYTES = 2**16  # of all stop strings together, as UTF-8

@@ -14,9 +14,9 @@ from ...api.cluster.front.dispatcher import PREFILL_TOKENS
 from ...api.cluster.front.routing import Choice, Route, Router
 from ...api.cluster.wire.messages import KEY_BYTES
 from ...core.errors import ForetokenError
+from ...core.interface.extras.transfers import PageOffer
 from ...core.interface.request import Delta, Request
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from ...core.interface.transfers import PageOffer
 from ...core.tiers.keys import StoredPages
 from ...radix_cache.node import Cause
 from ..load.figures import Record, summary

@@ -10,12 +10,12 @@ from typing import Literal
 from ...core.engine.engine import Engine
 from ...core.engine.model_thread import Supervision
 from ...core.execution.launch_behind import Finished, launch_behind
+from ...core.interface.extras.tiers import Medium
+from ...core.interface.extras.transfers import PageOffer
 from ...core.interface.output import StepOutput
 from ...core.interface.plan import StepPlan
 from ...core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
 from ...core.interface.request import Request
-from ...core.interface.tiers import Medium
-from ...core.interface.transfers import PageOffer
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...core.tiers.keys import PageKeys

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from ...core.interface.transfers import PageOffer, PageReader, PageServer, PoolMemory, Region
+from ...core.interface.extras.transfers import PageOffer, PageReader, PageServer, PoolMemory, Region
 from ...radix_cache import HeldPages, TransferLocks
 
 PAGE_BYTES = 1  # that stand for a page where one is copied

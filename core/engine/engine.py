@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from ..errors import EngineDead, InvalidRequest, QueueFull
+from ..interface.extras.transfers import PageServer
 from ..interface.output import StepOutput
 from ..interface.plan import StepPlan
 from ..interface.protocols import Companions, StepRunner
 from ..interface.request import Request
-from ..interface.transfers import PageServer
 from ..scheduling.request_table import SchedulerLimits
 from ..scheduling.scheduler import Scheduler
 from ..telemetry.cache_info import describe_cache
@@ -31,11 +31,11 @@ from ..telemetry.overview import RecentRequest, describe_engine
 from ..telemetry.spec_decode_stats import EngineLog, Load
 from .audit import Auditor, AuditResult
 from .crash_dump import CrashReport, make_report, write_report
+from .extras.tier_io import TierIO
+from .extras.transfer_desk import TransferDesk
 from .inbox import RequestInbox, TokenStream
 from .model_thread import ModelThread, StepThread, Supervision, Watchdog
 from .step_executor import OverlapWork, StepExecutor
-from .tier_io import TierIO
-from .transfer_desk import TransferDesk
 
 logger = logging.getLogger(__name__)
 FEW_EVENTS = 2  # at most so many are delivered at once: waking the loop later costs more
@@ -240,7 +240,7 @@ class Engine:
         cache.tick(self._clock())  # without steps nothing else expires pins
         loads = self.scheduler.page_loads
         tiers = None if loads is None else loads.tiers
-        return describe_cache(cache, namespace, tiers, self.scheduler.num_evicted_tokens)
+        return describe_cache(cache, namespace, tiers, self.scheduler.num_packed_away_tokens)
 
     @property
     def num_failed_steps(self) -> int:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ..errors import RankLost, is_out_of_memory
 from ..interface.draft import NO_DRAFT_PLAN
-from ..interface.images import chunk_stop
+from ..interface.extras.images import chunk_stop
 from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse, StepPlan
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..scheduling.chunk_budget import LEAST_CHUNK, num_chunk_tokens
@@ -94,7 +94,7 @@ class StepBisection:
         It writes into the last page of a failing request, which is not published, and its state.
         """
         last = (self.failing_requests or self.left_out)[-1]
-        page = last.page_ids[(last.stop - 1 - last.num_evicted) // page_size]
+        page = last.page_ids[(last.stop - 1 - last.num_packed_away) // page_size]
         scheduled = ScheduledRequest(
             request_id="",
             tokens=array("q", [0]),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..interface.images import PromptImage, mutual_runs
+from ..interface.extras.images import PromptImage, mutual_runs
 from ..ops.batch import IntArray
 
 

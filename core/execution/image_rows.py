@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..interface.images import PromptImage
+from ..interface.extras.images import PromptImage
 from ..interface.plan import ScheduledRequest
-from ..model.vision import Vision
+from ..model.images.vision import Vision
 from ..ops.batch import RaggedBatch
 from .step_layout import StepLayout
 

@@ -20,7 +20,7 @@ from ..interface.output import RequestOutput, StepOutput, TokenLogprob
 from ..interface.plan import ScheduledRequest, StepPlan
 from ..interface.protocols import OnKernelsStarted, Pending, StepCancelled, ignore_kernels
 from ..model.decoder import Decoder
-from ..model.vision import Vision
+from ..model.images.vision import Vision
 from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, Wanted
 from ..ops.kv_pool import KVPool
 from ..ops.machine.device import Stopwatch, make_stopwatch
@@ -32,9 +32,9 @@ from ..sampling.verifier import (
     follow_choices,
 )
 from ..scheduling.guarded_speculator import CircuitBreaker
-from .eviction import EvictionPolicy, pack_kv
 from .image_rows import image_rows
 from .launch_behind import launch_behind
+from .packing.policies import KeepPolicy, pack_kv
 from .proposer import Proposer, VerifiedRequest
 from .step_layout import StepLayout, cut_to_spare_pages
 
@@ -110,7 +110,7 @@ class ModelRunner:
         proposer: Proposer | None = None,
         *,
         vision: Vision | None = None,
-        eviction: EvictionPolicy | None = None,
+        keep_policy: KeepPolicy | None = None,
     ) -> None:
         self.decoder = decoder
         self.vision = vision  # what computes images; None: prompts have none
@@ -119,7 +119,7 @@ class ModelRunner:
         self._lost_proposer = False  # it was given up
         self._taps = () if proposer is None else proposer.taps
         self._breakers = {name: CircuitBreaker() for name in ("propose", "observe")}
-        self._eviction = eviction
+        self._keep_policy = keep_policy
         self._on_device = isinstance(decoder.sampler, DeviceSampler)
 
     @property
@@ -271,7 +271,7 @@ class ModelRunner:
             kept = work.layout.kept_rows([outcome.path for outcome in verified])
             requests = [
                 VerifiedRequest(
-                    scheduled, [] if output.error or scheduled.num_evicted else rows, output
+                    scheduled, [] if output.error or scheduled.num_packed_away else rows, output
                 )
                 for scheduled, rows, output in zip(work.layout.requests, kept, outputs, strict=True)
             ]
@@ -329,9 +329,9 @@ class ModelRunner:
 
     def _pack(self, plan: StepPlan) -> None:
         """Pack the KV of requests that have come to a packing's position."""
-        if self._eviction is not None:
+        if self._keep_policy is not None:
             for scheduled in plan.requests:
-                pack_kv(self._eviction, self.pool, scheduled)
+                pack_kv(self._keep_policy, self.pool, scheduled)
 
     # -- forward and verify ---------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:
 
 def table_slots(scheduled: ScheduledRequest, first: int, count: int, page_size: int) -> list[int]:
     """The slots of ``count`` positions from ``first`` on, by the page table."""
-    first -= scheduled.num_evicted
+    first -= scheduled.num_packed_away
     return [
         scheduled.page_ids[place // page_size] * page_size + place % page_size
         for place in range(first, first + count)
@@ -62,7 +62,7 @@ def request_segments(
     samples: bool,
 ) -> list[Segment]:
     """A request's pending ``tokens`` and its trunk, then the other runs of its draft."""
-    runs, shift = draft.runs(), scheduled.num_evicted
+    runs, shift = draft.runs(), scheduled.num_packed_away
     trunk_len = runs[0][1] if runs else 0
     tokens.extend(draft.token_ids[:trunk_len])
     segments = [

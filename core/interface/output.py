@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..validation import TokenId
+from ..options.checks import TokenId
 from .draft import NO_DRAFT, Draft
 
 if TYPE_CHECKING:

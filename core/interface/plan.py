@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .adapter import Adapter
 from .draft import NO_DRAFT_PLAN, DraftPlan
-from .eviction import KvPack
-from .images import PromptImage, text_ids
+from .extras.adapter import Adapter
+from .extras.images import PromptImage, text_ids
+from .extras.packing import KvPack
 from .sampling import SamplingMetadata
 
 NO_PAGES = array("q")
@@ -42,7 +42,7 @@ class StateUse(msgspec.Struct, frozen=True, gc=False):
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
-    With ``num_evicted`` all positions lie so many places further to the front in the pages.
+    With ``num_packed_away`` all positions lie so many places further to the front in the pages.
     ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
     to ``stop`` and the longest path of its draft. Nodes of the draft beside its trunk have their KV
     in the ``spare_page_ids`` until one of their paths is accepted. A request that ``is_ahead`` has
@@ -62,7 +62,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     state: StateUse | None = None  # None: the model keeps no recurrent state
     adapter: Adapter | None = None  # the request's
     images: tuple[PromptImage, ...] = ()  # all of the prompt's
-    num_evicted: int = 0  # tokens before ``start`` that are not in the pages
+    num_packed_away: int = 0  # tokens before ``start`` that are not in the pages
     pack: KvPack | None = None  # before the step
 
     @property

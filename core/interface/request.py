@@ -12,14 +12,14 @@ import msgspec
 
 from ...radix_cache import Eviction, HeldPages, KVLease
 from ..errors import ForetokenError, InvalidRequest
-from ..validation import Count, Seconds, TokenId
-from .adapter import Adapter
-from .eviction import most_kv, next_packing, num_evicted
-from .images import PromptImage
+from ..options.checks import Count, Seconds, TokenId
+from .extras.adapter import Adapter
+from .extras.images import PromptImage
+from .extras.packing import most_kv, next_packing, num_packed_away
+from .extras.tiers import PageLoad
+from .extras.transfers import PageOffer
 from .output import Floats, TokenLogprob
 from .sampling import SamplingMetadata
-from .tiers import PageLoad
-from .transfers import PageOffer
 
 OnToken = Callable[[int], str | None]
 """Called with every served token in order; returns the stop string that it completes, or None."""
@@ -225,18 +225,18 @@ class Request:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_len
 
-    def num_evicted(self, stop: int) -> int:
-        """Tokens whose KV is gone before the row at position ``stop - 1`` is computed."""
-        return num_evicted(self.prompt_len, self.kv_budget, stop) if self.kv_budget else 0
+    def num_packed_away(self, stop: int) -> int:
+        """Return how many tokens have lost their KV when the row at ``stop - 1`` is computed."""
+        return num_packed_away(self.prompt_len, self.kv_budget, stop) if self.kv_budget else 0
 
     @property
-    def is_evicted(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether the pages lack KV of its tokens once the pending ones are computed."""
-        return self.kv_budget > 0 and self.num_evicted(len(self.tokens)) > 0
+        return self.kv_budget > 0 and self.num_packed_away(len(self.tokens)) > 0
 
     def kv_len(self, stop: int) -> int:
         """Places in its pages that a step needs which computes the tokens up to ``stop``."""
-        return stop - self.num_evicted(stop) if self.kv_budget else stop
+        return stop - self.num_packed_away(stop) if self.kv_budget else stop
 
     def most_kv(self, num_tokens: int) -> int:
         """Most places that it needs on its way from no KV to that of ``num_tokens``."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ..errors import shown
-from ..validation import (
+from ..options.checks import (
     MAX_INT,
     TokenId,
     as_tuple,
@@ -25,8 +25,8 @@ from ..validation import (
     require,
     with_defaults,
 )
-from .eviction import LEAST_BUDGET
-from .settings import setting
+from ..options.settings import setting
+from .extras.packing import LEAST_BUDGET
 
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024

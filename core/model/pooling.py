@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from ..errors import ModelLoadError
-from ..validation import Count, TokenId
+from ..options.checks import Count, TokenId
 from .description.fields import Fields, read_json
 from .formats.files import gguf_file
 

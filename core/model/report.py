@@ -25,9 +25,9 @@ from .formats.files import gguf_file, gguf_parts
 from .formats.gguf import GgufFile
 from .formats.quantized import read_scheme
 from .formats.safetensors import TensorFiles
+from .images.vision import count_tower, vision_support
 from .opening import open_model, read_config
 from .pooling import read_pooling
-from .vision import count_tower, vision_support
 
 Format: TypeAlias = Literal["safetensors", "GGUF", "no weights"]
 _PAGE = 16  # tokens; the pages of the CPU, which only the rounding of mixed pages depends on

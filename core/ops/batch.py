@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..interface.adapter import Adapter
+from ..interface.extras.adapter import Adapter
 from .state_pool import DRAFT_ROOM, StatePool
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     ``tail``: slots of the last ``len(tail)`` positions before `stop`, those of all rows at least,
     where they are not in the pages; the pages hold the positions before these, one at least.
 
-    ``shift``: tokens before the segment whose KV was evicted. All positions count what is left;
+    ``shift``: tokens before the segment whose KV was packed away. All positions count what is left;
     RoPE alone turns a row by its true position, ``shift`` further on.
 
     ``reaches``: [rows] the first position that each row does not see, in layers whose rows may see

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..interface.adapter import Adapter
+from ..interface.extras.adapter import Adapter
 from .batch import IntArray, RaggedBatch
 
 

@@ -91,7 +91,7 @@ def _next_row(
         sampling=scheduled.sampling,
         is_ahead=True,
         images=request.images,
-        num_evicted=request.num_evicted(scheduled.stop + 1),
+        num_packed_away=request.num_packed_away(scheduled.stop + 1),
         state=None if (state := scheduled.state) is None else StateUse(state.slot, state.log),
         adapter=scheduled.adapter,
     )

@@ -121,7 +121,7 @@ def release_kv(cache: PrefixCache, request: Request, *, keep: bool = True) -> No
         keep = keep and request.cache.write
         num_computed = request.num_computed
         # The pages may be packed already for the next step, and what follows depends on it.
-        if request.num_evicted(num_computed + 1):
+        if request.num_packed_away(num_computed + 1):
             num_computed = request.prompt_len
         written = cache.release(lease, request.tokens, num_computed, keep=keep)
         _note(request, written, cache.page_size)

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from ...radix_cache import Eviction, KVLease, PrefixCache
+from ..interface.extras.tiers import KVTiers, PageLoad
+from ..interface.extras.transfers import PageOffer
 from ..interface.request import Request
-from ..interface.tiers import KVTiers, PageLoad
-from ..interface.transfers import PageOffer
 from .leases import cache_limit, publish
 
 LOOKUP_SECONDS = 0.05  # after which a look-up counts as one that found nothing

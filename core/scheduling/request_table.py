@@ -31,7 +31,7 @@ class SchedulerLimits:
     ``max_slowdown``: how many times longer a step may take because prompts are computed beside
     decoding requests. ``aging_seconds``: waiting so long makes a request as urgent as one priority
     does. ``max_priority``: the greatest distance of a request's priority from 0. ``kv_budget``:
-    tokens of each answer that keep their KV, where a request does not say; 0: none is evicted.
+    tokens of each answer that keep their KV unless the request names a number; 0: no KV is packed.
     """
 
     max_batch_tokens: int
@@ -80,8 +80,8 @@ def max_len_of(request: Request, capacity: int) -> int:
 def kv_budget_of(request: Request, default: int) -> int:
     """Return the tokens of the answer that keep their KV; 0: all.
 
-    ``default``: of the engine, 0 if it evicts nothing. Raises `InvalidRequest` for a budget there,
-    and for one with log-probabilities of the prompt.
+    ``default``: the engine's budget, 0 if it packs no KV; then a budget of the request raises
+    `InvalidRequest`, as does one together with log-probabilities of the prompt.
     """
     params = request.sampling.params
     is_whole = params.prompt_logprobs is not None or request.sampling.pooling is not None
@@ -177,8 +177,8 @@ class RequestTable:
         Without ``pending`` (None) the request is not to be added: the queue needs no room for it.
 
         Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for token ids that the model
-        does not have, a priority beyond the bound, a request id that is in use, and a budget for KV
-        where none is evicted.
+        does not have, a priority beyond the bound, a request id that is in use, and a KV
+        budget for an engine that packs no KV.
         """
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")

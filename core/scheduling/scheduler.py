@@ -17,12 +17,12 @@ from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps, run
 from ..errors import ForetokenError, InvalidRequest
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
-from ..interface.images import chunk_stop
+from ..interface.extras.images import chunk_stop
+from ..interface.extras.tiers import KVTiers
 from ..interface.output import RequestOutput, StepOutput
 from ..interface.plan import NO_PAGES, ScheduledRequest, StepPlan
 from ..interface.protocols import NO_SPECULATION, Speculator
 from ..interface.request import Delta, FinishReason, Request, RequestStatus, by_order, by_work
-from ..interface.tiers import KVTiers
 from .chunk_budget import ChunkBudget, newcomer_share
 from .guarded_speculator import guarded
 from .leases import (
@@ -89,7 +89,7 @@ class Scheduler:
         self.request_table = RequestTable(limits, self.capacity)
         self.running, self.waiting = self.request_table.running, self.request_table.waiting
         self.num_preemptions = 0
-        self.num_evicted_tokens = 0  # of answers, whose KV was given up to their budgets
+        self.num_packed_away_tokens = 0  # tokens of answers whose KV was packed away
         self.openings: Sequence[array[int]] = ()  # see `set_openings`
         self.page_loads = None if tiers is None else PageLoads(cache, tiers)
         if self.page_loads is not None:
@@ -279,7 +279,7 @@ class Scheduler:
         budget = draft_row_budget(spare, others_wait=num_pending > 0)
         plans = self.speculator.plan(decodes, limits, budget=budget, num_prefill=num_pending)
         return [
-            without_proposer(plan) if request.is_evicted else plan
+            without_proposer(plan) if request.is_packed else plan
             for request, plan in zip(decodes, plans, strict=True)
         ]
 
@@ -534,8 +534,8 @@ class Scheduler:
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
             return self._finish(request, failed, now, keep=False)
         if scheduled.pack is not None:
-            self.num_evicted_tokens += scheduled.pack.num_evicted
-            request.usage.evicted_tokens = scheduled.num_evicted
+            self.num_packed_away_tokens += scheduled.pack.num_packed_away
+            request.usage.evicted_tokens = scheduled.num_packed_away
         if with_drafts and delta.token_ids:
             self.speculator.observe(request, scheduled, out, len(delta.token_ids))
         if out.error is not None and not delta.terminal:  # the tokens before the failure are valid

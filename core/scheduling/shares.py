@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
-from ..interface.eviction import KvPack
+from ..interface.extras.packing import KvPack
 from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse
 from ..interface.request import Request, by_work
 from .chunk_budget import newcomer_share
@@ -36,7 +36,7 @@ def schedule_request(
         state=state,
         adapter=request.adapter,
         images=request.images,
-        num_evicted=request.num_evicted(stop),
+        num_packed_away=request.num_packed_away(stop),
         pack=_due_pack(request, stop),
     )
 
@@ -46,8 +46,8 @@ def _due_pack(request: Request, stop: int) -> KvPack | None:
     if not request.kv_budget:
         return None
     start = request.num_computed
-    num_before = request.num_evicted(start)
-    num_new = request.num_evicted(stop) - num_before
+    num_before = request.num_packed_away(start)
+    num_new = request.num_packed_away(stop) - num_before
     return KvPack(request.prompt_len, start - num_before, num_new) if num_new else None
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from ...radix_cache import PrefixCache
-from ..interface.tiers import KVTiers
+from ..interface.extras.tiers import KVTiers
 
 
 def describe_cache(
     cache: PrefixCache,
     namespace: str | None,
     tiers: KVTiers | None = None,
-    num_evicted_tokens: int = 0,
+    num_packed_away_tokens: int = 0,
 ) -> dict[str, object]:
     """Describe the cache: occupancy in pages, hits in tokens, the pins of one namespace, tiers.
 
-    ``num_evicted_tokens``: of answers, whose KV was given up to their budgets.
+    ``num_packed_away_tokens``: tokens of answers whose KV was packed away.
     """
     return {
         "page_size": cache.page_size,
@@ -38,6 +38,6 @@ def describe_cache(
         "usage": cache.usage,
         "queried_tokens": cache.num_queries,
         "hit_tokens": cache.num_hits,
-        "evicted_answer_tokens": num_evicted_tokens,
+        "evicted_answer_tokens": num_packed_away_tokens,
         "tiers": [] if tiers is None else [asdict(tier) for tier in tiers.describe()],
     }

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ..._version import __version__
 from ...radix_cache import PrefixCache, StateSlots
-from ..interface.tiers import KVTiers
-from ..interface.transfers import Refusal
+from ..interface.extras.tiers import KVTiers
+from ..interface.extras.transfers import Refusal
 from ..scheduling.page_loads import PageLoads
 from ..scheduling.scheduler import Scheduler
 from .families import PREFIX, Histogram, counter, counters, gauge

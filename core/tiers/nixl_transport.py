@@ -20,7 +20,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..errors import InvalidRequest
-from ..interface.transfers import MemoryKind, PageOffer, PageReader, PageServer, PoolMemory, Region
+from ..interface.extras.transfers import (
+    MemoryKind,
+    PageOffer,
+    PageReader,
+    PageServer,
+    PoolMemory,
+    Region,
+)
 
 READ_SECONDS = 0.3  # after which a peer counts as gone; all tiers wait for as long
 MAX_LATE = 8  # reads that have not ended, of as many peers, each with a buffer of its own

@@ -20,8 +20,8 @@ from typing_extensions import override
 from ...radix_cache import RadixTree, StateSlots
 from ...radix_cache.audit import Steps
 from ...radix_cache.node import Cause, KeptState
-from ..interface.tiers import KVTiers, PageStore, TierState
-from ..interface.transfers import PageOffer, Refusal
+from ..interface.extras.tiers import KVTiers, PageStore, TierState
+from ..interface.extras.transfers import PageOffer, Refusal
 from .keys import PageKeys, StoredPages, chain_keys, tag_of
 from .page_records import Records, SlotRecords
 from .stores.peer_store import PeerStore

@@ -17,8 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...radix_cache import HeldPages, PrefixCache
-from ..interface.request import Request
-from ..interface.transfers import (
+from ..interface.extras.transfers import (
     NO_HANDOVER,
     Handover,
     PageOffer,
@@ -26,6 +25,7 @@ from ..interface.transfers import (
     Refusal,
     Region,
 )
+from ..interface.request import Request
 from .keys import PageKeys
 
 SECONDS = 30  # for which parameters are good

@@ -13,14 +13,14 @@ import torch
 
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
-from foretoken.core.interface.images import PromptImage
+from foretoken.core.interface.extras.images import PromptImage
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from foretoken.core.model import tower_kernels
 from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.images import tower_kernels
+from foretoken.core.model.images.vision import Vision, load_vision
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.vision import Vision, load_vision
 from foretoken.core.ops.base import Ops
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native.native_ops import NativeOps

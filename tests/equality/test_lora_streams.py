@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from foretoken.core.interface.request import Request
+from foretoken.core.model.adapters.lora import load_lora
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.lora import load_lora
 from foretoken.core.ops.lora import LoraWeights
 from foretoken.core.ops.native import native_library
 from foretoken.radix_cache.audit import run as run_checks

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foretoken.core.execution.proposer import Proposer
-from foretoken.core.interface.tiers import IsValid
+from foretoken.core.interface.extras.tiers import IsValid
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library

@@ -12,30 +12,30 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.execution.calibration import measure_queries
-from foretoken.core.execution.triattention import (
+from foretoken.core.execution.packing.calibration import measure_queries
+from foretoken.core.execution.packing.triattention import (
     OFFSETS,
+    KeepByTriAttention,
     QueryStats,
-    TriAttentionEviction,
     attention_ropes,
     pairs,
 )
-from foretoken.core.interface import eviction
-from foretoken.core.interface.eviction import KvPack
+from foretoken.core.interface.extras import packing
+from foretoken.core.interface.extras.packing import KvPack
 from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.quantize import Quantize
 from support.checkpoints import make_checkpoint
-from support.eviction_harness import EVERY, PROMPT_LEN, Outcome, prompt, request, same, serve
 from support.native_variants import BACKENDS
+from support.packing_harness import EVERY, PROMPT_LEN, Outcome, prompt, request, same, serve
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS = 3, 4, 2
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "EVERY", EVERY)
+    monkeypatch.setattr(packing, "EVERY", EVERY)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_statistics_are_the_same_by_every_backend(decoder: OwnDecoder, stats: Qu
     assert counts == [200, 400, 600]
 
 
-class Noting(TriAttentionEviction):
+class Noting(KeepByTriAttention):
     """Notes what is kept, as positions: [layer][KV head]."""
 
     def __init__(self, *args: Any) -> None:
@@ -138,7 +138,7 @@ def test_packed_pages_are_masks_by_layer_and_head(
 ) -> None:
     chosen = policy(stats, decoder)
     outcome = serve(decoder, request("a", prompt(1)), policy=chosen)
-    assert len(chosen.kept_positions) == outcome.scheduler.num_evicted_tokens // EVERY > 2
+    assert len(chosen.kept_positions) == outcome.scheduler.num_packed_away_tokens // EVERY > 2
     keys = check_masks(folder, outcome, chosen.kept_positions, 24)
     different = {tuple(each.tolist()) for each in chosen.kept_positions[0].flatten(0, 1)}
     assert len(different) > 1, "heads choose for themselves"
@@ -177,7 +177,7 @@ def test_preemptions_give_the_same_bits(decoder: Decoder, stats: QueryStats) -> 
         decoder,
         request("a", prompt(1)),
         request("b", prompt(2)),
-        policy=TriAttentionEviction(stats, attention_ropes(decoder)),  # type: ignore[arg-type]
+        policy=KeepByTriAttention(stats, attention_ropes(decoder)),  # type: ignore[arg-type]
         preempt_at=(30, 60, 90),
     )
     same(plain, broken)

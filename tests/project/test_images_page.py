@@ -13,7 +13,7 @@ import pytest
 
 from foretoken.api.cli.commands import _parser
 from foretoken.core.config import EngineConfig
-from foretoken.core.model.vision import MODEL_TYPES
+from foretoken.core.model.images.vision import MODEL_TYPES
 from support.forked import code as run_code
 from support.forked import command as foretoken
 from support.forked import run_forked

@@ -28,7 +28,7 @@ from foretoken.api.serving.limits import Limits
 from foretoken.api.serving.metrics import ServerMetrics
 from foretoken.api.serving.settings import FrontOptions, Joining, Listen
 from foretoken.core.config import EngineConfig
-from foretoken.core.interface.adapter import Adapter, LoadedAdapter
+from foretoken.core.interface.extras.adapter import Adapter, LoadedAdapter
 from foretoken.core.ops.native import recipe
 from foretoken.core.telemetry.readers import read_states, read_transfers
 from foretoken.radix_cache import PrefixCache, StateSlots

@@ -326,8 +326,8 @@ def num_steps(act: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-@pytest.mark.parametrize("is_evicted", [False, True])
-def test_a_pin_gives_way_in_as_many_steps_however_many_there_are(is_asked, is_evicted) -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_pin_gives_way_in_as_many_steps_however_many_there_are(is_asked, is_packed) -> None:
     steps = []
     for num_pins in (16, 256):
         cache = PrefixCache(2 * num_pins, 1)
@@ -337,7 +337,7 @@ def test_a_pin_gives_way_in_as_many_steps_however_many_there_are(is_asked, is_ev
             keep(seq(1), 1, namespace=f"{number}")
         assert len(cache.pins) == num_pins
         serve(cache, seq(1), "new")
-        if is_evicted:
+        if is_packed:
             lease = cache.acquire(array("q"))
             steps.append(num_steps(partial(cache.extend, lease, num_pins + 1)))
             assert len(cache.pins) == num_pins - 1

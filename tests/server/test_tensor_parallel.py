@@ -20,9 +20,9 @@ from foretoken import LLM, SamplingParams
 from foretoken.api.build import target
 from foretoken.api.cli.commands import main
 from foretoken.core.errors import EngineDead
-from foretoken.core.execution import ranks as ranks_module
-from foretoken.core.execution import tp_worker
-from foretoken.core.execution.ranks import Ranks, TpDecoder
+from foretoken.core.execution.ranks import worker
+from foretoken.core.execution.ranks.ranks import Ranks, TpDecoder
+from foretoken.core.execution.ranks import ranks as ranks_module
 from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.model.loader import load_decoder
 from support.checkpoints import make_checkpoint
@@ -56,7 +56,7 @@ def workers(pid: int) -> list[int]:
         except OSError:
             continue
         parent = int(stat.rpartition(")")[2].split()[1])
-        if tp_worker.__name__ in words and parent == pid:
+        if worker.__name__ in words and parent == pid:
             found.append(int(folder.name))
     return found
 
@@ -115,7 +115,7 @@ class ForkedRank(Forked):
     def __init__(
         self, words: Sequence[str], *, pass_fds: Sequence[int], stdin: int, env: dict[str, str]
     ) -> None:
-        assert words[1:3] == ["-m", tp_worker.__name__]
+        assert words[1:3] == ["-m", worker.__name__]
         assert stdin == subprocess.DEVNULL
         with open(os.devnull) as nothing:
             super().__init__(
@@ -124,8 +124,8 @@ class ForkedRank(Forked):
 
 
 def serve_as_rank(channel: int) -> None:
-    sys.argv = ["tp_worker", str(channel)]
-    tp_worker.main()
+    sys.argv = ["worker", str(channel)]
+    worker.main()
 
 
 def test_four_processes_say_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,9 @@ class CheckedScheduler(Scheduler):
         size, shared = self.cache.page_size, request.lease.num_shared_pages
         assert row.start >= shared * size, "a step writes a page that the tree owns"
         depth = row.draft_plan.depth
-        assert len(row.page_ids) * size >= row.stop + depth - row.num_evicted, "a row lacks pages"
+        assert len(row.page_ids) * size >= row.stop + depth - row.num_packed_away, (
+            "a row lacks pages"
+        )
         if (packing := request.next_packing(row.start)) is not None:
             assert row.stop + depth <= packing, "a step crosses a packing"
         assert len(request.tokens) + depth < request.max_len or not depth, (

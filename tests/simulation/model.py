@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from foretoken.core.execution.eviction import WindowEviction
 from foretoken.core.execution.launch_behind import Finished, launch_behind
 from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.execution.packing.policies import KeepWindow
 from foretoken.core.execution.proposer import Proposer
 from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
@@ -285,7 +285,7 @@ class SimulatedRunner(ModelRunner):
         seconds: Callable[[], float],
         fails_late: random.Random | None = None,
     ) -> None:
-        super().__init__(decoder, pool, proposer, eviction=WindowEviction())  # type: ignore[arg-type]
+        super().__init__(decoder, pool, proposer, keep_policy=KeepWindow())  # type: ignore[arg-type]
         self._before, self._after, self._part_seconds = before, after, seconds
         self._fails_late = fails_late
         self.num_ahead = 0  # steps whose plan was made while the one before ran

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from foretoken.core.interface.tiers import IsValid, Medium
+from foretoken.core.interface.extras.tiers import IsValid, Medium
 from foretoken.core.tiers.keys import PageKeys, chain_keys, tag_of
 from foretoken.core.tiers.tiers import StateTiers, Tiers
 from foretoken.radix_cache import PrefixCache

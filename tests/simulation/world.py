@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead
-from foretoken.core.interface import eviction
+from foretoken.core.interface.extras import packing
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.radix_cache import PrefixCache, StateSlots
@@ -89,7 +89,7 @@ class Findings:
     num_accepted: int = 0
     num_loaded: int = 0  # tokens that came from a tier
     num_resumed: int = 0  # tokens that were not computed, because the state behind them was kept
-    num_evicted: int = 0  # tokens of answers, whose KV was given up to their budgets
+    num_packed_away: int = 0  # tokens of answers whose KV was packed away
     num_late: int = 0  # loads that nobody waited for any longer
     num_ahead: int = 0  # steps whose plan was made while the one before ran
     seconds: float = 0.0  # virtual
@@ -120,7 +120,7 @@ class World:
         self.has_tiers = self.tier_rng.random() < 0.4 if has_tiers is None else has_tiers
         self.state_rng = random.Random(f"states {seed}")
         self.num_slots = self._draw_slots() if num_slots is None else num_slots
-        self.eviction_rng = random.Random(f"eviction {seed}")
+        self.packing_rng = random.Random(f"eviction {seed}")
         self.kv_budget = self._draw_budget()
         self.violations: list[str] = []
         self.told: list[Told] = []
@@ -144,8 +144,8 @@ class World:
 
     def _draw_budget(self) -> int:
         """Tokens of an answer that keep their KV: few, packed often. States are not packed."""
-        evicts = self.eviction_rng.random() < 0.4 and not self.num_slots
-        return self.eviction_rng.choice([1, 2, 5]) if evicts else 0
+        evicts = self.packing_rng.random() < 0.4 and not self.num_slots
+        return self.packing_rng.choice([1, 2, 5]) if evicts else 0
 
     def _make_states(self) -> StateSlots | None:
         """Slots for states, and the states of the model; fewer requests run then."""
@@ -352,7 +352,7 @@ class World:
             num_preemptions=self.scheduler.num_preemptions,
             num_loaded=sum(told.request.usage.loaded_tokens for told in self.told),
             num_resumed=self._num_resumed(),
-            num_evicted=self.scheduler.num_evicted_tokens,
+            num_packed_away=self.scheduler.num_packed_away_tokens,
             num_late=0 if self.scheduler.page_loads is None else self.scheduler.page_loads.num_late,
             num_accepted=sum(told.request.usage.accepted_tokens for told in self.told),
             seconds=self.loop.time(),
@@ -368,12 +368,12 @@ class World:
 def live(seed: int, **options: int | None) -> Findings:
     """Run one seed; slots for states by lot. Raises `Violation` or `Stuck`, with the seed."""
     options = {"num_slots": None} | options
-    every = eviction.EVERY
+    every = packing.EVERY
     try:
-        eviction.EVERY = 3  # answers are short here
+        packing.EVERY = 3  # answers are short here
         return loops.run(lambda loop: World(loop, seed, **options).live(), seed)
     except Exception as error:
         error.add_note(f"seed {seed}")
         raise
     finally:
-        eviction.EVERY = every
+        packing.EVERY = every

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from foretoken.core.interface.adapter import Adapter
+from foretoken.core.interface.extras.adapter import Adapter
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.ops.batch import Segment, SegmentState
 from foretoken.core.ops.kv_pool import KvDtype, KVPool

@@ -19,11 +19,11 @@ from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
 from foretoken.core.execution.step_layout import table_slots
 from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.extras.tiers import KVTiers
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.protocols import ProposerTraits, Speculator
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata
-from foretoken.core.interface.tiers import KVTiers
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.drafting.rough_copy import rough_decoder
 from foretoken.core.model.loader import ModelImpl, load_decoder

@@ -15,12 +15,12 @@ from typing import Any
 
 from foretoken.core.execution.launch_behind import Finished, launch_behind
 from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.extras.tiers import KVTiers
 from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import OnKernelsStarted, Pending, Speculator, ignore_kernels
 from foretoken.core.interface.request import OnToken, Request
 from foretoken.core.interface.sampling import Pooling, SamplingMetadata, TokenSamplingParams
-from foretoken.core.interface.tiers import KVTiers
 from foretoken.core.ops.batch import Segment, SegmentState
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler

@@ -8,8 +8,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from foretoken.core.engine.tier_io import Call, TierIO
-from foretoken.core.interface.tiers import IsValid, Medium
+from foretoken.core.engine.extras.tier_io import Call, TierIO
+from foretoken.core.interface.extras.tiers import IsValid, Medium
 from foretoken.core.scheduling.page_loads import PageLoads
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.tiers.keys import PageKeys

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from foretoken.core.interface.images import (
+from foretoken.core.interface.extras.images import (
     PromptImage,
     TowerInput,
     content_hash,

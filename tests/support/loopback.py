@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from foretoken.core.interface.transfers import (
+from foretoken.core.interface.extras.transfers import (
     DONE,
     RENEW,
     PageOffer,

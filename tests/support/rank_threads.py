@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import RankLost
-from foretoken.core.execution.ranks import TpDecoder
-from foretoken.core.execution.tp_worker import LOADED, Ints, send_shared_pool, serve_rank
+from foretoken.core.execution.ranks.ranks import TpDecoder
+from foretoken.core.execution.ranks.worker import LOADED, Ints, send_shared_pool, serve_rank
 from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment

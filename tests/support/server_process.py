@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from foretoken.api.cli.serve import FRONT_ENGINE_OPTIONS
 from foretoken.core.config import EngineConfig
-from foretoken.core.interface.settings import settings_of
+from foretoken.core.options.settings import settings_of
 from support.forked import Forked, command
 
 START_SECONDS = 120.0

@@ -42,7 +42,7 @@ from foretoken.core.errors import (
     PromptTooLong,
     QueueFull,
 )
-from foretoken.core.interface.images import PromptImage, TowerInput
+from foretoken.core.interface.extras.images import PromptImage, TowerInput
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Pin, Usage
 from foretoken.core.interface.sampling import Pooling

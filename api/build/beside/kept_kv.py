@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ....core.config import EngineConfig, format_size
 from ....core.errors import InvalidRequest
 from ....core.execution.proposer import Proposer
-from ....core.interface.tiers import KVTiers
-from ....core.interface.transfers import PageServer
+from ....core.interface.extras.tiers import KVTiers
+from ....core.interface.extras.transfers import PageServer
 from ....core.ops.kv_pool import KVPool
 from ....core.ops.state_pool import StatePool
 from ....core.scheduling.scheduler import Scheduler

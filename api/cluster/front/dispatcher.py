@@ -16,7 +16,7 @@ from ....core.errors import (
     QueueFull,
     Unavailable,
 )
-from ....core.interface.adapter import adapter_of
+from ....core.interface.extras.adapter import adapter_of
 from ....core.interface.request import Delta, FinishReason, Request, Usage
 from ....core.scheduling.output_processor import late_end
 from ..wire.forms import WireError

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ....core.errors import ForetokenError, ModelLoadError, Unavailable
-from ....core.interface.adapter import LoadedAdapter
+from ....core.interface.extras.adapter import LoadedAdapter
 from ...build.adapter_loader import AdapterFolder
 from ..wire.messages import (
     AdapterFacts,

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ....core.errors import EngineDead
-from ....core.interface.adapter import Adapter
+from ....core.interface.extras.adapter import Adapter
 from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Delta, FinishReason, Request
 from ...types.results import Body

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from ....core.errors import EngineDead, ForetokenError
+from ....core.interface.extras.transfers import PageOffer
 from ....core.interface.request import Delta, FinishReason
-from ....core.interface.transfers import PageOffer
 from ...runtime.preprocess import submit as submit_to
 from ..wire.forms import WireError, shown_error, usage_form
 from ..wire.messages import (

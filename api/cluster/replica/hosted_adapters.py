@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....core.errors import InvalidRequest
-from ....core.interface.adapter import LoadedAdapter
+from ....core.interface.extras.adapter import LoadedAdapter
 from ...build.adapter_loader import AdapterFolder, AdapterLoader
 from ...runtime.adapters import NO_ADAPTERS, ServedAdapter
 from ..wire.forms import WireError

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+from ....core.interface.extras.transfers import PageOffer
 from ....core.interface.request import Delta, Request
-from ....core.interface.transfers import PageOffer
 from ....core.telemetry.overview import MAX_REQUESTS, RecentRequest
 from ....radix_cache import HeldPages
 from ...build.adapter_loader import AdapterFolder

@@ -31,7 +31,7 @@ from ....core.errors import (
     shown,
 )
 from ....core.interface.request import Usage
-from ....core.validation import Count, Seconds
+from ....core.options.checks import Count, Seconds
 from ...serving.errors import INTERNAL
 from ...types.sampling_params import SamplingParams
 

@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ....core.errors import ForetokenError
-from ....core.interface.adapter import Adapter, LoadedAdapter
-from ....core.interface.images import PromptImage
+from ....core.interface.extras.adapter import Adapter, LoadedAdapter
+from ....core.interface.extras.images import PromptImage
 from ....core.interface.request import (
     DEFAULT_CACHE,
     CacheOptions,
@@ -27,7 +27,7 @@ from ....core.interface.request import (
     Usage,
 )
 from ....core.interface.sampling import Pooling
-from ....core.validation import Count, Positive, Seconds, TokenId
+from ....core.options.checks import Count, Positive, Seconds, TokenId
 from ...build.built import ModelFacts
 from ...runtime.adapters import ServedAdapter
 from ...runtime.preprocess import Prepared, PromptTokens, make_request, warm_params

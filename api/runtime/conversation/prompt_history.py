@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from ....core.interface.adapter import adapter_of, salt_of
+from ....core.interface.extras.adapter import adapter_of, salt_of
 from ....core.interface.request import Request, Usage
 from ....radix_cache.namespaces import FlushedNamespaces
 from ...parsing.reasoning import Thinking

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from ....core.errors import InvalidRequest
-from ....core.interface.images import PromptImage, image_key
+from ....core.interface.extras.images import PromptImage, image_key
 from ...media.placeholders import ImageTokens
 from ...media.reader import ImageReader, ReadImage
 from ...media.sources import ImageSource, join_parts, split_marks, template_parts

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ....core.errors import InvalidRequest
 from ....core.interface.request import DEFAULT_CACHE, CacheOptions
 from ....core.interface.sampling import Pooling
-from ....core.validation import MAX_INT, check_integer
+from ....core.options.checks import MAX_INT, check_integer
 from ...types.sampling_params import SamplingParams
 from ..engine_client import EngineClient
 from ..preprocess import Prompt

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....core.errors import InvalidRequest, ModelLoadError
-from ....core.model.adapter_files import leads_over_link
+from ....core.model.adapters.files import leads_over_link
 from ...build.adapter_loader import AdapterFolder
 from ...runtime.adapters import UnknownAdapter
 from ...serving.decoding import decoder

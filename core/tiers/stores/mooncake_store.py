@@ -16,7 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from ...errors import InvalidRequest
-from ...interface.tiers import IsValid, Medium, PageStore
+from ...interface.extras.tiers import IsValid, Medium, PageStore
 from ..keys import tag_of
 
 CHECK_BYTES = 4

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from ...interface.tiers import IsValid, Medium, PageStore
-from ...interface.transfers import (
+from ...interface.extras.tiers import IsValid, Medium, PageStore
+from ...interface.extras.transfers import (
     DONE,
     RENEW,
     PageOffer,

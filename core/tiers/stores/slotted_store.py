@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ....radix_cache.eviction import NamespaceQuota
 from ....radix_cache.prefix_cache import IDLE_AFTER
-from ...interface.tiers import IsValid, Medium, PageStore
+from ...interface.extras.tiers import IsValid, Medium, PageStore
 from ..keys import KEY_BYTES, TAG_BYTES
 
 logger = logging.getLogger(__name__)

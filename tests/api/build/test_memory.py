@@ -17,11 +17,11 @@ from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.cli.commands import main
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.interface.settings import parse_size
 from foretoken.core.model.drafting.rough_copy import rounded_matrices
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import ModelReport, inspect_model
 from foretoken.core.ops.machine.system_memory import free_swap
+from foretoken.core.options.settings import parse_size
 
 GIB, MIB = 2**30, 2**20
 BILLION = 10**9

@@ -17,7 +17,7 @@ from foretoken.api.serving.settings import Listen, ObservingOptions, Settings
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.settings import Setting, settings_of
+from foretoken.core.options.settings import Setting, settings_of
 from support.given import given, listening, parser
 
 EXAMPLE = Path(foretoken.__file__).parent / "docs" / "operations" / "foretoken.toml"

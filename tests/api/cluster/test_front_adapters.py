@@ -41,7 +41,7 @@ from foretoken.core.errors import (
     ModelLoadError,
     Unavailable,
 )
-from foretoken.core.interface.adapter import (
+from foretoken.core.interface.extras.adapter import (
     Adapter,
     LoadedAdapter,
     adapter_group,

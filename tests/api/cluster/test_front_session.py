@@ -41,8 +41,8 @@ from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import ForetokenError, InvalidRequest, QueueFull
+from foretoken.core.interface.extras.transfers import NO_HANDOVER, Handover
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.transfers import NO_HANDOVER, Handover
 from foretoken.core.tiers.keys import PageKeys, StoredPages
 from support.fake_engine import FakeEngine, ends_of, make_built
 from support.hand_front import SECONDS, HandFront, MemoryLink, submit

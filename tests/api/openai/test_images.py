@@ -27,8 +27,8 @@ from foretoken.api.media.reader import ImageReader
 from foretoken.api.runtime.conversation.seen_images import _num_beyond
 from foretoken.core.config import EngineConfig
 from foretoken.core.engine.engine import Engine
+from foretoken.core.model.images.vision import count_tower, load_vision
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.vision import count_tower, load_vision
 from support.embedders import write_embedder
 from support.image_folders import (
     IMAGE,

@@ -11,7 +11,7 @@ from foretoken.api.build.adapter_loader import AdapterFolder, OwnAdapters
 from foretoken.api.runtime import adapters as module
 from foretoken.api.runtime.adapters import Adapters
 from foretoken.core.errors import ForetokenError, InvalidRequest, ModelLoadError
-from foretoken.core.interface.adapter import Adapter, LoadedAdapter
+from foretoken.core.interface.extras.adapter import Adapter, LoadedAdapter
 from foretoken.radix_cache import FlushedNamespaces
 
 

@@ -26,7 +26,7 @@ from foretoken.api.runtime.conversation.prompt_history import (
     most_similar,
 )
 from foretoken.api.types.sampling_params import SamplingParams
-from foretoken.core.interface.adapter import adapter_group, adapter_namespace, salt_of
+from foretoken.core.interface.extras.adapter import adapter_group, adapter_namespace, salt_of
 from foretoken.core.interface.request import CacheOptions, Request
 from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.radix_cache import Eviction

@@ -9,7 +9,7 @@ import pytest
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.settings import parse_size
+from foretoken.core.options.settings import parse_size
 from support.bounds import BAD
 
 BAD_OPTIONS: list[tuple[str, object]] = [

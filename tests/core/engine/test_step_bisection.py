@@ -14,8 +14,8 @@ from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.engine.step_bisection import StepBisection, forget_frames
 from foretoken.core.errors import EngineDead, ForetokenError, RankLost, is_out_of_memory
-from foretoken.core.interface.eviction import KvPack
-from foretoken.core.interface.images import PromptImage
+from foretoken.core.interface.extras.images import PromptImage
+from foretoken.core.interface.extras.packing import KvPack
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import NO_SPECULATION
@@ -427,7 +427,7 @@ def packed_rows(name: str, num_rows: int) -> ScheduledRequest:
         stop=484 + num_rows,
         page_ids=array("q", range((484 - 128 + num_rows + 15) // 16)),
         sampling=SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=100),
-        num_evicted=128,
+        num_packed_away=128,
         pack=KvPack(100, 484, 128),
     )
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from foretoken.core.engine.engine import Engine
+from foretoken.core.engine.extras.tier_io import CLOSE_SECONDS, RENEW_SECONDS
 from foretoken.core.engine.model_thread import Job
-from foretoken.core.engine.tier_io import CLOSE_SECONDS, RENEW_SECONDS
+from foretoken.core.interface.extras.transfers import PageOffer, PoolMemory
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.transfers import PageOffer, PoolMemory
 from foretoken.core.scheduling.page_loads import LATE_SECONDS, LOOKUP_SECONDS
 from support import virtual_time
 from support.fake_model import answer, make_request, make_scheduler

@@ -11,7 +11,7 @@ import pytest
 
 from foretoken.core.engine.engine import Engine
 from foretoken.core.errors import DeadlineExceeded
-from foretoken.core.interface.transfers import PageServer, PoolMemory
+from foretoken.core.interface.extras.transfers import PageServer, PoolMemory
 from foretoken.radix_cache import HeldPages
 from foretoken.radix_cache.transfers import SECONDS
 from support.fake_model import FakeRunner, answer, make_request, make_scheduler

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from foretoken.core.errors import ModelLoadError, RankLost
-from foretoken.core.execution import ranks as ranks_module
-from foretoken.core.execution.ranks import Ranks, TpDecoder
-from foretoken.core.execution.tp_worker import (
+from foretoken.core.execution.ranks import ranks as ranks_module
+from foretoken.core.execution.ranks.ranks import Ranks, TpDecoder
+from foretoken.core.execution.ranks.worker import (
     HERE,
     LOADED,
     batch_of,

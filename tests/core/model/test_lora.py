@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from foretoken.core.errors import ModelLoadError
+from foretoken.core.model.adapters.lora import LoraSettings, load_lora
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.lora import LoraSettings, load_lora
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.lora import LoraWeights
 from foretoken.core.ops.native import native_library

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.activations import GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from foretoken.core.model.tower_kernels import LEAST_ROWS, TowerAttention, use_kernels
+from foretoken.core.model.images.tower_kernels import LEAST_ROWS, TowerAttention, use_kernels
 from foretoken.core.ops.base import Ops
 from foretoken.core.ops.native.library import native_library
 from foretoken.core.ops.native.native_ops import NativeOps

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from foretoken.core.interface.extras.transfers import PageOffer
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.transfers import PageOffer
 from foretoken.core.scheduling.page_loads import LATE_SECONDS, MEETING_SECONDS
 from foretoken.core.tiers.keys import chain_keys, root_key
 from support.fake_model import make_request

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from foretoken.core.interface.extras.transfers import PageOffer
 from foretoken.core.interface.request import CacheOptions, Request, RequestStatus
-from foretoken.core.interface.transfers import PageOffer
 from foretoken.core.scheduling.page_loads import LATE_SECONDS, MEETING_SECONDS
 from foretoken.core.tiers.keys import chain_keys, root_key
 from foretoken.core.tiers.stores.peer_store import PeerStore

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from foretoken.core.interface.extras.tiers import PageLoad
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.protocols import NO_SPECULATION
 from foretoken.core.interface.request import CacheOptions, Request, RequestStatus
-from foretoken.core.interface.tiers import PageLoad
 from foretoken.core.scheduling.async_scheduling import plan_next
 from foretoken.core.scheduling.chunk_budget import ChunkBudget
 from foretoken.core.scheduling.page_loads import LATE_SECONDS, LOOKUP_SECONDS, TRIAL_SECONDS

@@ -16,7 +16,7 @@ import pytest
 from foretoken.api.build.kv_events import events_of, keys_of, name_fingerprint
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.adapter import adapter_group, adapter_namespace
+from foretoken.core.interface.extras.adapter import adapter_group, adapter_namespace
 from foretoken.core.tiers import events
 from foretoken.core.tiers.events import (
     AllBlocksCleared,

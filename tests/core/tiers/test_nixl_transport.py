@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from foretoken.core.interface.transfers import PageOffer, Region
+from foretoken.core.interface.extras.transfers import PageOffer, Region
 from foretoken.core.scheduling.page_loads import MEETING_SECONDS
 from foretoken.core.tiers import nixl_transport
 from foretoken.core.tiers.nixl_transport import NixlReader, NixlServer

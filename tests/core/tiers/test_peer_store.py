@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from foretoken.core.interface.transfers import PageOffer
+from foretoken.core.interface.extras.transfers import PageOffer
 from foretoken.core.tiers.keys import chain_keys, root_key
 from foretoken.core.tiers.stores.peer_store import SHUNNED_SECONDS, PeerStore
 from foretoken.radix_cache import HeldPages, PrefixCache

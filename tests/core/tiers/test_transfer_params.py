@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from foretoken.core.interface.extras.transfers import NO_HANDOVER, PageOffer, PoolMemory, Region
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from foretoken.core.interface.transfers import NO_HANDOVER, PageOffer, PoolMemory, Region
 from foretoken.core.tiers.keys import PageKeys, chain_keys, root_key
 from foretoken.core.tiers.transfer_params import SECONDS, TransferParams
 from foretoken.radix_cache import PrefixCache

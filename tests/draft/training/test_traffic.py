@@ -11,7 +11,7 @@ import pytest
 
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.adapter import Adapter
+from foretoken.core.interface.extras.adapter import Adapter
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.draft.training import traffic

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from foretoken.core.model.adapters.lora import load_lora
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.lora import load_lora
 from foretoken.core.ops.adapted import adapted_ops
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.layers import run_layers

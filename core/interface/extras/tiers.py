@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from ...radix_cache.audit import Steps
+from ....radix_cache.audit import Steps
 from .transfers import PageOffer, Refusal
 
 Medium = Literal["host", "disk", "remote", "peer"]

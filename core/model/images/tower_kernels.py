@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..ops.base import ForwardPlan, Ops
-from ..ops.batch import Segment, build_batch
-from ..ops.kv_pool import KVPool
-from ..ops.weights import Activation, HeadLayout
-from .description.rope import Still
+from ...ops.base import ForwardPlan, Ops
+from ...ops.batch import Segment, build_batch
+from ...ops.kv_pool import KVPool
+from ...ops.weights import Activation, HeadLayout
+from ..description.rope import Still
 
 PAGE_SIZE = 16  # rows
 LEAST_ROWS = 128  # of a sequence: windows, which are shorter, are left to torch

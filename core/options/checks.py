@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from .errors import InvalidRequest, shown
+from ..errors import InvalidRequest, shown
 
 MAX_INT = 2**31 - 1
 MAX_PORT = 65535

@@ -1,4 +1,4 @@
-"""Eviction policies: which tokens of an answer keep their KV when it is packed."""
+"""Policies that choose which tokens of an answer keep their KV when it is packed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..interface.eviction import KvPack
-from ..interface.plan import ScheduledRequest
-from ..ops.kv_pool import KVPool
+from ...interface.extras.packing import KvPack
+from ...interface.plan import ScheduledRequest
+from ...ops.kv_pool import KVPool
 
 
-class EvictionPolicy(Protocol):
+class KeepPolicy(Protocol):
     """Chooses what is kept."""
 
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
@@ -23,16 +23,16 @@ class EvictionPolicy(Protocol):
         """
 
 
-class WindowEviction(EvictionPolicy):
+class KeepWindow(KeepPolicy):
     """Keeps the latest tokens of the answer, the same in every layer and head."""
 
     @override
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
         del pool, scheduled
-        return torch.arange(pack.first + pack.num_evicted, pack.stop).view(1, 1, -1)
+        return torch.arange(pack.first + pack.num_packed_away, pack.stop).view(1, 1, -1)
 
 
-def pack_kv(policy: EvictionPolicy, pool: KVPool, scheduled: ScheduledRequest) -> None:
+def pack_kv(policy: KeepPolicy, pool: KVPool, scheduled: ScheduledRequest) -> None:
     """Pack a request's KV as its plan orders, once however often the step is run.
 
     Raises RuntimeError where an earlier try ended half way: the request's KV is void then.

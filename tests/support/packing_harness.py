@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from foretoken.core.execution.eviction import EvictionPolicy, WindowEviction
 from foretoken.core.execution.model_runner import LaunchedStep, ModelRunner
+from foretoken.core.execution.packing.policies import KeepPolicy, KeepWindow
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Request
@@ -97,7 +97,7 @@ def serve(
     drafter: str | None = None,
     proposer: Any = None,
     runner: type[Watched] = Watched,
-    policy: EvictionPolicy | None = None,
+    policy: KeepPolicy | None = None,
     preempt_at: Sequence[int] = (),
     later: Sequence[Request] = (),
 ) -> Outcome:
@@ -117,7 +117,7 @@ def serve(
     speculator = [] if drafter is None else [make_speculator(drafter)]
     scheduler = Scheduler(cache, limits, *speculator)
     pool = decoder.make_pool(num_pages, page_size=PAGE_SIZE)
-    made = runner(decoder, pool, proposer, eviction=policy or WindowEviction())
+    made = runner(decoder, pool, proposer, keep_policy=policy or KeepWindow())
     driver = Driver(scheduler, made)  # type: ignore[arg-type]
     driver.add(*requests)
     most: dict[str, int] = {}

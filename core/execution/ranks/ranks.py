@@ -27,17 +27,17 @@ from typing import Any, Protocol
 from torch import Tensor
 from typing_extensions import override
 
-from ..errors import ModelLoadError, RankLost
-from ..interface.protocols import Companions
-from ..model.decoder import OwnDecoder
-from ..ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Wanted
-from ..ops.kv_pool import KvDtype, KVPool
-from ..ops.native import native_library, products
-from ..ops.native.products import bfloat16_products
-from ..ops.parallel import GlooComm
-from ..ops.state_pool import StatePool
-from . import tp_worker
-from .tp_worker import Ints, copy_message, pass_message, pool_message, send_shared_pool
+from ...errors import ModelLoadError, RankLost
+from ...interface.protocols import Companions
+from ...model.decoder import OwnDecoder
+from ...ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Wanted
+from ...ops.kv_pool import KvDtype, KVPool
+from ...ops.native import native_library, products
+from ...ops.native.products import bfloat16_products
+from ...ops.parallel import GlooComm
+from ...ops.state_pool import StatePool
+from . import worker
+from .worker import Ints, copy_message, pass_message, pool_message, send_shared_pool
 
 logger = logging.getLogger(__name__)
 START_SECONDS = 120.0  # for ranks to start
@@ -90,7 +90,7 @@ class Ranks(Followers, Companions):
             for rank in range(1, size):
                 job = {"path": str(path), "rank": rank, "size": size, "folder": self._folder.name}
                 self._start(job | {"threads": threads, "options": dict(options)})
-            self._expect(tp_worker.HERE, "did not start", START_SECONDS)
+            self._expect(worker.HERE, "did not start", START_SECONDS)
             self.comm = self._meet()
         except BaseException:
             self.end(at_once=True)
@@ -100,7 +100,7 @@ class Ranks(Followers, Companions):
         ours, theirs = Pipe()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", tp_worker.__name__, str(theirs.fileno())],
+                [sys.executable, "-m", worker.__name__, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=self._environment,
@@ -111,7 +111,7 @@ class Ranks(Followers, Companions):
 
     def wait_until_loaded(self) -> None:
         """Wait until each rank has its weights. Raises `ModelLoadError` where one ended."""
-        self._expect(tp_worker.LOADED, "could not load its part of the model", LOAD_SECONDS)
+        self._expect(worker.LOADED, "could not load its part of the model", LOAD_SECONDS)
         self._folder.cleanup()
 
     def _expect(self, word: bytes, problem: str, seconds: float) -> None:

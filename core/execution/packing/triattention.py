@@ -19,14 +19,14 @@ from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import override
 
-from ..errors import InvalidRequest
-from ..interface.eviction import KvPack
-from ..interface.plan import ScheduledRequest
-from ..model.decoder import OwnDecoder
-from ..model.description.rope import RopeTable
-from ..ops.kv_pool import KVPool, from_scaled
-from ..ops.weights import AttentionWeights, table_rows
-from .eviction import EvictionPolicy
+from ...errors import InvalidRequest
+from ...interface.extras.packing import KvPack
+from ...interface.plan import ScheduledRequest
+from ...model.decoder import OwnDecoder
+from ...model.description.rope import RopeTable
+from ...ops.kv_pool import KVPool, from_scaled
+from ...ops.weights import AttentionWeights, table_rows
+from .policies import KeepPolicy
 
 OFFSETS = tuple(2**power for power in range(17))  # distances of later queries: 1 to 65,536 tokens
 FORMAT = "foretoken query statistics 2"
@@ -111,7 +111,7 @@ def attention_ropes(decoder: OwnDecoder) -> list[RopeTable]:
     return found
 
 
-class TriAttentionEviction(EvictionPolicy):
+class KeepByTriAttention(KeepPolicy):
     """Keeps the best scored tokens of each KV head, and the latest ones always."""
 
     def __init__(self, stats: QueryStats, ropes: Sequence[RopeTable]) -> None:
@@ -123,14 +123,14 @@ class TriAttentionEviction(EvictionPolicy):
     @override
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
         places = torch.arange(pack.first, pack.stop)
-        num_kept = len(places) - pack.num_evicted
+        num_kept = len(places) - pack.num_packed_away
         ahead = scheduled.start - 1 + torch.tensor(OFFSETS)  # positions of later queries
         found = []
         for layer, rope in enumerate(self._ropes):
             keys = pairs(read_keys(pool, scheduled.page_ids, places, layer))
             turns = rope.turns(ahead).mean(dim=0).to(keys.device)
             scores = self._scores(keys, turns, layer)
-            scores[:, -pack.num_evicted :] = float("inf")  # the latest ones
+            scores[:, -pack.num_packed_away :] = float("inf")  # the latest ones
             best = scores.topk(num_kept, dim=1).indices.sort(dim=1).values
             found.append(best + pack.first)
         return torch.stack(found)

@@ -1,4 +1,4 @@
-"""Eviction inside a sequence, as the options ask for it."""
+"""Packing of KV inside an answer, as the options ask for it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest
-from ...core.execution.eviction import EvictionPolicy, WindowEviction
-from ...core.execution.triattention import QueryStats, TriAttentionEviction, attention_ropes
+from ...core.execution.packing.policies import KeepPolicy, KeepWindow
+from ...core.execution.packing.triattention import KeepByTriAttention, QueryStats, attention_ropes
 from ...core.model.decoder import Decoder, OwnDecoder
 
 
-def eviction_of(config: EngineConfig, target: Decoder) -> EvictionPolicy | None:
+def keep_policy_of(config: EngineConfig, target: Decoder) -> KeepPolicy | None:
     """Make the policy that the options ask for; None without one.
 
     Raises `InvalidRequest` for a model whose KV cannot be packed, and for a file of statistics that
     is of another one.
     """
-    if (asked := config.kv_eviction()) is None:
+    if (asked := config.packing()) is None:
         return None
     if (why := _unsuited(target)) is not None:
         raise InvalidRequest(f"kv_evict does not support a model with {why}", param="kv_evict")
     if asked[0] == "window" or config.kv_evict_stats is None:
-        return WindowEviction()
+        return KeepWindow()
     assert isinstance(target, OwnDecoder)
     try:
         ropes = attention_ropes(target)
@@ -30,7 +30,7 @@ def eviction_of(config: EngineConfig, target: Decoder) -> EvictionPolicy | None:
         message = f"kv_evict: triattention does not support {error}"
         raise InvalidRequest(message, param="kv_evict") from None
     stats = QueryStats.load(Path(config.kv_evict_stats).expanduser(), target)
-    return TriAttentionEviction(stats, ropes)
+    return KeepByTriAttention(stats, ropes)
 
 
 def _unsuited(target: Decoder) -> str | None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.core.execution.eviction import WindowEviction, pack_kv
-from foretoken.core.interface import eviction
+from foretoken.core.execution.packing.policies import KeepWindow, pack_kv
+from foretoken.core.interface.extras import packing
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
@@ -19,7 +19,8 @@ from foretoken.core.ops.native import native_library
 from foretoken.draft.sources.prediction import PredictionSource
 from support.checkpoints import make_checkpoint
 from support.equality_harness import Perfect
-from support.eviction_harness import (
+from support.native_variants import BACKENDS
+from support.packing_harness import (
     ANSWER_LEN,
     BUDGET,
     EVERY,
@@ -33,12 +34,11 @@ from support.eviction_harness import (
     same,
     serve,
 )
-from support.native_variants import BACKENDS
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "EVERY", EVERY)
+    monkeypatch.setattr(packing, "EVERY", EVERY)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def test_pages_stay_within_prompt_budget_and_one_interval(decoder: Decoder) -> N
     outcome = serve(decoder, request("a", prompt(1)))
     bound = -(-(PROMPT_LEN + BUDGET + EVERY) // PAGE_SIZE)
     assert outcome.most_pages["a"] == bound
-    num_evicted = (ANSWER_LEN - 1 - BUDGET) // EVERY * EVERY
-    assert outcome.scheduler.num_evicted_tokens == num_evicted > 0
+    num_packed_away = (ANSWER_LEN - 1 - BUDGET) // EVERY * EVERY
+    assert outcome.scheduler.num_packed_away_tokens == num_packed_away > 0
     cache = outcome.scheduler.cache
     assert cache.num_free_pages + PROMPT_LEN // PAGE_SIZE == cache.num_total_pages
 
@@ -164,7 +164,7 @@ def test_pages_that_a_preempted_answer_gave_to_the_cache_are_never_packed(decode
     follower = [*prompt(1), *answer[:29]]
     alone = serve(decoder, request("b", follower))
     beside = serve(decoder, first, preempt_at=[30], later=[request("b", follower)])
-    assert first.usage.evicted_tokens == beside.scheduler.num_evicted_tokens // 2 > 0
+    assert first.usage.evicted_tokens == beside.scheduler.num_packed_away_tokens // 2 > 0
     cached = beside.scheduler.cache.num_hits
     assert cached >= len(follower) // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE
     same(alone, beside, "b")
@@ -178,7 +178,7 @@ def test_a_step_that_is_run_again_packs_once(decoder: Decoder) -> None:
 
 def test_a_packing_that_ended_half_way_fails_its_request_alone() -> None:
     """To pack what is left would read what is not there."""
-    pack = eviction.KvPack(0, 40, 16, is_begun=True)
+    pack = packing.KvPack(0, 40, 16, is_begun=True)
     row = ScheduledRequest(
         request_id="a",
         tokens=array("q"),
@@ -186,8 +186,8 @@ def test_a_packing_that_ended_half_way_fails_its_request_alone() -> None:
         stop=41,
         page_ids=array("q"),
         sampling=request("a", [1]).sampling,
-        num_evicted=16,
+        num_packed_away=16,
         pack=pack,
     )
     with pytest.raises(RuntimeError, match="half way"):
-        pack_kv(WindowEviction(), None, row)  # type: ignore[arg-type]
+        pack_kv(KeepWindow(), None, row)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.eviction import EVERY, most_kv, next_packing, num_evicted
+from foretoken.core.interface.extras.packing import EVERY, most_kv, next_packing, num_packed_away
 from foretoken.core.interface.sampling import TokenSamplingParams
 from foretoken.core.scheduling.leases import release_kv
 from foretoken.core.scheduling.request_table import kv_budget_of
@@ -24,11 +24,11 @@ def packings() -> list[int]:
 
 def test_an_interval_goes_at_each_fixed_position_and_not_before() -> None:
     for turn, position in enumerate(packings(), 1):
-        assert num_evicted(PROMPT, BUDGET, position) == (turn - 1) * EVERY
-        assert num_evicted(PROMPT, BUDGET, position + 1) == turn * EVERY
+        assert num_packed_away(PROMPT, BUDGET, position) == (turn - 1) * EVERY
+        assert num_packed_away(PROMPT, BUDGET, position + 1) == turn * EVERY
         assert next_packing(PROMPT, BUDGET, position - 1) == position
         assert next_packing(PROMPT, BUDGET, position) == position + EVERY
-    assert num_evicted(PROMPT, BUDGET, 1) == 0
+    assert num_packed_away(PROMPT, BUDGET, 1) == 0
     assert next_packing(PROMPT, BUDGET, 0) == packings()[0]
 
 
@@ -37,11 +37,11 @@ def test_steps_of_any_size_go_over_the_same_positions_and_never_across_one() -> 
         start, seen = 0, []
         while start < packings()[-1]:
             stop = min(start + width, next_packing(PROMPT, BUDGET, start))
-            gone = num_evicted(PROMPT, BUDGET, stop) - num_evicted(PROMPT, BUDGET, start)
+            gone = num_packed_away(PROMPT, BUDGET, stop) - num_packed_away(PROMPT, BUDGET, start)
             assert gone in (0, EVERY)
             if gone:
                 seen.append(start)
-            assert stop - num_evicted(PROMPT, BUDGET, stop) <= most_kv(PROMPT, BUDGET, stop)
+            assert stop - num_packed_away(PROMPT, BUDGET, stop) <= most_kv(PROMPT, BUDGET, stop)
             start = stop
         assert seen == packings()[:-1]
     assert most_kv(PROMPT, BUDGET, 10_000) == PROMPT + BUDGET + EVERY
@@ -87,8 +87,8 @@ def test_the_scheduler_refuses_before_it_queues() -> None:
 
 
 def test_the_option_names_a_policy_and_a_budget() -> None:
-    assert EngineConfig().kv_eviction() is None
-    assert EngineConfig(kv_evict="window:2048").kv_eviction() == ("window", 2048)
+    assert EngineConfig().packing() is None
+    assert EngineConfig(kv_evict="window:2048").packing() == ("window", 2048)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A rank of a tensor parallel model but the first: computes what rank 0 tells it to, and no more.
 
-``python -m foretoken.core.execution.tp_worker FD``: rank 0 starts it (`ranks.py`) and writes to the
+Rank 0 starts ``python -m foretoken.core.execution.ranks.worker FD`` (`ranks.py`) and writes to the
 socket ``FD``: first a job in JSON, then messages of 64-bit integers, each a kind and its arguments.
 Tokens, sampling and drafts stay with rank 0. The socket's end is the order to stop.
 """
@@ -26,14 +26,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import ForetokenError
-from ..model.decoder import OwnDecoder
-from ..model.loader import load_decoder
-from ..ops.batch import RaggedBatch
-from ..ops.kv_pool import KvDtype, KVPool
-from ..ops.machine.host_memory import map_shared, map_zeros, shared_zeros
-from ..ops.native.native_ops import NativeOps
-from ..ops.parallel import GlooComm
+from ...errors import ForetokenError
+from ...model.decoder import OwnDecoder
+from ...model.loader import load_decoder
+from ...ops.batch import RaggedBatch
+from ...ops.kv_pool import KvDtype, KVPool
+from ...ops.machine.host_memory import map_shared, map_zeros, shared_zeros
+from ...ops.native.native_ops import NativeOps
+from ...ops.parallel import GlooComm
 
 logger = logging.getLogger(__name__)
 Ints: TypeAlias = NDArray[np.int64]

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.decoder import OwnDecoder
-from ..model.description.rope import RopeTable
-from ..ops.base import ForwardPlan
-from ..ops.batch import RaggedBatch, Segment
-from ..ops.layers import run_layers
-from ..ops.weights import FIRST_TABLE, HeadNorm, Tables
+from ...model.decoder import OwnDecoder
+from ...model.description.rope import RopeTable
+from ...ops.base import ForwardPlan
+from ...ops.batch import RaggedBatch, Segment
+from ...ops.layers import run_layers
+from ...ops.weights import FIRST_TABLE, HeadNorm, Tables
 from .triattention import QueryStats, attention_ropes, model_id, pairs
 
 PAGE_SIZE, CHUNK = 16, 512  # tokens

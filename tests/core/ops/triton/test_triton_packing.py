@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.core.interface import eviction
+from foretoken.core.interface.extras import packing
 from foretoken.core.model import loader
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from support.checkpoints import make_reference, save
-from support.eviction_harness import EVERY, PROMPT_LEN, prompt, request, serve
+from support.packing_harness import EVERY, PROMPT_LEN, prompt, request, serve
 
 pytest.importorskip("triton")
 
@@ -30,7 +30,7 @@ def decoders(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Decoder, Decoder]:
     """The same weights over the oracle and over the kernels."""
-    monkeypatch.setattr(eviction, "EVERY", EVERY)
+    monkeypatch.setattr(packing, "EVERY", EVERY)
     device = torch.get_default_device()
     with torch.device("cpu"):
         folder = save(make_reference("qwen3"), tmp_path_factory.mktemp("qwen3"))
@@ -52,7 +52,7 @@ def test_packed_pages_give_the_oracles_logits_and_chunks_the_same_bits(decoders)
         )
         for num_said in (ANSWER_LEN - 1, ANSWER_LEN - 2)
     )
-    assert found.scheduler.num_evicted_tokens == again.scheduler.num_evicted_tokens == EVERY
+    assert found.scheduler.num_packed_away_tokens == again.scheduler.num_packed_away_tokens == EVERY
     assert (found.tokens["a"], again.tokens["a"]) == (said[-1:], said[-2:])
     last = PROMPT_LEN + ANSWER_LEN - 1
     torch.testing.assert_close(

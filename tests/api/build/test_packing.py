@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.api.build.eviction import eviction_of
+from foretoken.api.build.packing import keep_policy_of
 from foretoken.api.cli.commands import main
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.execution.eviction import WindowEviction
-from foretoken.core.execution.triattention import TriAttentionEviction
+from foretoken.core.execution.packing.policies import KeepWindow
+from foretoken.core.execution.packing.triattention import KeepByTriAttention
 from foretoken.core.model.loader import load_decoder
 from support.checkpoints import make_checkpoint
 from support.tiny_models import save_tiny
@@ -22,8 +22,8 @@ WINDOW = EngineConfig(kv_evict="window:512")
 
 def test_nothing_is_made_unless_it_is_asked_for(tmp_path: Path) -> None:
     decoder = load_decoder(make_checkpoint(tmp_path, "qwen3"))
-    assert eviction_of(EngineConfig(), decoder) is None
-    assert isinstance(eviction_of(WINDOW, decoder), WindowEviction)
+    assert keep_policy_of(EngineConfig(), decoder) is None
+    assert isinstance(keep_policy_of(WINDOW, decoder), KeepWindow)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_model_whose_kv_cannot_be_packed_is_refused(
 ) -> None:
     decoder = load_decoder(make_checkpoint(tmp_path, kind), **options)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=f"kv_evict does not support a model with {told}"):
-        eviction_of(WINDOW, decoder)
+        keep_policy_of(WINDOW, decoder)
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ def test_the_built_in_model_is_calibrated_and_served(tmp_path: Path, capsys) -> 
     from foretoken.api.build.model_files import find_model
 
     decoder = load_decoder(find_model("builtin").path)
-    assert isinstance(eviction_of(config, decoder), TriAttentionEviction)
+    assert isinstance(keep_policy_of(config, decoder), KeepByTriAttention)
     other = load_decoder(make_checkpoint(tmp_path / "other", "qwen3"))
     with pytest.raises(InvalidRequest, match="another model"):
-        eviction_of(config, other)
+        keep_policy_of(config, other)
 
 
 def test_latent_kv_has_no_statistics(tmp_path: Path) -> None:
     decoder = load_decoder(save_tiny(tmp_path, "deepseek_v3"))
     config = EngineConfig(kv_evict="triattention:512", kv_evict_stats="x")
-    assert isinstance(eviction_of(WINDOW, decoder), WindowEviction)
+    assert isinstance(keep_policy_of(WINDOW, decoder), KeepWindow)
     with pytest.raises(InvalidRequest, match="latent KV"):
-        eviction_of(config, decoder)
+        keep_policy_of(config, decoder)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from ...radix_cache import PrefixCache
-from ...radix_cache.transfers import SECONDS
-from ..interface.transfers import DONE, RENEW, PageServer
+from ....radix_cache import PrefixCache
+from ....radix_cache.transfers import SECONDS
+from ...interface.extras.transfers import DONE, RENEW, PageServer
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.002  # between looks for notes; a look takes microseconds

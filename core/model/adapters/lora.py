@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import ModelLoadError, is_out_of_memory, shown
-from ..interface.adapter import LoadedAdapter
-from ..ops.lora import LoraBlock, LoraUpdate, LoraWeights, PackedLora
-from ..ops.weights import (
+from ...errors import ModelLoadError, is_out_of_memory, shown
+from ...interface.extras.adapter import LoadedAdapter
+from ...ops.lora import LoraBlock, LoraUpdate, LoraWeights, PackedLora
+from ...ops.weights import (
     AttentionWeights,
     ConvWeights,
     DecoderWeights,
@@ -29,11 +29,11 @@ from ..ops.weights import (
     MlpWeights,
     PackedLinear,
 )
-from .adapter_files import CONFIG_FILE, WEIGHTS_FILE
-from .decoder import Decoder, OwnDecoder
-from .description.fields import Fields, read_json
-from .description.fold import Recipe
-from .formats.nested import base_names, family_names, text_names
+from ..decoder import Decoder, OwnDecoder
+from ..description.fields import Fields, read_json
+from ..description.fold import Recipe
+from ..formats.nested import base_names, family_names, text_names
+from .files import CONFIG_FILE, WEIGHTS_FILE
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Fields that ask for more than a low-rank update of linears, and what they ask for.

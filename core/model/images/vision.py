@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ModelLoadError
-from ..interface.images import PromptImage, TowerInput
-from ..ops.base import Ops
-from .decoder import Decoder, OwnDecoder
-from .description.fields import Fields, read_json
-from .formats.checkpoint import OnRead
-from .formats.files import gguf_file
-from .formats.nested import text_names
-from .formats.safetensors import SafetensorsCheckpoint
+from ...errors import ModelLoadError
+from ...interface.extras.images import PromptImage, TowerInput
+from ...ops.base import Ops
+from ..decoder import Decoder, OwnDecoder
+from ..description.fields import Fields, read_json
+from ..formats.checkpoint import OnRead
+from ..formats.files import gguf_file
+from ..formats.nested import text_names
+from ..formats.safetensors import SafetensorsCheckpoint
 
 logger = logging.getLogger(__name__)
 GRID_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
@@ -227,7 +227,7 @@ def _pack(model: Any, plain: Ops, kernels: Ops | None) -> Any:  # noqa: ANN401 -
 
     Both modules import transformers, which engines of text start without.
     """
-    from .fallback.transformers_decoder import pack
+    from ..fallback.transformers_decoder import pack
     from .tower_kernels import TowerAttention, use_kernels
 
     if kernels is not None:
@@ -255,7 +255,7 @@ def _tower_class(folder: Path) -> tuple[Any, Any]:
     """The multimodal class of a folder, and its config without layers of text."""
     from transformers import AutoModelForImageTextToText
 
-    from .fallback.text_config import read_whole_config
+    from ..fallback.text_config import read_whole_config
 
     config = read_whole_config(folder)
     text = config.get_text_config(decoder=True)
@@ -275,7 +275,7 @@ def _tower_class(folder: Path) -> tuple[Any, Any]:
 
 def _load_tower(folder: Path, dtype: torch.dtype, *, has_weights: bool) -> Any:  # noqa: ANN401
     """The multimodal class with the weights of its tower and projector, and no layer of text."""
-    from .fallback.text_config import one_line, quiet
+    from ..fallback.text_config import one_line, quiet
 
     model_class, config = _tower_class(folder)
     try:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..errors import EngineDead
-from ..interface.tiers import PageLoad
-from ..scheduling.page_loads import PageLoads
-from .model_thread import Job, StepThread
+from ...errors import EngineDead
+from ...interface.extras.tiers import PageLoad
+from ...scheduling.page_loads import PageLoads
+from ..model_thread import Job, StepThread
 
 logger = logging.getLogger(__name__)
 LEAST_DRAIN_SECONDS = 1.0  # that saves may take at the end, however short the drain

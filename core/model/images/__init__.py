@@ -1,0 +1,1 @@
+"""Image towers: their weights, their kernels, and the vectors of an image."""
