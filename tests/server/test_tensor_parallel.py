@@ -20,9 +20,9 @@ from foretoken import LLM, SamplingParams
 from foretoken.api.build import target
 from foretoken.api.cli.commands import main
 from foretoken.core.errors import EngineDead
+from foretoken.core.execution.ranks import ranks as ranks_module
 from foretoken.core.execution.ranks import worker
 from foretoken.core.execution.ranks.ranks import Ranks, TpDecoder
-from foretoken.core.execution.ranks import ranks as ranks_module
 from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.model.loader import load_decoder
 from support.checkpoints import make_checkpoint
