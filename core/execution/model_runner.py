@@ -368,7 +368,7 @@ class ModelRunner:
 
     def _begin(self, output: ForwardOutput, layout: StepLayout) -> PendingTokens | None:
         """The tokens that the device chooses: along with the pass, or behind it."""
-        if output.tokens is not None or not (layout.sampled and self._chooses_on_device):
+        if output.tokens is not None or not (layout.drafted and self._chooses_on_device):
             return output.tokens
         sampler = self.decoder.sampler
         assert isinstance(sampler, DeviceSampler)
@@ -384,7 +384,7 @@ class ModelRunner:
         self, logits: torch.Tensor, layout: StepLayout, tokens: PendingTokens | None
     ) -> Sequence[Verified]:
         """The outcome of requests that sample, by the device's ``tokens`` or by ``logits``."""
-        requests = layout.verify_requests
+        requests = layout.drafted
         if tokens is None:
             return self.decoder.sampler.verify(logits, requests)
         return follow_choices(logits, requests, tokens.choices())  # waits for the device

@@ -19,9 +19,8 @@ from ..interface.draft import Draft
 from ..interface.output import TokenLogprob
 from ..interface.plan import ScheduledRequest
 from ..ops.batch import SamplingPlan, Segment, SegmentState
-from ..sampling.logits_processors import SampleRow
+from ..sampling.drafted_row import DraftedRow
 from ..sampling.logprobs import token_logprobs
-from ..sampling.verifier import VerifyRequest
 from .image_positions import image_positions, image_reaches
 
 # -- slots and segments ----------------------------------------------------------------------------
@@ -158,8 +157,7 @@ class StepLayout:
     samples: list[bool] = field(default_factory=list)  # `ScheduledRequest.samples` of each
     unknown_rows: dict[str, int] = field(default_factory=dict)
     sampled_rows: list[int] = field(default_factory=list)
-    verify_requests: list[VerifyRequest] = field(default_factory=list)  # of those that sample
-    sampled: list[tuple[ScheduledRequest, Draft]] = field(default_factory=list)  # the same
+    drafted: list[DraftedRow] = field(default_factory=list)  # of those that sample
 
     @property
     def num_rows(self) -> int:
@@ -187,15 +185,17 @@ class StepLayout:
                 request_segments(scheduled, tokens, draft, page_size, samples=samples)
             )
             if samples:
-                layout._add_sampled(scheduled, draft, range(logit - num_drafted - 1, logit))
+                layout.sampled_rows.extend(range(logit - num_drafted - 1, logit))
+                layout.drafted.append(
+                    DraftedRow(
+                        scheduled.tokens,
+                        scheduled.sampling,
+                        draft.token_ids,
+                        draft.parents,
+                        int(scheduled.is_ahead),
+                    )
+                )
         return layout
-
-    def _add_sampled(self, scheduled: ScheduledRequest, draft: Draft, rows: range) -> None:
-        self.sampled.append((scheduled, draft))
-        self.sampled_rows.extend(rows)
-        self.verify_requests.append(
-            VerifyRequest(scheduled.tokens, draft.token_ids, scheduled.sampling, draft.parents)
-        )
 
     # -- before the outcome is known
 
@@ -206,26 +206,23 @@ class StepLayout:
     def sampling_plan(self, num_logits: int) -> SamplingPlan | None:
         """Tokens to draw, known before the pass; None where some of the logits decide no token.
 
-        A row for each draft token and one before them, in the order of `walk_drafts`.
+        Each segment's logits follow a run of nodes, the first of a request also its last token.
         """
         if len(self.sampled_rows) != num_logits:
             return None
-        rows, counts = [], []
-        for request, (scheduled, draft) in zip(self.verify_requests, self.sampled, strict=True):
-            ahead, runs = int(scheduled.is_ahead), draft.runs()
-            rows.append(SampleRow(request.tokens, request.sampling, num_ahead=ahead))
-            counts.append(1 + (runs[0][1] if runs else 0))
-            for first, stop in runs[1:]:
-                rows.append(SampleRow(request.tokens, request.sampling, request.tail(first), ahead))
-                counts.append(stop - first)
+        counts = [segment.num_logits for segment in self.segments if segment.num_logits]
+        rows, ahead = list[DraftedRow](), iter(counts)
+        for drafted in self.drafted:
+            node = -1
+            while node < len(drafted.draft):
+                rows.append(drafted.at(node))
+                node += next(ahead)
         return SamplingPlan(rows, counts)
 
-    def sample_rows(self) -> list[SampleRow]:
-        """The request and the draft tokens before it, for each of the sampled rows."""
+    def sample_rows(self) -> list[DraftedRow]:
+        """Return the row to sample of each of the sampled logits."""
         return [
-            SampleRow(request.tokens, request.sampling, request.tail(node), int(scheduled.is_ahead))
-            for request, (scheduled, _) in zip(self.verify_requests, self.sampled, strict=True)
-            for node in range(-1, len(request.draft))
+            drafted.at(node) for drafted in self.drafted for node in range(-1, len(drafted.draft))
         ]
 
     # -- once the accepted path of each request is known

@@ -10,7 +10,7 @@ from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..model.decoder import Decoder
 from ..ops.batch import NOTHING_MORE, Segment, Taps, Wanted, fresh_state
 from ..ops.kv_pool import KVPool
-from ..sampling.logits_processors import SampleRow
+from ..sampling.drafted_row import DraftedRow
 
 FEW_ROWS = 64  # beyond them the output layer has another kernel
 # One of each kind for which samplers have kernels.
@@ -65,7 +65,7 @@ def _compute(
     batch = decoder.batch(segments, page_size=pool.page_size)
     logits = decoder.forward(batch, pool, Wanted(taps=taps)).logits
     rows = [
-        SampleRow(array("q", [0, 0]), SamplingMetadata(params=params, seed=0, prompt_len=1))
+        DraftedRow(array("q", [0, 0]), SamplingMetadata(params=params, seed=0, prompt_len=1))
         for params in (_KINDS * len(segments))[: max(len(segments), len(_KINDS))]
     ]
     for start in range(0, len(rows), len(segments)):

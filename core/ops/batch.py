@@ -21,7 +21,7 @@ from ..interface.extras.adapter import Adapter
 from .state_pool import DRAFT_ROOM, StatePool
 
 if TYPE_CHECKING:
-    from ..sampling.logits_processors import SampleRow
+    from ..sampling.drafted_row import DraftedRow
     from ..sampling.sampler import DraftVocab, PendingBest, PendingTokens
 
 IntArray: TypeAlias = NDArray[np.int64]
@@ -102,7 +102,7 @@ class SamplingPlan:
     logits are of, unless they are the whole vocabulary; the same in all passes of a decoder.
     """
 
-    rows: Sequence[SampleRow]
+    rows: Sequence[DraftedRow]
     counts: Sequence[int]  # [len(rows)] logits of each; together all of the batch's
     num_best: int = 1  # tokens that each logit is to give: with more than one also their scores
     draft_vocab: DraftVocab | None = None

@@ -23,7 +23,7 @@ from ...core.ops.kv_pool import KVPool
 from ...core.ops.machine.device import make_stopwatch
 from ...core.ops.state_pool import DRAFT_ROOM
 from ...core.ops.weights import MlpWeights, PackedLinear
-from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.drafted_row import DraftedRow
 from .cost_model import StepProfile
 from .outcome import NUM_BEST
 
@@ -192,7 +192,7 @@ def profile_draft(
     passes, sampler = decoder.row_passes(pool), decoder.sampler
 
     def compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
-        rows = [SampleRow(array("q", (0, 0)), TRIED_SAMPLING) for _ in segments]
+        rows = [DraftedRow(array("q", (0, 0)), TRIED_SAMPLING) for _ in segments]
         if passes is not None:
             passes.best(segments, rows, NUM_BEST)
         else:

@@ -18,7 +18,7 @@ from ...core.model.formats.checkpoint import OnRead
 from ...core.ops.batch import Segment, SegmentState, Taps, Wanted, fresh_state
 from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
 from ...core.ops.weights import table_rows
-from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.drafted_row import DraftedRow
 from ..proposers.gap_model import GapNumbers
 from .common.base import PackedHead
 from .common.layers import Head, TapConfig
@@ -192,7 +192,7 @@ def _own_text(target: OwnDecoder, taps: Taps) -> tuple[Tensor, Tensor]:
         assert output.taps is not None
         parts = output.taps[:1].chunk(len(once), dim=-1)
         found.append(torch.cat([parts[once.index(boundary)] for boundary in taps], dim=-1))
-        (choice,) = target.sampler.sample(output.logits, [SampleRow(tokens, sampling)])
+        (choice,) = target.sampler.sample(output.logits, [DraftedRow(tokens, sampling)])
         tokens.append(max(0, choice.token_id))
     ids = torch.tensor([tokens.tolist()], device=target.device)
     return ids, torch.cat(found).unsqueeze(0)

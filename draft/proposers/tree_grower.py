@@ -23,7 +23,7 @@ from ...core.ops.batch import (
     Wanted,
 )
 from ...core.ops.kv_pool import KVPool
-from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.drafted_row import DraftedRow
 from ...core.sampling.sampler import DeviceSampler, PendingTokens
 from ...core.sampling.verifier import Best
 from ..control.outcome import NUM_BEST
@@ -164,7 +164,7 @@ class TreeGrower:
         output = self._decoder.forward(batch, self._pool, Wanted(draws))
         return self._choose(nodes, rows, output)
 
-    def _draws_of(self, nodes: TreeNodes, rows: Sequence[SampleRow]) -> SamplingPlan:
+    def _draws_of(self, nodes: TreeNodes, rows: Sequence[DraftedRow]) -> SamplingPlan:
         """The tokens that a pass chooses; one that chooses none has the graph of others."""
         if nodes:
             self._draws = draws_of(nodes, rows)
@@ -176,13 +176,15 @@ class TreeGrower:
         passes: RowPasses,
         segments: Sequence[Segment],
         nodes: TreeNodes,
-        rows: Sequence[SampleRow],
+        rows: Sequence[DraftedRow],
     ) -> list[Best]:
         if any(tree.wants_best for tree, _ in nodes):
             return passes.best(segments, rows, NUM_BEST)
         return [best._replace(scores=()) for best in passes.best(segments, rows, 1)]
 
-    def _choose(self, nodes: TreeNodes, rows: Sequence[SampleRow], output: ForwardOutput) -> Opened:
+    def _choose(
+        self, nodes: TreeNodes, rows: Sequence[DraftedRow], output: ForwardOutput
+    ) -> Opened:
         """Choose what may follow each node; it may be on the device still."""
         if output.tokens is not None or not nodes:
             return Opened(nodes, output.tokens or ())

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ...sampling.drafted_row import DraftedRow
 from ...sampling.gumbel import vocabulary_hashes
-from ...sampling.logits_processors import SampleRow
 from ...sampling.verifier import Best
 from ..base import Rope
 from ..batch import Segment, first_pages
@@ -68,7 +68,7 @@ class NativeRowPasses:
         self._parts: object = None
 
     def best(
-        self, segments: Sequence[Segment], rows: Sequence[SampleRow], num_best: int
+        self, segments: Sequence[Segment], rows: Sequence[DraftedRow], num_best: int
     ) -> list[Best]:
         """Compute the row of each segment, and the best tokens behind it, which ``rows`` decide.
 
