@@ -12,6 +12,7 @@ from ...core.config import EngineConfig
 from ...core.engine.inbox import TokenStream
 from ...core.errors import InvalidRequest
 from ...core.interface.extras.images import PromptImage, with_image_rows
+from ...core.interface.extras.request_extras import request_extras
 from ...core.interface.extras.transfers import NO_HANDOVER, Handover
 from ...core.interface.request import (
     DEFAULT_CACHE,
@@ -254,10 +255,11 @@ def make_request(
         depth=0 if params.speculation == "off" or pooling is not None else params.speculation,
         prediction=prepared.prediction,
         namespace=params.cache_salt if adapter is None else adapter.namespace(params.cache_salt),
-        adapter=None if adapter is None else adapter.loaded.weights,
+        extras=request_extras(
+            None if adapter is None else adapter.loaded.weights, prepared.prompt.images
+        ),
         tenant=tenant_of(params.cache_salt),
         cache=prepared.cache,
-        images=prepared.prompt.images,
         shown_ids=prepared.shown_ids,
         priority=params.priority,
         deadline=params.deadline,

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..interface.draft import Draft
 from ..interface.output import TokenLogprob
-from ..interface.plan import ScheduledRequest
-from ..ops.batch import SamplingPlan, Segment, SegmentState
+from ..interface.plan import PLAIN, ScheduledRequest
+from ..ops.batch import SamplingPlan, Segment
+from ..ops.row_extras import RowExtras, SegmentState
 from ..sampling.drafted_row import DraftedRow
 from ..sampling.logprobs import token_logprobs
 from .image_positions import image_positions, image_reaches
@@ -45,7 +46,7 @@ def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:
 
 def table_slots(scheduled: ScheduledRequest, first: int, count: int, page_size: int) -> list[int]:
     """The slots of ``count`` positions from ``first`` on, by the page table."""
-    first -= scheduled.num_packed_away
+    first -= scheduled.extras.num_packed_away
     return [
         scheduled.page_ids[place // page_size] * page_size + place % page_size
         for place in range(first, first + count)
@@ -61,7 +62,8 @@ def request_segments(
     samples: bool,
 ) -> list[Segment]:
     """A request's pending ``tokens`` and its trunk, then the other runs of its draft."""
-    runs, shift = draft.runs(), scheduled.num_packed_away
+    runs = draft.runs() if draft.token_ids else []
+    shift = scheduled.extras.num_packed_away
     trunk_len = runs[0][1] if runs else 0
     tokens.extend(draft.token_ids[:trunk_len])
     segments = [
@@ -70,11 +72,7 @@ def request_segments(
             scheduled.start - shift,
             scheduled.page_ids,
             num_logits(scheduled, trunk_len, samples=samples),
-            state=segment_state(scheduled),
-            adapter=scheduled.adapter,
-            turns=image_positions(scheduled.images, scheduled.start, scheduled.start + len(tokens)),
-            shift=shift,
-            reaches=image_reaches(scheduled.images, scheduled.start, scheduled.start + len(tokens)),
+            extras=row_extras(scheduled, scheduled.start, len(tokens)),
         )
     ]
     if len(runs) < 2:
@@ -92,19 +90,30 @@ def request_segments(
                 page_ids=scheduled.page_ids,
                 num_logits=stop - first,
                 tail=array("q", ancestors + own),
-                adapter=scheduled.adapter,
-                turns=image_positions(scheduled.images, begin, begin + stop - first),
-                shift=shift,
+                extras=row_extras(scheduled, begin, stop - first),
             )
         )
     return segments
 
 
-def segment_state(scheduled: ScheduledRequest) -> SegmentState | None:
-    """The state of a request's segment, whose rows behind its pending tokens are drafts."""
-    if (state := scheduled.state) is None:
+def row_extras(scheduled: ScheduledRequest, start: int, num_rows: int) -> RowExtras | None:
+    """Return what a request's rows from position ``start`` on have; those behind `stop` are drafts.
+
+    Drafts of a request with a state are chains, so that its state belongs to one segment.
+    """
+    extras = scheduled.extras
+    if extras is PLAIN:
         return None
-    return SegmentState(state.slot, state.log, scheduled.stop, state.keeps)
+    images, stop, state = extras.images, start + num_rows, None
+    if (use := extras.state) is not None:
+        state = SegmentState(use.slot, use.log, scheduled.stop, use.keeps)
+    return RowExtras(
+        state=state,
+        adapter=extras.adapter,
+        turns=image_positions(images, start, stop),
+        shift=extras.num_packed_away,
+        reaches=image_reaches(images, start, stop),
+    )
 
 
 def request_copies(

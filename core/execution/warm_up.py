@@ -8,8 +8,9 @@ import torch
 
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..model.decoder import Decoder
-from ..ops.batch import NOTHING_MORE, Segment, Taps, Wanted, fresh_state
+from ..ops.batch import NOTHING_MORE, Segment, Taps, Wanted
 from ..ops.kv_pool import KVPool
+from ..ops.row_extras import fresh_state
 from ..sampling.drafted_row import DraftedRow
 
 FEW_ROWS = 64  # beyond them the output layer has another kernel
@@ -54,8 +55,8 @@ def warm_up(
 def _segment(pool: KVPool, tokens: array[int], index: int = 0) -> Segment:
     """A segment from position 0 on; ``index``: of its recurrent state, if the model has any."""
     num_pages = -(-len(tokens) // pool.page_size)
-    state = fresh_state(pool.states, index, len(tokens))
-    return Segment(tokens, 0, array("q", range(num_pages)), 1, state=state)
+    extras = fresh_state(pool.states, index, len(tokens))
+    return Segment(tokens, 0, array("q", range(num_pages)), 1, extras=extras)
 
 
 def _compute(

@@ -28,7 +28,7 @@ def cache_limit(request: Request) -> int | None:
     """
     if not request.cache.read:
         return 0
-    if request.kv_budget and request.num_output:
+    if request.extras.kv_budget and request.num_output:
         return request.prompt_len  # packing rewrites the pages behind it: they must be its own
     num_sent, wanted = request.num_prompt_logprobs, request.prompt_len - 1
     wants_logprobs = request.sampling.params.prompt_logprobs is not None
@@ -108,7 +108,7 @@ def publish(cache: PrefixCache, request: Request) -> None:
     """Publish computed pages to the tree, if the request may write to the cache."""
     if request.lease is not None and request.cache.write:
         num_computed = request.num_computed
-        if request.kv_budget:  # pages behind the prompt may still be packed
+        if request.extras.kv_budget:  # pages behind the prompt may still be packed
             num_computed = min(num_computed, request.prompt_len)
         written = cache.publish(request.lease, request.tokens, num_computed)
         _note(request, written, cache.page_size)

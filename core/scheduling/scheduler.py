@@ -388,8 +388,8 @@ class Scheduler:
             if (packing := request.next_packing(request.num_computed)) is not None:
                 share_stop = min(share_stop, packing)
             stop = share_stop
-            if request.images and stop > request.num_computed:
-                stop = chunk_stop(request.images, request.num_computed, share_stop)
+            if request.extras.images and stop > request.num_computed:
+                stop = chunk_stop(request.extras.images, request.num_computed, share_stop)
             if stop > share_stop:
                 if is_exceeded:
                     continue
@@ -533,9 +533,10 @@ class Scheduler:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
             return self._finish(request, failed, now, keep=False)
-        if scheduled.pack is not None:
-            self.num_packed_away_tokens += scheduled.pack.num_packed_away
-            request.usage.evicted_tokens = scheduled.num_packed_away
+        extras = scheduled.extras
+        if extras.pack is not None:
+            self.num_packed_away_tokens += extras.pack.num_packed_away
+            request.usage.evicted_tokens = extras.num_packed_away
         if with_drafts and delta.token_ids:
             self.speculator.observe(request, scheduled, out, len(delta.token_ids))
         if out.error is not None and not delta.terminal:  # the tokens before the failure are valid
@@ -547,7 +548,7 @@ class Scheduler:
             is_chunk = scheduled.stop - scheduled.start > 1
             if is_chunk or has_kept or scheduled.start < request.prompt_len:
                 publish(self.cache, request)
-            if with_drafts or scheduled.pack is not None:  # else no extra page was taken
+            if with_drafts or extras.pack is not None:  # else no extra page was taken
                 # A packing that is due reads the pages as they are.
                 upto = max(
                     request.kv_len(request.num_computed), request.kv_len(len(request.tokens))

@@ -15,8 +15,9 @@ from ...core.errors import ModelLoadError
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder, OwnDecoder, sequence_pool
 from ...core.model.formats.checkpoint import OnRead
-from ...core.ops.batch import Segment, SegmentState, Taps, Wanted, fresh_state
+from ...core.ops.batch import Segment, Taps, Wanted
 from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
+from ...core.ops.row_extras import RowExtras, SegmentState, fresh_state
 from ...core.ops.weights import table_rows
 from ...core.sampling.drafted_row import DraftedRow
 from ..proposers.gap_model import GapNumbers
@@ -186,7 +187,7 @@ def _own_text(target: OwnDecoder, taps: Taps) -> tuple[Tensor, Tensor]:
         params = TokenSamplingParams(temperature=1.0 if index < NUM_DRAWN else 0.0)
         sampling = SamplingMetadata(params=params, seed=0, prompt_len=1)
         state = None if pool.states is None else SegmentState(0, 0, index + 1)
-        segment = Segment(tokens[-1:], index, pages, 1, state=state)
+        segment = Segment(tokens[-1:], index, pages, 1, extras=RowExtras(state=state))
         batch = target.batch([segment], page_size=page_size)
         output = target.forward(batch, pool, Wanted(taps=once))
         assert output.taps is not None

@@ -86,7 +86,7 @@ class CheckedScheduler(Scheduler):
         size, shared = self.cache.page_size, request.lease.num_shared_pages
         assert row.start >= shared * size, "a step writes a page that the tree owns"
         depth = row.draft_plan.depth
-        assert len(row.page_ids) * size >= row.stop + depth - row.num_packed_away, (
+        assert len(row.page_ids) * size >= row.stop + depth - row.extras.num_packed_away, (
             "a row lacks pages"
         )
         if (packing := request.next_packing(row.start)) is not None:
@@ -94,9 +94,9 @@ class CheckedScheduler(Scheduler):
         assert len(request.tokens) + depth < request.max_len or not depth, (
             "a draft cannot be served"
         )
-        assert (row.state is None) == (self.cache.states is None), "a row lacks its state"
-        if row.state is not None:
-            self._check_state(row, row.state)
+        assert (row.extras.state is None) == (self.cache.states is None), "a row lacks its state"
+        if row.extras.state is not None:
+            self._check_state(row, row.extras.state)
 
     def _check_state(self, row: ScheduledRequest, state: StateUse) -> None:
         plan, size = row.draft_plan, self.cache.page_size

@@ -189,8 +189,8 @@ class HashDecoder:
     def _check_context(self, row: ScheduledRequest, segment: Segment, pool: Pages) -> None:
         """I7: what stands before the draft is the KV of exactly the request's tokens."""
         chain, prompt_len = self._chains.of(row), row.sampling.prompt_len
-        if segment.shift:
-            chain = chain[:prompt_len] + chain[prompt_len + segment.shift :]
+        if segment.extras is not None:
+            chain = chain[:prompt_len] + chain[prompt_len + segment.extras.shift :]
         stop = min(segment.start, len(chain))
         held = [pool[pool.slot(segment, position)] for position in range(stop)]
         if held != chain[:stop]:
