@@ -12,8 +12,7 @@ from ...core.config import EngineConfig
 from ...core.engine.inbox import TokenStream
 from ...core.errors import InvalidRequest
 from ...core.interface.extras.images import PromptImage, with_image_rows
-from ...core.interface.extras.request_extras import request_extras
-from ...core.interface.extras.transfers import NO_HANDOVER, Handover
+from ...core.interface.extras.request_extras import NO_TRANSFER, Transfer, request_extras
 from ...core.interface.request import (
     DEFAULT_CACHE,
     CacheOptions,
@@ -214,7 +213,7 @@ class Prepared:
     pooling: Pooling | None = None
     cache: CacheOptions = DEFAULT_CACHE
     adapter: ServedAdapter | None = None
-    handover: Handover = NO_HANDOVER
+    handover: Transfer = NO_TRANSFER
 
 
 def make_request(

@@ -10,13 +10,11 @@ from typing import Literal
 
 import msgspec
 
-from ...radix_cache import Eviction, HeldPages, KVLease
+from ...radix_cache import Eviction, KVLease
 from ..errors import ForetokenError, InvalidRequest
 from ..options.checks import Count, Seconds, TokenId
 from .extras.packing import most_kv, next_packing, num_packed_away
-from .extras.request_extras import PLAIN_REQUEST, RequestExtras
-from .extras.tiers import PageLoad
-from .extras.transfers import PageOffer
+from .extras.request_extras import NO_TRANSFER, PLAIN_REQUEST, RequestExtras, Transfer
 from .output import Floats, TokenLogprob
 from .sampling import SamplingMetadata
 
@@ -159,6 +157,14 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields
         self.error = later.error
 
 
+@dataclass(slots=True, eq=False)
+class Fault:
+    """A step with a chunk of a request failed, and could not be run again."""
+
+    stop: int  # of the chunk: up to here the request's chunks are computed without others
+    beside_drafts: bool  # others drafted in that step, and no chunk has succeeded since
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt on its way to an answer.
@@ -183,9 +189,7 @@ class Request:
     deadline: float | None = None  # seconds after arrival
     on_token: OnToken | None = None
     shown_ids: frozenset[int] = frozenset()  # special tokens that the text of `on_token` has
-    offer: PageOffer | None = None  # pages of a peer that it may read, until it needs none
-    # Its prompt's pages are held at its end, for another engine; until nobody waits for the answer.
-    hands_over: bool = False
+    transfer: Transfer = NO_TRANSFER
 
     arrival_time: float = 0.0  # set by the engine's clock
     serial: int = 0  # order of arrival
@@ -200,12 +204,8 @@ class Request:
     num_prompt_logprobs: int = 0  # sent so far
     num_tokens_accounted: int = 0  # leading ones counted as cached or written
     num_uncached: int = 0  # tokens without KV when it was queued
-    load: PageLoad | None = None  # of pages in a tier: looked up while it waits, else under way
-    handed: HeldPages | None = None  # once they are held
     is_early: bool = False  # admitted before its turn, because it is short
-    # A step with a chunk up to here failed and could not be run again: so far chunks stand alone.
-    suspect_until: int = 0
-    suspect_beside_drafts: bool = False  # others drafted in the step that failed
+    fault: Fault | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -249,7 +249,7 @@ class Request:
     @property
     def is_suspect(self) -> bool:
         """Whether its next chunk is computed in a step without other chunks."""
-        return self.num_computed < self.suspect_until
+        return self.fault is not None and self.num_computed < self.fault.stop
 
     @property
     def order(self) -> tuple[float, int]:

@@ -144,7 +144,9 @@ def verified(
     logits: Tensor, request: DraftedRow, start: int, token_ids: Sequence[int], error: str | None
 ) -> Verified:
     """Build the result of a walk along a request's draft; its logits begin at ``start``."""
-    path = request.follow(token_ids if error is not None else token_ids[:-1])
+    path: tuple[int, ...] = ()
+    if request.draft:
+        path = request.follow(token_ids if error is not None else token_ids[:-1])
     num_top = request.sampling.params.logprobs
     logprobs: tuple[TokenLogprob, ...] = ()
     if num_top is not None:

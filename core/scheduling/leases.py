@@ -40,7 +40,8 @@ def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Reques
 
     Where the model has states: whether one will keep a state that this one can go on from.
     """
-    if request.load is not None and not (request.load.is_found or request.load.is_over):
+    load = request.transfer.load
+    if load is not None and not (load.is_found or load.is_over):
         return True
     if cache_limit(request) is not None:
         return False
@@ -156,9 +157,8 @@ def hold_prompt(cache: PrefixCache, request: Request) -> None:
 
     That engine computes the last token itself, for its logits.
     """
-    request.handed = cache.transfers.hold(
-        request.tokens, request.prompt_len - 1, namespace=request.namespace
-    )
+    held = cache.transfers.hold(request.tokens, request.prompt_len - 1, namespace=request.namespace)
+    request.transfer = replace(request.transfer, handed=held)
 
 
 def allocate_draft_pages(

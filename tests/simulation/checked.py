@@ -50,7 +50,9 @@ class CheckedScheduler(Scheduler):
             "a plan is empty while a request runs"
         )
         for row in plan.requests:
-            assert self.running[row.request_id].load is None, "pages are loaded and computed"
+            assert self.running[row.request_id].transfer.load is None, (
+                "pages are loaded and computed"
+            )
         assert len(self.running) <= self.limits.max_running, "more run than may"
         num_rows = num_step_tokens(plan.requests)
         for row in plan.requests:
@@ -64,7 +66,7 @@ class CheckedScheduler(Scheduler):
         return [
             each
             for each in running
-            if each.num_pending > 1 and not each.is_early and each.load is None
+            if each.num_pending > 1 and not each.is_early and each.transfer.load is None
         ]
 
     def _check_chunks(self, plan: StepPlan, prompts: list[Request]) -> None:

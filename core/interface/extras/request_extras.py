@@ -1,11 +1,14 @@
-"""RequestExtras: what only some requests have beside text for the model as it is."""
+"""RequestExtras and Transfer: what only some requests have beside text for the model as it is."""
 
 from __future__ import annotations
 
 import msgspec
 
+from ....radix_cache import HeldPages
 from .adapter import Adapter
 from .images import PromptImage
+from .tiers import PageLoad
+from .transfers import PageOffer
 
 
 class RequestExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -20,6 +23,22 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 PLAIN_REQUEST = RequestExtras()
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """KV pages of a request that come from a tier or another engine, or go to another engine.
+
+    With ``hands_over`` the pages of its prompt are held at its end, for another engine, unless
+    nobody waits for the answer any more. Requests without any share `NO_TRANSFER`.
+    """
+
+    hands_over: bool = False
+    handed: HeldPages | None = None  # once they are held
+    offer: PageOffer | None = None  # pages of a peer that it may read, until it needs none
+    load: PageLoad | None = None  # of pages in a tier: looked up while it waits, else under way
+
+
+NO_TRANSFER = Transfer()
 
 
 def request_extras(adapter: Adapter | None, images: tuple[PromptImage, ...]) -> RequestExtras:

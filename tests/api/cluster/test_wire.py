@@ -258,8 +258,8 @@ CARRIED = {
 ANEW = {  # written by the engine that serves it, or by the process that has its text
     "on_token", "arrival_time", "serial", "urgency", "max_len", "status", "num_computed", "lease",
     "usage", "num_preemptions", "num_charged_not_computed", "num_tokens_accounted",
-    "num_uncached", "load", "is_early", "suspect_until", "suspect_beside_drafts",
-    "offer", "hands_over", "handed",
+    "num_uncached", "is_early", "fault",
+    "transfer",
 }  # fmt: skip
 EOS = frozenset({1, 2})
 
