@@ -265,7 +265,7 @@ def test_a_prompt_is_fetched_without_a_request(within) -> None:
         while not replica.engine.fetched:  # noqa: ASYNC110 - a fake has no event for it
             await asyncio.sleep(0)
         await front.ask(CacheInfo())
-        assert [each.offer for each in replica.engine.fetched] == [offer]
+        assert [each.transfer.offer for each in replica.engine.fetched] == [offer]
         assert replica.engine.requests == []
 
     within(test)
