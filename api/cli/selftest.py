@@ -28,7 +28,7 @@ from ...core.ops.native.structs.linear import NativeLinear, Products, linear, pa
 from ...core.ops.quantize import Quantize
 from ...core.ops.torch.torch_ops import TorchOps
 from ...core.ops.weights import Activation, HeadLayout, HeadNorm, Norm, PackedLinear
-from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.drafted_row import DraftedRow
 from ...core.sampling.sampler import TorchSampler
 from ..types.sampling_params import SamplingParams
 
@@ -200,7 +200,7 @@ def _compare_choices(ops: Ops) -> Iterator[Comparison]:
     logits = 3 * torch.randn(24, 32_000)
     for name, params in CHOICES.items():
         rows = [
-            SampleRow(array("q", [5, 9]), SamplingMetadata(params=params, seed=seed, prompt_len=1))
+            DraftedRow(array("q", [5, 9]), SamplingMetadata(params=params, seed=seed, prompt_len=1))
             for seed in range(len(logits))
         ]
         pairs = zip(

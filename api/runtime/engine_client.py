@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ...core.config import EngineConfig
 from ...core.errors import EngineDead, ForetokenError, InvalidRequest
-from ...core.interface.extras.transfers import NO_HANDOVER, Handover
+from ...core.interface.extras.request_extras import NO_TRANSFER, Transfer
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.interface.sampling import Pooling
 from ...core.ops.machine.host_memory import keep_freed_memory
@@ -351,7 +351,7 @@ class EngineClient:
         since = arrival()
         answer = self._register(params, request_id, is_in_call=pooling is not None)
         transfers = self.built.transfers
-        handover = NO_HANDOVER if transfers is None else transfers.read(transfer)
+        handover = NO_TRANSFER if transfers is None else transfers.read(transfer)
         if pooling is None:  # others are noted when they end: a call may have thousands
             note_answer(answer)
         session = session_key(note.cache_key) if pooling is None else None
@@ -619,16 +619,16 @@ class EngineClient:
                 answer.adapter.hold(stream)
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
 
-    def _hand_over(self, request: Request, handover: Handover, *, aborted: bool) -> None:
+    def _hand_over(self, request: Request, handover: Transfer, *, aborted: bool) -> None:
         """Have a request's pages held, or read from the peer that offers them."""
-        transfers = self.built.transfers
-        request.hands_over = handover.hands_over
-        if transfers is None or handover.offer is None:
+        transfers, offer = self.built.transfers, handover.offer
+        request.transfer = handover
+        if transfers is None or offer is None:
             return
         if aborted:
-            transfers.end(handover.offer)
-        elif transfers.check(handover.offer, len(request.tokens)):
-            request.offer = handover.offer
+            transfers.end(offer)
+        if aborted or not transfers.check(offer, len(request.tokens)):
+            request.transfer = replace(handover, offer=None)
 
     def _request(
         self, name: str, prepared: Prepared, seed: int, on_token: OnToken | None = None

@@ -12,7 +12,7 @@ from ...core.config import EngineConfig
 from ...core.engine.inbox import TokenStream
 from ...core.errors import InvalidRequest
 from ...core.interface.extras.images import PromptImage, with_image_rows
-from ...core.interface.extras.transfers import NO_HANDOVER, Handover
+from ...core.interface.extras.request_extras import NO_TRANSFER, Transfer, request_extras
 from ...core.interface.request import (
     DEFAULT_CACHE,
     CacheOptions,
@@ -213,7 +213,7 @@ class Prepared:
     pooling: Pooling | None = None
     cache: CacheOptions = DEFAULT_CACHE
     adapter: ServedAdapter | None = None
-    handover: Handover = NO_HANDOVER
+    handover: Transfer = NO_TRANSFER
 
 
 def make_request(
@@ -254,10 +254,11 @@ def make_request(
         depth=0 if params.speculation == "off" or pooling is not None else params.speculation,
         prediction=prepared.prediction,
         namespace=params.cache_salt if adapter is None else adapter.namespace(params.cache_salt),
-        adapter=None if adapter is None else adapter.loaded.weights,
+        extras=request_extras(
+            None if adapter is None else adapter.loaded.weights, prepared.prompt.images
+        ),
         tenant=tenant_of(params.cache_salt),
         cache=prepared.cache,
-        images=prepared.prompt.images,
         shown_ids=prepared.shown_ids,
         priority=params.priority,
         deadline=params.deadline,

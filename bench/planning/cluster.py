@@ -14,6 +14,7 @@ from ...api.cluster.front.dispatcher import PREFILL_TOKENS
 from ...api.cluster.front.routing import Choice, Route, Router
 from ...api.cluster.wire.messages import KEY_BYTES
 from ...core.errors import ForetokenError
+from ...core.interface.extras.request_extras import Transfer
 from ...core.interface.extras.transfers import PageOffer
 from ...core.interface.request import Delta, Request
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
@@ -124,7 +125,7 @@ class PlannedCluster:
         offer, num_cached = await self._prefilled(tokens)
         choice = self._choose(tokens, self._for_answers)
         request = _request(next(self._ids), tokens, job.output_len)
-        request.offer = offer
+        request.transfer = Transfer(offer=offer)
         said: list[int] = []
         async with aclosing(self._deltas(choice, request)) as deltas:
             async for delta in deltas:
@@ -151,7 +152,7 @@ class PlannedCluster:
             return None, 0
         choice = self._choose(tokens, self._for_prompts)
         request = _request(next(self._ids), tokens[:], 1)
-        request.hands_over = True
+        request.transfer = Transfer(hands_over=True)
         async for _ in self._deltas(choice, request):
             pass
         offer = self.replicas[choice.replica].offer(request)

@@ -228,9 +228,10 @@ class PlannedReplica:
 
     def offer(self, request: Request) -> PageOffer | None:
         """Return the held pages of a prompt that was computed here; None if none are held."""
-        if self.server is None or request.handed is None:
+        handed = request.transfer.handed
+        if self.server is None or handed is None:
             return None
-        return self.server.offer(request.handed, self.keys.key(request.handed.page_ids[-1]))
+        return self.server.offer(handed, self.keys.key(handed.page_ids[-1]))
 
     def _make_tiers(self, tiers: Sequence[Tier], network: Network | None, page_bytes: int) -> Tiers:
         stores = [

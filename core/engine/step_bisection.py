@@ -17,7 +17,14 @@ from msgspec.structs import replace
 from ..errors import RankLost, is_out_of_memory
 from ..interface.draft import NO_DRAFT_PLAN
 from ..interface.extras.images import chunk_stop
-from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse, StepPlan
+from ..interface.plan import (
+    NO_PAGES,
+    PLAIN,
+    ScheduledExtras,
+    ScheduledRequest,
+    StateUse,
+    StepPlan,
+)
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..scheduling.chunk_budget import LEAST_CHUNK, num_chunk_tokens
 
@@ -94,7 +101,8 @@ class StepBisection:
         It writes into the last page of a failing request, which is not published, and its state.
         """
         last = (self.failing_requests or self.left_out)[-1]
-        page = last.page_ids[(last.stop - 1 - last.num_packed_away) // page_size]
+        state = last.extras.state
+        page = last.page_ids[(last.stop - 1 - last.extras.num_packed_away) // page_size]
         scheduled = ScheduledRequest(
             request_id="",
             tokens=array("q", [0]),
@@ -102,7 +110,9 @@ class StepBisection:
             stop=1,
             page_ids=array("q", [page]),
             sampling=SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=1),
-            state=None if last.state is None else StateUse(last.state.slot, last.state.log),
+            extras=PLAIN
+            if state is None
+            else ScheduledExtras(state=StateUse(state.slot, state.log)),
         )
         return replace(self._plan, requests=[scheduled], is_plain=True)
 
@@ -143,9 +153,10 @@ def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[Schedule
     """
     kept = []
     for scheduled in requests:
-        if scheduled.stop - scheduled.start > 1 and (num_tokens > 0 or scheduled.pack is not None):
+        extras = scheduled.extras
+        if scheduled.stop - scheduled.start > 1 and (num_tokens > 0 or extras.pack is not None):
             stop = min(scheduled.stop, scheduled.start + max(1, num_tokens))
-            stop = chunk_stop(scheduled.images, scheduled.start, stop)
+            stop = chunk_stop(extras.images, scheduled.start, stop)
             num_tokens -= stop - scheduled.start
             kept.append(replace(scheduled, stop=stop))
     return kept
@@ -153,7 +164,7 @@ def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[Schedule
 
 def _moved_state(scheduled: ScheduledRequest) -> bool:
     """Whether a step that failed may have moved the state of a request beyond its first row."""
-    return scheduled.state is not None and scheduled.stop - scheduled.start > 1
+    return scheduled.extras.state is not None and scheduled.stop - scheduled.start > 1
 
 
 def drafts(scheduled: ScheduledRequest) -> bool:

@@ -22,7 +22,7 @@ def image_rows(
     """
     inputs: Tensor | None = None
     for scheduled, first_row in zip(layout.requests, layout.first_rows, strict=True):
-        for image in scheduled.images:
+        for image in scheduled.extras.images:
             spans = _spans(image, scheduled)
             if not spans:
                 continue

@@ -271,7 +271,9 @@ class ModelRunner:
             kept = work.layout.kept_rows([outcome.path for outcome in verified])
             requests = [
                 VerifiedRequest(
-                    scheduled, [] if output.error or scheduled.num_packed_away else rows, output
+                    scheduled,
+                    [] if output.error or scheduled.extras.num_packed_away else rows,
+                    output,
                 )
                 for scheduled, rows, output in zip(work.layout.requests, kept, outputs, strict=True)
             ]
@@ -296,7 +298,7 @@ class ModelRunner:
         """
         if not draft.token_ids:
             return draft
-        if scheduled.state is not None or not draft.is_valid:
+        if scheduled.extras.state is not None or not draft.is_valid:
             draft = draft.trunk()
         vocab_size = self.decoder.config.vocab_size
         token_ids = array("q", draft.token_ids[:max_draft])
@@ -320,7 +322,7 @@ class ModelRunner:
         if states is None:
             return
         for scheduled in plan.requests:
-            if (state := scheduled.state) is None:
+            if (state := scheduled.extras.state) is None:
                 raise ValueError(f"{scheduled.request_id} has no state slot, and the model has one")
             if state.source >= 0:
                 states.copy_slot(state.source, state.slot)
@@ -346,7 +348,7 @@ class ModelRunner:
         draws = layout.sampling_plan(batch.num_logits) if self._chooses_on_device else None
         # The taps of a proposer that was given up stay: a GPU's graphs were captured with them.
         inputs, behind = None, None
-        if any([scheduled.images for scheduled in layout.requests]):  # noqa: C419 - faster
+        if any([scheduled.extras.images for scheduled in layout.requests]):  # noqa: C419 - faster
             hidden = self.decoder.config.hidden_size
             inputs, behind = image_rows(layout, batch, self.vision, hidden)
         wanted = Wanted(draws, self._taps, on_kernels_started, inputs, behind)
@@ -368,7 +370,7 @@ class ModelRunner:
 
     def _begin(self, output: ForwardOutput, layout: StepLayout) -> PendingTokens | None:
         """The tokens that the device chooses: along with the pass, or behind it."""
-        if output.tokens is not None or not (layout.sampled and self._chooses_on_device):
+        if output.tokens is not None or not (layout.drafted and self._chooses_on_device):
             return output.tokens
         sampler = self.decoder.sampler
         assert isinstance(sampler, DeviceSampler)
@@ -384,7 +386,7 @@ class ModelRunner:
         self, logits: torch.Tensor, layout: StepLayout, tokens: PendingTokens | None
     ) -> Sequence[Verified]:
         """The outcome of requests that sample, by the device's ``tokens`` or by ``logits``."""
-        requests = layout.verify_requests
+        requests = layout.drafted
         if tokens is None:
             return self.decoder.sampler.verify(logits, requests)
         return follow_choices(logits, requests, tokens.choices())  # waits for the device

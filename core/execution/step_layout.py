@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..interface.draft import Draft
 from ..interface.output import TokenLogprob
-from ..interface.plan import ScheduledRequest
-from ..ops.batch import SamplingPlan, Segment, SegmentState
-from ..sampling.logits_processors import SampleRow
+from ..interface.plan import PLAIN, ScheduledRequest
+from ..ops.batch import SamplingPlan, Segment
+from ..ops.row_extras import RowExtras, SegmentState
+from ..sampling.drafted_row import DraftedRow
 from ..sampling.logprobs import token_logprobs
-from ..sampling.verifier import VerifyRequest
 from .image_positions import image_positions, image_reaches
 
 # -- slots and segments ----------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:
 
 def table_slots(scheduled: ScheduledRequest, first: int, count: int, page_size: int) -> list[int]:
     """The slots of ``count`` positions from ``first`` on, by the page table."""
-    first -= scheduled.num_packed_away
+    first -= scheduled.extras.num_packed_away
     return [
         scheduled.page_ids[place // page_size] * page_size + place % page_size
         for place in range(first, first + count)
@@ -62,7 +62,8 @@ def request_segments(
     samples: bool,
 ) -> list[Segment]:
     """A request's pending ``tokens`` and its trunk, then the other runs of its draft."""
-    runs, shift = draft.runs(), scheduled.num_packed_away
+    runs = draft.runs() if draft.token_ids else []
+    shift = scheduled.extras.num_packed_away
     trunk_len = runs[0][1] if runs else 0
     tokens.extend(draft.token_ids[:trunk_len])
     segments = [
@@ -71,11 +72,7 @@ def request_segments(
             scheduled.start - shift,
             scheduled.page_ids,
             num_logits(scheduled, trunk_len, samples=samples),
-            state=segment_state(scheduled),
-            adapter=scheduled.adapter,
-            turns=image_positions(scheduled.images, scheduled.start, scheduled.start + len(tokens)),
-            shift=shift,
-            reaches=image_reaches(scheduled.images, scheduled.start, scheduled.start + len(tokens)),
+            extras=row_extras(scheduled, scheduled.start, len(tokens)),
         )
     ]
     if len(runs) < 2:
@@ -93,19 +90,30 @@ def request_segments(
                 page_ids=scheduled.page_ids,
                 num_logits=stop - first,
                 tail=array("q", ancestors + own),
-                adapter=scheduled.adapter,
-                turns=image_positions(scheduled.images, begin, begin + stop - first),
-                shift=shift,
+                extras=row_extras(scheduled, begin, stop - first),
             )
         )
     return segments
 
 
-def segment_state(scheduled: ScheduledRequest) -> SegmentState | None:
-    """The state of a request's segment, whose rows behind its pending tokens are drafts."""
-    if (state := scheduled.state) is None:
+def row_extras(scheduled: ScheduledRequest, start: int, num_rows: int) -> RowExtras | None:
+    """Return what a request's rows from position ``start`` on have; those behind `stop` are drafts.
+
+    Drafts of a request with a state are chains, so that its state belongs to one segment.
+    """
+    extras = scheduled.extras
+    if extras is PLAIN:
         return None
-    return SegmentState(state.slot, state.log, scheduled.stop, state.keeps)
+    images, stop, state = extras.images, start + num_rows, None
+    if (use := extras.state) is not None:
+        state = SegmentState(use.slot, use.log, scheduled.stop, use.keeps)
+    return RowExtras(
+        state=state,
+        adapter=extras.adapter,
+        turns=image_positions(images, start, stop),
+        shift=extras.num_packed_away,
+        reaches=image_reaches(images, start, stop),
+    )
 
 
 def request_copies(
@@ -158,8 +166,7 @@ class StepLayout:
     samples: list[bool] = field(default_factory=list)  # `ScheduledRequest.samples` of each
     unknown_rows: dict[str, int] = field(default_factory=dict)
     sampled_rows: list[int] = field(default_factory=list)
-    verify_requests: list[VerifyRequest] = field(default_factory=list)  # of those that sample
-    sampled: list[tuple[ScheduledRequest, Draft]] = field(default_factory=list)  # the same
+    drafted: list[DraftedRow] = field(default_factory=list)  # of those that sample
 
     @property
     def num_rows(self) -> int:
@@ -187,15 +194,17 @@ class StepLayout:
                 request_segments(scheduled, tokens, draft, page_size, samples=samples)
             )
             if samples:
-                layout._add_sampled(scheduled, draft, range(logit - num_drafted - 1, logit))
+                layout.sampled_rows.extend(range(logit - num_drafted - 1, logit))
+                layout.drafted.append(
+                    DraftedRow(
+                        scheduled.tokens,
+                        scheduled.sampling,
+                        draft.token_ids,
+                        draft.parents,
+                        int(scheduled.is_ahead),
+                    )
+                )
         return layout
-
-    def _add_sampled(self, scheduled: ScheduledRequest, draft: Draft, rows: range) -> None:
-        self.sampled.append((scheduled, draft))
-        self.sampled_rows.extend(rows)
-        self.verify_requests.append(
-            VerifyRequest(scheduled.tokens, draft.token_ids, scheduled.sampling, draft.parents)
-        )
 
     # -- before the outcome is known
 
@@ -206,26 +215,23 @@ class StepLayout:
     def sampling_plan(self, num_logits: int) -> SamplingPlan | None:
         """Tokens to draw, known before the pass; None where some of the logits decide no token.
 
-        A row for each draft token and one before them, in the order of `walk_drafts`.
+        Each segment's logits follow a run of nodes, the first of a request also its last token.
         """
         if len(self.sampled_rows) != num_logits:
             return None
-        rows, counts = [], []
-        for request, (scheduled, draft) in zip(self.verify_requests, self.sampled, strict=True):
-            ahead, runs = int(scheduled.is_ahead), draft.runs()
-            rows.append(SampleRow(request.tokens, request.sampling, num_ahead=ahead))
-            counts.append(1 + (runs[0][1] if runs else 0))
-            for first, stop in runs[1:]:
-                rows.append(SampleRow(request.tokens, request.sampling, request.tail(first), ahead))
-                counts.append(stop - first)
+        counts = [segment.num_logits for segment in self.segments if segment.num_logits]
+        rows, ahead = list[DraftedRow](), iter(counts)
+        for drafted in self.drafted:
+            node = -1
+            while node < len(drafted.draft):
+                rows.append(drafted.at(node))
+                node += next(ahead)
         return SamplingPlan(rows, counts)
 
-    def sample_rows(self) -> list[SampleRow]:
-        """The request and the draft tokens before it, for each of the sampled rows."""
+    def sample_rows(self) -> list[DraftedRow]:
+        """Return the row to sample of each of the sampled logits."""
         return [
-            SampleRow(request.tokens, request.sampling, request.tail(node), int(scheduled.is_ahead))
-            for request, (scheduled, _) in zip(self.verify_requests, self.sampled, strict=True)
-            for node in range(-1, len(request.draft))
+            drafted.at(node) for drafted in self.drafted for node in range(-1, len(drafted.draft))
         ]
 
     # -- once the accepted path of each request is known

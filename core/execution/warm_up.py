@@ -8,9 +8,10 @@ import torch
 
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..model.decoder import Decoder
-from ..ops.batch import NOTHING_MORE, Segment, Taps, Wanted, fresh_state
+from ..ops.batch import NOTHING_MORE, Segment, Taps, Wanted
 from ..ops.kv_pool import KVPool
-from ..sampling.logits_processors import SampleRow
+from ..ops.row_extras import fresh_state
+from ..sampling.drafted_row import DraftedRow
 
 FEW_ROWS = 64  # beyond them the output layer has another kernel
 # One of each kind for which samplers have kernels.
@@ -54,8 +55,8 @@ def warm_up(
 def _segment(pool: KVPool, tokens: array[int], index: int = 0) -> Segment:
     """A segment from position 0 on; ``index``: of its recurrent state, if the model has any."""
     num_pages = -(-len(tokens) // pool.page_size)
-    state = fresh_state(pool.states, index, len(tokens))
-    return Segment(tokens, 0, array("q", range(num_pages)), 1, state=state)
+    extras = fresh_state(pool.states, index, len(tokens))
+    return Segment(tokens, 0, array("q", range(num_pages)), 1, extras=extras)
 
 
 def _compute(
@@ -65,7 +66,7 @@ def _compute(
     batch = decoder.batch(segments, page_size=pool.page_size)
     logits = decoder.forward(batch, pool, Wanted(taps=taps)).logits
     rows = [
-        SampleRow(array("q", [0, 0]), SamplingMetadata(params=params, seed=0, prompt_len=1))
+        DraftedRow(array("q", [0, 0]), SamplingMetadata(params=params, seed=0, prompt_len=1))
         for params in (_KINDS * len(segments))[: max(len(segments), len(_KINDS))]
     ]
     for start in range(0, len(rows), len(segments)):

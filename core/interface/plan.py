@@ -39,10 +39,25 @@ class StateUse(msgspec.Struct, frozen=True, gc=False):
     """(position, slot), rising: page ends in the step's rows whose state goes to that slot, too."""
 
 
+class ScheduledExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What only some requests' shares of a step have; the others share `PLAIN`.
+
+    With ``num_packed_away`` all positions lie so many places further to the front in the pages.
+    """
+
+    state: StateUse | None = None  # None: the model keeps no recurrent state
+    adapter: Adapter | None = None  # the request's
+    images: tuple[PromptImage, ...] = ()  # all of the prompt's
+    num_packed_away: int = 0  # tokens before the share that are not in the pages
+    pack: KvPack | None = None  # before the step
+
+
+PLAIN = ScheduledExtras()
+
+
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
-    With ``num_packed_away`` all positions lie so many places further to the front in the pages.
     ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
     to ``stop`` and the longest path of its draft. Nodes of the draft beside its trunk have their KV
     in the ``spare_page_ids`` until one of their paths is accepted. A request that ``is_ahead`` has
@@ -59,11 +74,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draft_plan: DraftPlan = NO_DRAFT_PLAN  # a draft is a chain if no page is spare
     spare_page_ids: array[int] = NO_PAGES  # at the lease's end; held for this step
     is_ahead: bool = False
-    state: StateUse | None = None  # None: the model keeps no recurrent state
-    adapter: Adapter | None = None  # the request's
-    images: tuple[PromptImage, ...] = ()  # all of the prompt's
-    num_packed_away: int = 0  # tokens before ``start`` that are not in the pages
-    pack: KvPack | None = None  # before the step
+    extras: ScheduledExtras = PLAIN
 
     @property
     def samples(self) -> bool:
@@ -72,7 +83,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def text_ids(self, start: int, stop: int) -> array[int]:
         """``tokens[start:stop]`` with a 0 for each row of an image, for what knows text alone."""
-        return text_ids(self.tokens[start:stop], self.images)
+        return text_ids(self.tokens[start:stop], self.extras.images)
 
     @property
     def pools(self) -> bool:

@@ -10,14 +10,11 @@ from typing import Literal
 
 import msgspec
 
-from ...radix_cache import Eviction, HeldPages, KVLease
+from ...radix_cache import Eviction, KVLease
 from ..errors import ForetokenError, InvalidRequest
 from ..options.checks import Count, Seconds, TokenId
-from .extras.adapter import Adapter
-from .extras.images import PromptImage
 from .extras.packing import most_kv, next_packing, num_packed_away
-from .extras.tiers import PageLoad
-from .extras.transfers import PageOffer
+from .extras.request_extras import NO_TRANSFER, PLAIN_REQUEST, RequestExtras, Transfer
 from .output import Floats, TokenLogprob
 from .sampling import SamplingMetadata
 
@@ -160,6 +157,14 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields
         self.error = later.error
 
 
+@dataclass(slots=True, eq=False)
+class Fault:
+    """A step with a chunk of a request failed, and could not be run again."""
+
+    stop: int  # of the chunk: up to here the request's chunks are computed without others
+    beside_drafts: bool  # others drafted in that step, and no chunk has succeeded since
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt on its way to an answer.
@@ -177,17 +182,14 @@ class Request:
     prediction: array[int] | None = None  # the caller's own guess at the answer
     # of the cache_salt and the adapter: it shares KV and drafts with its like alone
     namespace: str | None = None
-    adapter: Adapter | None = None  # that changes the model for it
     tenant: Tenant = None  # the tenant that is charged
     cache: CacheOptions = DEFAULT_CACHE
-    images: tuple[PromptImage, ...] = ()  # whose rows have negative ids in ``tokens``
+    extras: RequestExtras = PLAIN_REQUEST
     priority: int = 0  # lower runs first
     deadline: float | None = None  # seconds after arrival
     on_token: OnToken | None = None
     shown_ids: frozenset[int] = frozenset()  # special tokens that the text of `on_token` has
-    offer: PageOffer | None = None  # pages of a peer that it may read, until it needs none
-    # Its prompt's pages are held at its end, for another engine; until nobody waits for the answer.
-    hands_over: bool = False
+    transfer: Transfer = NO_TRANSFER
 
     arrival_time: float = 0.0  # set by the engine's clock
     serial: int = 0  # order of arrival
@@ -202,13 +204,8 @@ class Request:
     num_prompt_logprobs: int = 0  # sent so far
     num_tokens_accounted: int = 0  # leading ones counted as cached or written
     num_uncached: int = 0  # tokens without KV when it was queued
-    load: PageLoad | None = None  # of pages in a tier: looked up while it waits, else under way
-    handed: HeldPages | None = None  # once they are held
     is_early: bool = False  # admitted before its turn, because it is short
-    kv_budget: int = 0  # tokens of its answer that keep their KV; 0: all. Set when it is queued
-    # A step with a chunk up to here failed and could not be run again: so far chunks stand alone.
-    suspect_until: int = 0
-    suspect_beside_drafts: bool = False  # others drafted in the step that failed
+    fault: Fault | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -227,33 +224,32 @@ class Request:
 
     def num_packed_away(self, stop: int) -> int:
         """Return how many tokens have lost their KV when the row at ``stop - 1`` is computed."""
-        return num_packed_away(self.prompt_len, self.kv_budget, stop) if self.kv_budget else 0
+        budget = self.extras.kv_budget
+        return num_packed_away(self.prompt_len, budget, stop) if budget else 0
 
     @property
     def is_packed(self) -> bool:
         """Whether the pages lack KV of its tokens once the pending ones are computed."""
-        return self.kv_budget > 0 and self.num_packed_away(len(self.tokens)) > 0
+        return self.num_packed_away(len(self.tokens)) > 0
 
     def kv_len(self, stop: int) -> int:
         """Places in its pages that a step needs which computes the tokens up to ``stop``."""
-        return stop - self.num_packed_away(stop) if self.kv_budget else stop
+        return stop - self.num_packed_away(stop) if self.extras.kv_budget else stop
 
     def most_kv(self, num_tokens: int) -> int:
         """Most places that it needs on its way from no KV to that of ``num_tokens``."""
-        if not self.kv_budget:
-            return num_tokens
-        return most_kv(self.prompt_len, self.kv_budget, num_tokens)
+        budget = self.extras.kv_budget
+        return most_kv(self.prompt_len, budget, num_tokens) if budget else num_tokens
 
     def next_packing(self, start: int) -> int | None:
         """Position that a step from ``start`` must not cross; None if there is none."""
-        if not self.kv_budget:
-            return None
-        return next_packing(self.prompt_len, self.kv_budget, start)
+        budget = self.extras.kv_budget
+        return next_packing(self.prompt_len, budget, start) if budget else None
 
     @property
     def is_suspect(self) -> bool:
         """Whether its next chunk is computed in a step without other chunks."""
-        return self.num_computed < self.suspect_until
+        return self.fault is not None and self.num_computed < self.fault.stop
 
     @property
     def order(self) -> tuple[float, int]:

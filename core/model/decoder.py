@@ -244,7 +244,7 @@ class OwnDecoder(PagedDecoder):
         check_inputs(wanted.inputs, (batch.num_rows, self.config.hidden_size))
         check_behind(wanted, self.config.num_layers, self.device)
         plans = self.plans(batch, pool)
-        adapted = adapted_rows(batch)
+        adapted = adapted_rows(batch) if batch.adapters else ()
         if self._compiled is None:
             wanted.tell_started()
             ops = adapted_ops(self.ops, adapted, self.device)

@@ -43,7 +43,7 @@ from .weights import (
 )
 
 if TYPE_CHECKING:
-    from ..sampling.logits_processors import SampleRow
+    from ..sampling.drafted_row import DraftedRow
     from ..sampling.verifier import Best
 
 Exactness: TypeAlias = Literal["spec", "batch", "off"]
@@ -89,7 +89,7 @@ class RowPasses(Protocol):
     """Passes of one decoder over one pool, choice of tokens included, each in one call."""
 
     def best(
-        self, segments: Sequence[Segment], rows: Sequence[SampleRow], num_best: int
+        self, segments: Sequence[Segment], rows: Sequence[DraftedRow], num_best: int
     ) -> list[Best]:
         """Compute segments of one row each; the best tokens behind each, as `Sampler.best`.
 

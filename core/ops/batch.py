@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -18,29 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..interface.extras.adapter import Adapter
-from .state_pool import DRAFT_ROOM, StatePool
+from .row_extras import BatchStates, RowExtras, batch_extras
+from .state_pool import StatePool
 
 if TYPE_CHECKING:
-    from ..sampling.logits_processors import SampleRow
+    from ..sampling.drafted_row import DraftedRow
     from ..sampling.sampler import DraftVocab, PendingBest, PendingTokens
 
 IntArray: TypeAlias = NDArray[np.int64]
 _NO_TAILS: IntArray = np.zeros(0, dtype=np.int64)
 Taps: TypeAlias = tuple[int, ...]
-
-
-class SegmentState(msgspec.Struct, frozen=True, gc=False):
-    """Recurrent state and log of a segment's request, by their indices in the `StatePool`.
-
-    Positions below ``final_stop`` are final, rows from there on are drafts: at most `DRAFT_ROOM`,
-    in a chain. ``keeps``: page ends from the segment's start to ``final_stop``, rising, each with
-    the slot to which the state there is written.
-    """
-
-    slot: int
-    log: int
-    final_stop: int
-    keeps: tuple[tuple[int, int], ...] = ()  # position, slot
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
@@ -52,12 +39,6 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
 
     ``tail``: slots of the last ``len(tail)`` positions before `stop`, those of all rows at least,
     where they are not in the pages; the pages hold the positions before these, one at least.
-
-    ``shift``: tokens before the segment whose KV was packed away. All positions count what is left;
-    RoPE alone turns a row by its true position, ``shift`` further on.
-
-    ``reaches``: [rows] the first position that each row does not see, in layers whose rows may see
-    others behind them: behind its own, at most `stop`, and never falling. None: the next one.
     """
 
     token_ids: Sequence[int]  # lent, read only; slices of array('q') are the fastest
@@ -65,12 +46,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     page_ids: array[int]  # lent, read only
     num_logits: int
     tail: Sequence[int] = ()  # lent, read only
-    state: SegmentState | None = None  # of models with recurrent layers
-    adapter: Adapter | None = None  # that changes what its rows are computed with
-    # [3, rows] by which RoPE turns them, none beyond their places; None: these
-    turns: IntArray | None = None
-    shift: int = 0
-    reaches: IntArray | None = None
+    extras: RowExtras | None = None  # what plain rows do not have
 
     @property
     def stop(self) -> int:
@@ -102,7 +78,7 @@ class SamplingPlan:
     logits are of, unless they are the whole vocabulary; the same in all passes of a decoder.
     """
 
-    rows: Sequence[SampleRow]
+    rows: Sequence[DraftedRow]
     counts: Sequence[int]  # [len(rows)] logits of each; together all of the batch's
     num_best: int = 1  # tokens that each logit is to give: with more than one also their scores
     draft_vocab: DraftVocab | None = None
@@ -146,17 +122,6 @@ class ForwardOutput(NamedTuple):
     tokens: PendingTokens | None = None  # all of `Wanted.draws`, where the pass chose them
     taps: Tensor | None = None  # [num_rows, num_taps * hidden] at `Wanted.taps`, in that order
     best: PendingBest | None = None  # for ``tokens``, where several or of a part were wanted
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchStates:
-    """`SegmentState` of every segment of a batch."""
-
-    slots: IntArray  # [num_segments]
-    logs: IntArray  # [num_segments]
-    final_stops: IntArray  # [num_segments]
-    keep_counts: IntArray  # [num_segments]
-    keeps: IntArray  # [sum of keep_counts, 2] position, slot; segment after segment
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,17 +199,6 @@ class RaggedBatch:
         return table
 
 
-def fresh_state(states: StatePool | None, index: int, stop: int) -> SegmentState | None:
-    """The state of rows from position 0 to ``stop`` without drafts, in slot and log ``index``.
-
-    The slot is reset. None where there are no ``states``.
-    """
-    if states is None:
-        return None
-    states.reset(index)
-    return SegmentState(index, index, stop)
-
-
 def build_batch(
     segments: Sequence[Segment],
     *,
@@ -284,10 +238,9 @@ def build_batch(
         behind = positions - np.repeat(in_pages, lens)
         first_tails = np.repeat(np.cumsum(tail_lens) - tail_lens, lens)
         slots[behind >= 0] = tails[(first_tails + behind)[behind >= 0]]
-    positions, turned_until = _shifted(segments, positions, lens)
-    return RaggedBatch(
+    batch = RaggedBatch(
         token_ids=padded_rows(_token_ids(segments), min_rows, device),
-        positions=padded_rows(_turns(segments, positions), min_rows, device),
+        positions=padded_rows(positions, min_rows, device),
         slots=padded_rows(slots, min_rows, device),
         logit_rows=padded_rows(logit_rows, min_rows, device),
         num_logits=len(logit_rows),
@@ -300,70 +253,20 @@ def build_batch(
         tail_lens=tail_lens,
         tails=tails,
         device_tokens=device_tokens,
-        turned_until=turned_until,
-        states=_states(segments, starts, lens, page_size),
-        adapters=_adapters(segments, first_rows, ends, max(num_rows, min_rows)),
-        reaches=_reaches(segments),
     )
-
-
-def _reaches(segments: Sequence[Segment]) -> IntArray | None:
-    """The reach of each row, [num_rows]; None where every row sees up to itself."""
-    if not any([s.reaches is not None for s in segments]):  # noqa: C419 - a list is faster
-        return None
-    found = []
-    for segment in segments:
-        behind = np.arange(segment.start + 1, segment.stop + 1)
-        given = behind if segment.reaches is None else segment.reaches
-        if len(given) != len(behind) or (given < behind).any() or (given > segment.stop).any():
-            raise ValueError("a row must reach its own position and end within its segment")
-        if (np.diff(given) < 0).any():
-            raise ValueError("a row sees no less than the row before it")
-        found.append(given)
-    return np.concatenate(found)
-
-
-def _adapters(
-    segments: Sequence[Segment], first_rows: IntArray, ends: IntArray, num_rows: int
-) -> tuple[tuple[Adapter, IntArray], ...]:
-    """The rows of each adapter, of ``num_rows`` with the copies of the last one."""
-    if not any([s.adapter for s in segments]):  # noqa: C419 - a list is faster
-        return ()
-    stops = [*ends[:-1].tolist(), num_rows]  # a copy writes the same KV as its row
-    found: dict[Adapter, list[IntArray]] = {}
-    for segment, first, stop in zip(segments, first_rows.tolist(), stops, strict=True):
-        if segment.adapter is not None:
-            found.setdefault(segment.adapter, []).append(np.arange(first, stop))
-    return tuple((adapter, np.concatenate(rows)) for adapter, rows in found.items())
-
-
-def _states(
-    segments: Sequence[Segment], starts: IntArray, lens: IntArray, page_size: int
-) -> BatchStates | None:
-    """The states of all segments; None where none has one."""
-    states = [s.state for s in segments if s.state is not None]
-    if not states:
-        return None
-    if len(states) < len(segments):
-        raise ValueError("either every segment of a batch has a state or none has")
-    slots = np.array([state.slot for state in states], dtype=np.int64)
-    logs = np.array([state.log for state in states], dtype=np.int64)
-    final_stops = np.array([state.final_stop for state in states], dtype=np.int64)
-    num_drafts = starts + lens - final_stops
-    if (final_stops <= starts).any() or num_drafts.min() < 0 or num_drafts.max() > DRAFT_ROOM:
-        raise ValueError(f"a segment has a row that is final, and at most {DRAFT_ROOM} drafts")
-    for segment, state in zip(segments, states, strict=True):
-        _check_keeps(segment.start, state, page_size)
-    keeps = [keep for state in states for keep in state.keeps]
-    written = [*slots.tolist(), *(slot for _, slot in keeps)]
-    if len(set(written)) < len(written) or len(set(logs.tolist())) < len(logs):
-        raise ValueError("each slot and each log is written for one segment")
-    return BatchStates(
-        slots=slots,
-        logs=logs,
-        final_stops=final_stops,
-        keep_counts=np.array([len(state.keeps) for state in states], dtype=np.int64),
-        keeps=np.array(keeps, dtype=np.int64).reshape(-1, 2),
+    extras = [segment.extras for segment in segments]
+    if not any(extras):
+        return batch
+    more = batch_extras(
+        extras, starts, lens, positions, page_size=page_size, num_rows=batch.num_rows
+    )
+    return replace(
+        batch,
+        positions=padded_rows(more.positions, min_rows, device),
+        turned_until=more.turned_until,
+        states=more.states,
+        adapters=more.adapters,
+        reaches=more.reaches,
     )
 
 
@@ -387,17 +290,6 @@ def pass_states(batch: RaggedBatch, pool: StatePool | None) -> StatePool | None:
             f"log does not reach the rows from {batch.starts[index]} on"
         )
     return pool
-
-
-def _check_keeps(start: int, state: SegmentState, page_size: int) -> None:
-    """Raise ValueError where the kept positions are not rising page ends of final rows."""
-    before = start - 1
-    for position, _ in state.keeps:
-        if position % page_size or not before < position <= state.final_stop:
-            raise ValueError(
-                f"state kept at {position}: not a page end from {before + 1} to {state.final_stop}"
-            )
-        before = position
 
 
 def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:
@@ -453,33 +345,6 @@ def first_pages(segment: Segment, count: int) -> array[int]:
     if len(segment.page_ids) < count:
         raise ValueError(f"{len(segment.page_ids)} pages for {segment.stop} positions")
     return segment.page_ids[:count]
-
-
-def _shifted(
-    segments: Sequence[Segment], positions: IntArray, lens: IntArray
-) -> tuple[IntArray, int]:
-    """Positions [num_rows] with the shifts of their segments, and the first one behind them all.
-
-    The latter is 0 where no segment has a shift.
-    """
-    if not any([s.shift for s in segments]):  # noqa: C419 - a list is faster
-        return positions, 0
-    shifts = np.array([s.shift for s in segments], dtype=np.int64)
-    shifted = positions + np.repeat(shifts, lens)
-    return shifted, int(shifted.max()) + 1
-
-
-def _turns(segments: Sequence[Segment], positions: IntArray) -> IntArray:
-    """The positions by which RoPE turns, [num_rows], or [3, num_rows] where a segment has such."""
-    if not any([s.turns is not None for s in segments]):  # noqa: C419 - a list is faster
-        return positions
-    found, first = np.stack([positions] * 3), 0
-    for segment in segments:
-        stop = first + len(segment.token_ids)
-        if segment.turns is not None:
-            found[:, first:stop] = segment.turns
-        first = stop
-    return found
 
 
 def padded_rows(values: NDArray[Any], min_rows: int, device: torch.device | str) -> Tensor:

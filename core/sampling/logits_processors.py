@@ -12,57 +12,21 @@ top-k keeps exactly k tokens and ``top_k=1`` is greedy.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..interface.sampling import SamplingMetadata
+from .drafted_row import DraftedRow
 from .encoded import EncodedSampling, Fields, Mask
 from .top_k_top_p import TopKTopP, nonzero
 
 _NEVER = -math.inf
 
 
-class SampleRow(msgspec.Struct, frozen=True, gc=False):
-    """A row of logits: it decides the token after ``tokens`` (prompt, output) and ``tail``.
-
-    ``tail`` holds the draft tokens on this row's path, so that ``tokens`` is lent, never copied.
-    ``num_ahead``: tokens between the two that the device alone knows.
-    """
-
-    tokens: array[int]
-    sampling: SamplingMetadata
-    tail: Sequence[int] = ()
-    num_ahead: int = 0
-
-    @property
-    def position(self) -> int:
-        """Output position of the token to draw, which is the number of output tokens before it."""
-        return len(self.tokens) + self.num_ahead + len(self.tail) - self.sampling.prompt_len
-
-    def encoded(self, vocab_size: int) -> EncodedSampling:
-        """The request's parameters for logits of this width."""
-        return self.sampling.cached(EncodedSampling, vocab_size)
-
-    def is_edited(self, vocab_size: int) -> bool:
-        """Whether `apply_processors` has anything to do for this row."""
-        return self.position < self.encoded(vocab_size).edited_until
-
-    def ending(self, length: int) -> tuple[int, ...]:
-        """The last ``length`` tokens of the path, fewer where it is shorter."""
-        recent = (*self.tokens[-length:], *self.tail) if length else ()
-        return recent[max(0, len(recent) - length) :]
-
-    def banned_by_words(self, words: Sequence[tuple[int, ...]]) -> list[int]:
-        """The last tokens of the words that the path ends with but for these."""
-        return [word[-1] for word in words if self.ending(len(word) - 1) == word[:-1]]
-
-
-def apply_processors(values: Tensor, rows: Sequence[SampleRow]) -> list[str | None]:
+def apply_processors(values: Tensor, rows: Sequence[DraftedRow]) -> list[str | None]:
     """Everything before the temperature, in place on ``values`` [num_rows, vocab].
 
     Returns, per row, what makes its parameters impossible to serve.
@@ -71,7 +35,7 @@ def apply_processors(values: Tensor, rows: Sequence[SampleRow]) -> list[str | No
     errors = []
     for row_values, row in zip(values, rows, strict=True):
         encoded = row.encoded(vocab_size)
-        mask, error = encoded.ask(row.tokens, row.tail)
+        mask, error = encoded.ask(row.tokens, row.draft)
         if error is None:
             lists = row.sampling.cached(_on_device, vocab_size, device)
             _edit(row_values, row, encoded, lists, mask)
@@ -79,7 +43,7 @@ def apply_processors(values: Tensor, rows: Sequence[SampleRow]) -> list[str | No
     return errors
 
 
-def scaled(values: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def scaled(values: Tensor, rows: Sequence[DraftedRow]) -> Tensor:
     """``values`` [num_rows, vocab] over the temperature; the best becomes exactly 0."""
     temperatures = [row.encoded(values.shape[-1]).fields["temperature"] for row in rows]
     # A scalar divisor may be turned into a factor; a tensor divides alike on every device.
@@ -87,7 +51,7 @@ def scaled(values: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return (values - values.amax(-1, keepdim=True)).div_(divisor[:, None])
 
 
-def truncate(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
+def truncate(values: Tensor, rows: Sequence[DraftedRow]) -> tuple[Tensor, Tensor]:
     """Apply top-k, min-p and top-p to ``values`` [num_rows, vocab], each row's maximum 0.
 
     Returns (values, ids), both [num_rows, width], best first; shorter rows end in -inf.
@@ -125,7 +89,7 @@ def _on_device(sampling: SamplingMetadata, vocab_size: int, device: torch.device
 
 def _edit(
     values: Tensor,
-    row: SampleRow,
+    row: DraftedRow,
     encoded: EncodedSampling,
     lists: Sequence[Tensor],
     mask: Mask | None,
@@ -145,7 +109,7 @@ def _edit(
         values[stops] = _NEVER
 
 
-def _penalise(values: Tensor, row: SampleRow, fields: Fields) -> None:
+def _penalise(values: Tensor, row: DraftedRow, fields: Fields) -> None:
     """Repetition as in CTRL (arXiv 1909.05858), frequency and presence as in OpenAI's API."""
     factor = fields["repetition_penalty"]
     if factor != 1.0:
@@ -159,10 +123,10 @@ def _penalise(values: Tensor, row: SampleRow, fields: Fields) -> None:
         values[ids] -= counts * frequency + presence
 
 
-def _history(row: SampleRow, start: int, values: Tensor) -> Tensor:
+def _history(row: DraftedRow, start: int, values: Tensor) -> Tensor:
     """The path's tokens from ``start`` on that the vocabulary has, int64 [num_tokens]."""
     path = row.tokens[start:]
-    path.extend(row.tail)
+    path.extend(row.draft)
     # frombuffer borrows the memory of ``path`` and refuses an empty one.
     ids = torch.frombuffer(path, dtype=torch.int64).clone() if path else torch.empty(0).long()
     return ids[(ids >= 0) & (ids < len(values))].to(values.device)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from .drafted_row import DraftedRow
 from .gumbel import vocabulary_hashes
-from .logits_processors import SampleRow
-from .verifier import Best, SampledToken, Verified, VerifyRequest, best, sample, verify
+from .verifier import Best, SampledToken, Verified, best, sample, verify
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class DraftVocab:
         ids: list[int] = self.token_ids.tolist()
         return ids
 
-    def serves(self, rows: Sequence[SampleRow]) -> bool:
+    def serves(self, rows: Sequence[DraftedRow]) -> bool:
         """Whether rows can be chosen without the other tokens: none of them may be edited."""
         return all(row.encoded(self.vocab_size).edited_until == 0 for row in rows)
 
@@ -52,16 +52,16 @@ class DraftVocab:
 class Sampler(Protocol):
     """Chooses tokens as `core.sampling.verifier` does: by each row alone, bit for bit."""
 
-    def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
+    def verify(self, logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:
         """Compare drafts with the target's own tokens; see `core.sampling.verifier.verify`."""
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+    def sample(self, logits: Tensor, rows: Sequence[DraftedRow]) -> list[SampledToken]:
         """Draw one token per row; see `core.sampling.verifier.sample`."""
 
     def best(
         self,
         logits: Tensor,
-        rows: Sequence[SampleRow],
+        rows: Sequence[DraftedRow],
         num_best: int,
         *,
         draft_vocab: DraftVocab | None = None,
@@ -101,7 +101,7 @@ class DeviceSampler(Sampler, Protocol):
     a pass may choose tokens itself (`Wanted.draws`).
     """
 
-    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
+    def begin(self, logits: Tensor, rows: Sequence[DraftedRow]) -> PendingTokens:
         """Draw as `sample` does, for at least one row and without waiting."""
 
 
@@ -109,18 +109,18 @@ class TorchSampler(Sampler):
     """`Sampler` on any device."""
 
     @override
-    def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
+    def verify(self, logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:
         return verify(logits, requests)
 
     @override
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+    def sample(self, logits: Tensor, rows: Sequence[DraftedRow]) -> list[SampledToken]:
         return sample(logits, rows)
 
     @override
     def best(
         self,
         logits: Tensor,
-        rows: Sequence[SampleRow],
+        rows: Sequence[DraftedRow],
         num_best: int,
         *,
         draft_vocab: DraftVocab | None = None,

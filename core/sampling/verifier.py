@@ -16,7 +16,6 @@ with the same noise (`sample`) is accepted most often: Daliri, Musco, Suresh, ar
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
@@ -26,64 +25,16 @@ import torch
 from torch import Tensor
 
 from ..interface.output import Refusal, TokenLogprob
-from ..interface.sampling import SamplingMetadata
+from .drafted_row import DraftedRow
 from .encoded import CUT, GREEDY, MIN_P, SAMPLED, EncodedSampling
 from .gumbel import gumbel_rows, vocabulary_hashes
-from .logits_processors import SampleRow, apply_processors, argmax, best_ids, scaled, truncate
+from .logits_processors import apply_processors, argmax, best_ids, scaled, truncate
 from .logprobs import token_logprobs
 
 NOT_FINITE = "the model's logits are not finite"
 ALL_BANNED = Refusal("the request's parameters ban every token")
 _CPU_BLOCK = 2**17  # logits handled at once: more would leave the core's cache
 _DEVICE_BLOCK = 2**25
-
-
-class VerifyRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request's share: its prompt and output so far, and a draft of what follows.
-
-    A draft with ``parents`` is a tree, as `core.interface.draft.Draft` has it.
-    """
-
-    tokens: array[int]
-    draft: Sequence[int]
-    sampling: SamplingMetadata
-    parents: Sequence[int] = ()  # [len(draft)], or none for a chain
-
-    def tail(self, node: int) -> Sequence[int]:
-        """The draft tokens on the path down to ``node``, that one included; -1: none."""
-        if not self.parents:
-            return self.draft[: node + 1]
-        tail = []
-        while node >= 0:
-            tail.append(self.draft[node])
-            node = self.parents[node]
-        return tail[::-1]
-
-    def child(self, node: int, token_id: int) -> int | None:
-        """The child of ``node`` with that token; of -1 those of the first level."""
-        if not self.parents:
-            follows = node + 1 < len(self.draft) and self.draft[node + 1] == token_id
-            return node + 1 if follows else None
-        behind = range(node + 1, len(self.draft))
-        found = (n for n in behind if self.parents[n] == node and self.draft[n] == token_id)
-        return next(found, None)
-
-    def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The nodes that the target's ``token_ids`` lead along."""
-        if not self.parents:
-            length = 0
-            for token_id, drafted in zip(token_ids, self.draft, strict=False):
-                if token_id != drafted:
-                    break
-                length += 1
-            return tuple(range(length))
-        path: list[int] = []
-        for token_id in token_ids:
-            node = self.child(path[-1] if path else -1, token_id)
-            if node is None:
-                break
-            path.append(node)
-        return tuple(path)
 
 
 class Verified(msgspec.Struct, frozen=True, gc=False):
@@ -127,7 +78,7 @@ class Best(NamedTuple):
 
 
 @torch.inference_mode()
-def verify(logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
+def verify(logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:
     """Compare drafts with the target's own tokens.
 
     ``logits`` [sum of (len(draft) + 1), vocab] are the target's, unprocessed: for each request,
@@ -140,7 +91,7 @@ def verify(logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
 
 def walk_drafts(
     logits: Tensor,
-    requests: Sequence[VerifyRequest],
+    requests: Sequence[DraftedRow],
     choose: Callable[[Sequence[LogitsRow]], Sequence[SampledToken]],
 ) -> list[Verified]:
     """Follow each draft for as long as ``choose`` decides for its tokens; `verify`'s skeleton."""
@@ -154,7 +105,7 @@ def walk_drafts(
 
 
 def follow_choices(
-    logits: Tensor, requests: Sequence[VerifyRequest], choices: Sequence[SampledToken]
+    logits: Tensor, requests: Sequence[DraftedRow], choices: Sequence[SampledToken]
 ) -> list[Verified]:
     """Follow each draft by ``choices`` [num_rows], the tokens of all rows, known already."""
     starts = first_rows(logits, requests)
@@ -165,7 +116,7 @@ def follow_choices(
 
 
 def _chosen(
-    request: VerifyRequest, choices: Sequence[SampledToken], start: int
+    request: DraftedRow, choices: Sequence[SampledToken], start: int
 ) -> tuple[list[int], str | None]:
     """The tokens along a request's draft, and the error that ends them; see `_Walk.take`."""
     token_ids: list[int] = []
@@ -181,7 +132,7 @@ def _chosen(
         node = child
 
 
-def first_rows(logits: Tensor, requests: Sequence[VerifyRequest]) -> list[int]:
+def first_rows(logits: Tensor, requests: Sequence[DraftedRow]) -> list[int]:
     """First row of logits of each request. Raises ValueError for another number of rows."""
     starts = list(accumulate((len(request.draft) + 1 for request in requests), initial=0))
     if starts.pop() != len(logits):
@@ -190,10 +141,12 @@ def first_rows(logits: Tensor, requests: Sequence[VerifyRequest]) -> list[int]:
 
 
 def verified(
-    logits: Tensor, request: VerifyRequest, start: int, token_ids: Sequence[int], error: str | None
+    logits: Tensor, request: DraftedRow, start: int, token_ids: Sequence[int], error: str | None
 ) -> Verified:
     """Build the result of a walk along a request's draft; its logits begin at ``start``."""
-    path = request.follow(token_ids if error is not None else token_ids[:-1])
+    path: tuple[int, ...] = ()
+    if request.draft:
+        path = request.follow(token_ids if error is not None else token_ids[:-1])
     num_top = request.sampling.params.logprobs
     logprobs: tuple[TokenLogprob, ...] = ()
     if num_top is not None:
@@ -203,7 +156,7 @@ def verified(
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+def sample(logits: Tensor, rows: Sequence[DraftedRow]) -> list[SampledToken]:
     """Draw one token per row of ``logits`` [num_rows, vocab], which are only read.
 
     For drafters: the same processors and the same noise as the target's.
@@ -212,7 +165,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
 
 
 @torch.inference_mode()
-def best(logits: Tensor, rows: Sequence[SampleRow], num_best: int) -> list[Best]:
+def best(logits: Tensor, rows: Sequence[DraftedRow], num_best: int) -> list[Best]:
     """The ``num_best`` tokens nearest to being drawn by `sample`, the drawn one first.
 
     ``logits`` [num_rows, vocab] are only read. Ties go to the lowest id.
@@ -248,7 +201,7 @@ def _ranked(scores: Tensor, num_best: int) -> Iterator[tuple[list[int], list[flo
 class _Walk:
     """One request's way down its own draft."""
 
-    def __init__(self, request: VerifyRequest, start: int) -> None:
+    def __init__(self, request: DraftedRow, start: int) -> None:
         self._request = request
         self._start = start  # of its rows among the logits
         self._token_ids: list[int] = []
@@ -260,10 +213,7 @@ class _Walk:
         return len(self._request.draft)
 
     def place(self, node: int) -> LogitsRow:
-        request = self._request
-        return self._start + 1 + node, SampleRow(
-            request.tokens, request.sampling, request.tail(node)
-        )
+        return self._start + 1 + node, self._request.at(node)
 
     def take(self, node: int, choice: SampledToken) -> None:
         """The target's token behind a node: the walk goes to the child that has it, or ends."""
@@ -319,7 +269,7 @@ def _blocks(
             yield indices[start : start + step], edited, _SCORES[kind]
 
 
-def _kind(row: SampleRow, vocab_size: int) -> tuple[bool, int]:
+def _kind(row: DraftedRow, vocab_size: int) -> tuple[bool, int]:
     """Whether a row is edited, and its request's kind."""
     encoded = row.sampling.cached(EncodedSampling, vocab_size)
     until = encoded.edited_until
@@ -334,7 +284,7 @@ def _take(logits: Tensor, indices: list[int]) -> Tensor:
 
 
 def processed(
-    values: Tensor, rows: Sequence[SampleRow], edited: bool
+    values: Tensor, rows: Sequence[DraftedRow], edited: bool
 ) -> tuple[Tensor, list[str | None]]:
     """Logits ready for the temperature (a copy where edited), and what is wrong with each row.
 
@@ -356,7 +306,7 @@ def _unfit(values: Tensor, message: str) -> list[str | None]:
 def _draw_sound(
     score: _Score,
     values: Tensor,
-    rows: Sequence[SampleRow],
+    rows: Sequence[DraftedRow],
     errors: Sequence[str | None],
 ) -> list[int]:
     """Tokens of the rows without an error; -1 for the others, which never meet the arithmetic."""
@@ -374,28 +324,28 @@ def _draw_sound(
 
 def _score_greedy(
     values: Tensor,
-    rows: Sequence[SampleRow],  # noqa: ARG001
+    rows: Sequence[DraftedRow],  # noqa: ARG001
 ) -> tuple[Tensor, None]:
     return values, None
 
 
-def _score_gumbel(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, None]:
+def _score_gumbel(values: Tensor, rows: Sequence[DraftedRow]) -> tuple[Tensor, None]:
     noise = _noise(rows, vocabulary_hashes(values.shape[-1], values.device))
     return noise.add_(scaled(values, rows)), None
 
 
-def _score_cut(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
+def _score_cut(values: Tensor, rows: Sequence[DraftedRow]) -> tuple[Tensor, Tensor]:
     kept, ids = truncate(scaled(values, rows), rows)
     noise = _noise(rows, vocabulary_hashes(values.shape[-1], values.device)[ids])
     return noise.add_(kept), ids
 
 
-def _noise(rows: Sequence[SampleRow], hashes: Tensor) -> Tensor:
+def _noise(rows: Sequence[DraftedRow], hashes: Tensor) -> Tensor:
     return gumbel_rows([(row.sampling.seed, row.position) for row in rows], hashes)
 
 
-LogitsRow = tuple[int, SampleRow]  # (row of the logits, what it decides)
-_Score = Callable[[Tensor, Sequence[SampleRow]], tuple[Tensor, Tensor | None]]
+LogitsRow = tuple[int, DraftedRow]  # (row of the logits, what it decides)
+_Score = Callable[[Tensor, Sequence[DraftedRow]], tuple[Tensor, Tensor | None]]
 """Scores [num_rows, width], of which the greatest wins, and the ids of the columns, if others."""
 _SCORES: dict[int, _Score]
 _SCORES = {GREEDY: _score_greedy, SAMPLED: _score_gumbel, MIN_P: _score_cut, CUT: _score_cut}

@@ -12,7 +12,7 @@ from array import array
 
 from msgspec.structs import replace
 
-from ..interface.plan import ScheduledRequest, StateUse, StepPlan
+from ..interface.plan import PLAIN, ScheduledRequest, StateUse, StepPlan
 from ..interface.request import Request
 from .scheduler import Scheduler
 from .shares import schedule_request
@@ -82,18 +82,24 @@ def _moves_states(page_size: int, here: list[tuple[ScheduledRequest, Request]]) 
 def _next_row(
     scheduled: ScheduledRequest, request: Request, page_ids: array[int]
 ) -> ScheduledRequest:
+    stop, extras = scheduled.stop + 1, scheduled.extras
+    if extras is not PLAIN:
+        state = extras.state
+        extras = replace(
+            extras,
+            state=None if state is None else StateUse(state.slot, state.log),
+            num_packed_away=request.num_packed_away(stop),
+            pack=None,
+        )
     return ScheduledRequest(
         request_id=scheduled.request_id,
         tokens=request.tokens,
         start=scheduled.stop,
-        stop=scheduled.stop + 1,
+        stop=stop,
         page_ids=page_ids,
         sampling=scheduled.sampling,
         is_ahead=True,
-        images=request.images,
-        num_packed_away=request.num_packed_away(scheduled.stop + 1),
-        state=None if (state := scheduled.state) is None else StateUse(state.slot, state.log),
-        adapter=scheduled.adapter,
+        extras=extras,
     )
 
 

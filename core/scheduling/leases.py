@@ -28,7 +28,7 @@ def cache_limit(request: Request) -> int | None:
     """
     if not request.cache.read:
         return 0
-    if request.kv_budget and request.num_output:
+    if request.extras.kv_budget and request.num_output:
         return request.prompt_len  # packing rewrites the pages behind it: they must be its own
     num_sent, wanted = request.num_prompt_logprobs, request.prompt_len - 1
     wants_logprobs = request.sampling.params.prompt_logprobs is not None
@@ -40,7 +40,8 @@ def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Reques
 
     Where the model has states: whether one will keep a state that this one can go on from.
     """
-    if request.load is not None and not (request.load.is_found or request.load.is_over):
+    load = request.transfer.load
+    if load is not None and not (load.is_found or load.is_over):
         return True
     if cache_limit(request) is not None:
         return False
@@ -108,7 +109,7 @@ def publish(cache: PrefixCache, request: Request) -> None:
     """Publish computed pages to the tree, if the request may write to the cache."""
     if request.lease is not None and request.cache.write:
         num_computed = request.num_computed
-        if request.kv_budget:  # pages behind the prompt may still be packed
+        if request.extras.kv_budget:  # pages behind the prompt may still be packed
             num_computed = min(num_computed, request.prompt_len)
         written = cache.publish(request.lease, request.tokens, num_computed)
         _note(request, written, cache.page_size)
@@ -156,9 +157,8 @@ def hold_prompt(cache: PrefixCache, request: Request) -> None:
 
     That engine computes the last token itself, for its logits.
     """
-    request.handed = cache.transfers.hold(
-        request.tokens, request.prompt_len - 1, namespace=request.namespace
-    )
+    held = cache.transfers.hold(request.tokens, request.prompt_len - 1, namespace=request.namespace)
+    request.transfer = replace(request.transfer, handed=held)
 
 
 def allocate_draft_pages(

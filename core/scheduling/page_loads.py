@@ -15,6 +15,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection
 
+from msgspec.structs import replace
+
 from ...radix_cache import Eviction, KVLease, PrefixCache
 from ..interface.extras.tiers import KVTiers, PageLoad
 from ..interface.extras.transfers import PageOffer
@@ -33,7 +35,7 @@ class PageLoads:
     ``on_order`` is called whenever the I/O thread gets something to look up or to load,
     ``on_offer`` when it gets a peer to meet or to notify.
 
-    A request may offer pages of a peer (`Request.offer`). They are looked up as others are, when
+    A request may offer pages of a peer (`Transfer.offer`). They are looked up as others are, when
     the peer was met. The offer ends as soon as its request does not wait for it any more, whatever
     became of it: admitted without a load, loaded, late, preempted, ended.
 
@@ -82,9 +84,10 @@ class PageLoads:
 
     def meet(self, request: Request) -> None:
         """Meet the peer of a request that offers pages; before `look_up`."""
-        if request.offer is not None:
+        offer = request.transfer.offer
+        if offer is not None:
             self.num_offers += 1
-            self.meetings.append(request.offer)
+            self.meetings.append(offer)
             self.on_offer()
 
     def end_offer(self, offer: PageOffer) -> None:
@@ -94,8 +97,9 @@ class PageLoads:
 
     def _leave_offer(self, request: Request) -> None:
         """End the offer of a request, if it has one."""
-        offer, request.offer = request.offer, None
+        offer = request.transfer.offer
         if offer is not None:
+            request.transfer = replace(request.transfer, offer=None)
             self.num_offers -= 1
             self.end_offer(offer)
 
@@ -106,12 +110,13 @@ class PageLoads:
 
         What is missing, late or unsound stays away. No running request yields pages for it.
         """
-        if request.offer is not None:  # the request ends where its offer does
-            del request.tokens[len(request.offer.page_ids) * self._cache.page_size + 1 :]
+        offer = request.transfer.offer
+        if offer is not None:  # the request ends where its offer does
+            del request.tokens[len(offer.page_ids) * self._cache.page_size + 1 :]
         self._fetched[request.request_id] = request
         self.meet(request)
         self.look_up(request, now)
-        if request.load is None:
+        if request.transfer.load is None:
             self._end_fetch(request)
 
     def begin_fetches(self, now: float) -> None:
@@ -119,7 +124,7 @@ class PageLoads:
         found, self._found_fetches = self._found_fetches, []
         for load in found:
             request = self._fetched.get(load.request_id)
-            if request is not None and request.load is load:
+            if request is not None and request.transfer.load is load:
                 self._begin_fetch(request, now)
 
     def _begin_fetch(self, request: Request, now: float) -> None:
@@ -131,7 +136,7 @@ class PageLoads:
         )
         request.num_computed = request.lease.num_cached_tokens
         self.begin(request, now, 0.0)
-        if request.load is None:
+        if request.transfer.load is None:
             self._end_fetch(request)
 
     def _end_fetch(self, request: Request) -> None:
@@ -149,7 +154,7 @@ class PageLoads:
 
         Again, if the pool has lost some of its pages since the last time.
         """
-        size, last = self._cache.page_size, request.load
+        size, last, offer = self._cache.page_size, request.transfer.load, request.transfer.offer
         if cache_limit(request) is not None or not self.tiers.is_open:
             return
         if self._cache.states is not None and not request.cache.write:
@@ -159,12 +164,23 @@ class PageLoads:
         num_tokens = (len(request.tokens) - 1) // size * size - first * size
         if is_known or num_tokens < self.tiers.least_tokens:
             return
-        due = now + (LOOKUP_SECONDS if request.offer is None else MEETING_SECONDS)
+        due = now + (LOOKUP_SECONDS if offer is None else MEETING_SECONDS)
         load = PageLoad(request.request_id, request.tokens[:], request.namespace, first, due)
-        load.offer = request.offer
-        request.load = self._awaited[request.request_id] = load
+        load.offer = offer
+        self._await(request, load)
         self.look_ups.append(load)
         self.on_order(load)
+
+    def _await(self, request: Request, load: PageLoad) -> None:
+        self._awaited[request.request_id] = load
+        request.transfer = replace(request.transfer, load=load)
+
+    def _take(self, request: Request) -> PageLoad | None:
+        """Take a request's look-up or load from it, if it has one."""
+        load = request.transfer.load
+        if load is not None:
+            request.transfer = replace(request.transfer, load=None)
+        return load
 
     def found(self, load: PageLoad, keys: list[bytes]) -> None:
         """Take the outcome of a look-up."""
@@ -218,11 +234,11 @@ class PageLoads:
         ``compute_seconds``: how long it would take to compute a token; 0 if unknown.
         """
         self._begin(request, now, compute_seconds)
-        if request.load is None:
+        if request.transfer.load is None:
             self._leave_offer(request)
 
     def _begin(self, request: Request, now: float, compute_seconds: float) -> None:
-        load, request.load = request.load, None
+        load = self._take(request)
         if load is None or request.lease is None:
             return
         size, first = self._cache.page_size, request.num_computed // self._cache.page_size
@@ -244,7 +260,7 @@ class PageLoads:
         load.first = first
         load.page_ids = request.lease.page_ids[first : len(load.keys)]
         load.due = now + max(LATE * seconds, LATE_SECONDS * self._num_calls(load))
-        request.load = self._awaited[request.request_id] = load
+        self._await(request, load)
         self._loading[request.request_id] = request
         self._order(load)
 
@@ -262,7 +278,9 @@ class PageLoads:
         return -(-num_pages // self.tiers.pages_per_call)
 
     def _num_queued_pages(self) -> int:
-        loads = [each.load for each in self._loading.values() if each.load is not None]
+        loads = [
+            load for each in self._loading.values() if (load := each.transfer.load) is not None
+        ]
         num_state_pages = sum(each.lacks_state for each in loads) * self.tiers.num_state_pages
         return num_state_pages + sum(len(each.page_ids) - each.num_loaded for each in loads)
 
@@ -377,14 +395,14 @@ class PageLoads:
 
     def forget(self, request: Request) -> None:
         """End the waiting of a request for its look-up or load, and its offer, if it has them."""
-        load, request.load = request.load, None
+        load = self._take(request)
         if load is not None:
             self._end(load)
         self._leave_offer(request)
 
     def leave(self, request: Request) -> None:
         """Take the lease of a request that is about to release it, if pages are under I/O."""
-        load, lease = request.load, request.lease
+        load, lease = request.transfer.load, request.lease
         self.forget(request)
         if load is not None and lease is not None and load.is_in_thread:
             self._keep_lease(load, lease)

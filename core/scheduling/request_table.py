@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from sortedcontainers import SortedDict
 
 from ...radix_cache import KVLease, PrefixCache
@@ -112,18 +113,15 @@ def _text_of(request: Request) -> Collection[int]:
     Raises `InvalidRequest` for images that do not fit the prompt or stand at its end, and for
     log-probabilities of a prompt with images.
     """
-    if not request.images:
+    images = request.extras.images
+    if not images:
         return request.tokens
     wants_logprobs = request.sampling.params.prompt_logprobs is not None
     if wants_logprobs:
         message = "prompt_logprobs is not supported for prompts with images"
         raise InvalidRequest(message, param="prompt_logprobs")
-    rows = {
-        start + at for image in request.images for start, count in image.runs for at in range(count)
-    }
-    if len(rows) < sum(image.num_rows for image in request.images) or max(rows) >= len(
-        request.tokens
-    ):
+    rows = {start + at for image in images for start, count in image.runs for at in range(count)}
+    if len(rows) < sum(image.num_rows for image in images) or max(rows) >= len(request.tokens):
         raise InvalidRequest("the rows of images do not fit the prompt", param="prompt")
     if len(request.tokens) - 1 in rows:
         raise InvalidRequest("a prompt cannot end with an image", param="prompt")
@@ -216,11 +214,12 @@ class RequestTable:
     def add(self, request: Request, now: float) -> None:
         """Queue a request that `check` let through."""
         request.max_len = max_len_of(request, self.capacity)
-        request.kv_budget = kv_budget_of(request, self._limits.kv_budget)
+        if budget := kv_budget_of(request, self._limits.kv_budget):
+            request.extras = replace(request.extras, kv_budget=budget)
         request.arrival_time, request.serial = now, self._num_arrived
         request.urgency = now + request.priority * self._limits.aging_seconds
         request.usage.prompt_tokens = request.prompt_len
-        request.usage.image_tokens = sum(image.num_rows for image in request.images)
+        request.usage.image_tokens = sum(image.num_rows for image in request.extras.images)
         self._num_arrived += 1
         self._now = now
         self.waiting.add(request)

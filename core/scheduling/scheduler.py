@@ -22,7 +22,15 @@ from ..interface.extras.tiers import KVTiers
 from ..interface.output import RequestOutput, StepOutput
 from ..interface.plan import NO_PAGES, ScheduledRequest, StepPlan
 from ..interface.protocols import NO_SPECULATION, Speculator
-from ..interface.request import Delta, FinishReason, Request, RequestStatus, by_order, by_work
+from ..interface.request import (
+    Delta,
+    Fault,
+    FinishReason,
+    Request,
+    RequestStatus,
+    by_order,
+    by_work,
+)
 from .chunk_budget import ChunkBudget, newcomer_share
 from .guarded_speculator import guarded
 from .leases import (
@@ -117,7 +125,7 @@ class Scheduler:
         self.request_table.add(request, now)
         self._claim_states([request], self.running.values())
         if self.page_loads is not None:
-            if request.offer is not None:
+            if request.transfer.offer is not None:
                 self.page_loads.meet(request)
             self.page_loads.look_up(request, now)
 
@@ -176,8 +184,7 @@ class Scheduler:
                 events.append((request, self._finish(request, Delta(error=error), now, keep=False)))
                 continue
             if not is_explained:
-                request.suspect_until = scheduled.stop
-                request.suspect_beside_drafts = with_drafts
+                request.fault = Fault(scheduled.stop, with_drafts)
             if request.lease is not None:
                 self.cache.void_state(request.lease)
             self._preempt(request)
@@ -216,7 +223,9 @@ class Scheduler:
         budget -= len(decodes)
         max_chunk_tokens = self._chunk_budget.limit(len(decodes), budget)
         prefills = [
-            each for each in self.running.values() if each.num_pending > 1 and each.load is None
+            each
+            for each in self.running.values()
+            if each.num_pending > 1 and each.transfer.load is None
         ]
         drafts = self._plan_drafts(decodes, prefills, budget, max_chunk_tokens)
         budget = min(max_chunk_tokens, budget - sum(plan.num_rows for plan in drafts or ()))
@@ -349,7 +358,7 @@ class Scheduler:
                 request = early.popleft()
             elif (found := next(waiting, None)) is not None:
                 self._admit(request := found, now)
-                if request.load is not None:
+                if request.transfer.load is not None:
                     continue
             else:
                 break
@@ -368,7 +377,7 @@ class Scheduler:
         while share > 0 and (request := next(waiting, None)) is not None:
             self._admit(request, now)
             request.is_early = request.priority >= least[0]
-            if request.load is not None:
+            if request.transfer.load is not None:
                 continue
             admitted.append(request)
             share -= request.num_pending
@@ -388,8 +397,8 @@ class Scheduler:
             if (packing := request.next_packing(request.num_computed)) is not None:
                 share_stop = min(share_stop, packing)
             stop = share_stop
-            if request.images and stop > request.num_computed:
-                stop = chunk_stop(request.images, request.num_computed, share_stop)
+            if request.extras.images and stop > request.num_computed:
+                stop = chunk_stop(request.extras.images, request.num_computed, share_stop)
             if stop > share_stop:
                 if is_exceeded:
                     continue
@@ -445,7 +454,11 @@ class Scheduler:
     def _victim(self, planned: Iterable[str]) -> Request | None:
         """The last request that is not planned; None if all others wait for pages under I/O."""
         last_first = reversed(self.running.values())
-        free = (each for each in last_first if each.load is None and each.request_id not in planned)
+        free = (
+            each
+            for each in last_first
+            if each.transfer.load is None and each.request_id not in planned
+        )
         return next(free, None)
 
     def _preempt(self, request: Request) -> None:
@@ -524,8 +537,9 @@ class Scheduler:
     ) -> Delta:
         if request.lease is not None and request.lease.state is not None:
             self.cache.settle_state(request.lease, scheduled.stop)
-        if request.suspect_beside_drafts and scheduled.stop - scheduled.start > 1:
-            request.suspect_beside_drafts = False
+        fault = request.fault
+        if fault is not None and fault.beside_drafts and scheduled.stop - scheduled.start > 1:
+            fault.beside_drafts = False
             self.speculator.broke_step()
         try:
             delta = take_output(request, scheduled, out, now)
@@ -533,9 +547,10 @@ class Scheduler:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
             return self._finish(request, failed, now, keep=False)
-        if scheduled.pack is not None:
-            self.num_packed_away_tokens += scheduled.pack.num_packed_away
-            request.usage.evicted_tokens = scheduled.num_packed_away
+        extras = scheduled.extras
+        if extras.pack is not None:
+            self.num_packed_away_tokens += extras.pack.num_packed_away
+            request.usage.evicted_tokens = extras.num_packed_away
         if with_drafts and delta.token_ids:
             self.speculator.observe(request, scheduled, out, len(delta.token_ids))
         if out.error is not None and not delta.terminal:  # the tokens before the failure are valid
@@ -547,7 +562,7 @@ class Scheduler:
             is_chunk = scheduled.stop - scheduled.start > 1
             if is_chunk or has_kept or scheduled.start < request.prompt_len:
                 publish(self.cache, request)
-            if with_drafts or scheduled.pack is not None:  # else no extra page was taken
+            if with_drafts or extras.pack is not None:  # else no extra page was taken
                 # A packing that is due reads the pages as they are.
                 upto = max(
                     request.kv_len(request.num_computed), request.kv_len(len(request.tokens))
@@ -564,7 +579,7 @@ class Scheduler:
             self._release(request, keep=keep)
             if keep:
                 pin_session(self.cache, request, num_computed)
-            if request.hands_over and delta.finish_reason in (
+            if request.transfer.hands_over and delta.finish_reason in (
                 FinishReason.STOP,
                 FinishReason.LENGTH,
             ):

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
 from ..interface.extras.packing import KvPack
-from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse
+from ..interface.extras.request_extras import PLAIN_REQUEST
+from ..interface.plan import NO_PAGES, PLAIN, ScheduledExtras, ScheduledRequest, StateUse
 from ..interface.request import Request, by_work
 from .chunk_budget import newcomer_share
 
@@ -33,9 +34,17 @@ def schedule_request(
         sampling=request.sampling,
         draft_plan=plan,
         spare_page_ids=spare_page_ids,
+        extras=_extras(request, stop, state),
+    )
+
+
+def _extras(request: Request, stop: int, state: StateUse | None) -> ScheduledExtras:
+    if state is None and request.extras is PLAIN_REQUEST:
+        return PLAIN
+    return ScheduledExtras(
         state=state,
-        adapter=request.adapter,
-        images=request.images,
+        adapter=request.extras.adapter,
+        images=request.extras.images,
         num_packed_away=request.num_packed_away(stop),
         pack=_due_pack(request, stop),
     )
@@ -43,8 +52,6 @@ def schedule_request(
 
 def _due_pack(request: Request, stop: int) -> KvPack | None:
     """Order the packing that is due before a step that computes tokens up to ``stop``."""
-    if not request.kv_budget:
-        return None
     start = request.num_computed
     num_before = request.num_packed_away(start)
     num_new = request.num_packed_away(stop) - num_before
@@ -90,7 +97,7 @@ def _draft_limit(request: Request, depth_cap: int) -> int:
     size, stop = len(request.tokens), request.max_len - 1
     if size == request.prompt_len:
         return 0
-    if request.kv_budget:
+    if request.extras.kv_budget:
         stop = min(stop, request.next_packing(size - 1) or stop)
     return max(0, min(depth_cap, stop - size))
 

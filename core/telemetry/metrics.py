@@ -157,7 +157,8 @@ class EngineMetrics:
 
     def observe_arrival(self, request: Request, now: float) -> None:
         """A request was accepted. Called in the caller's own context, unlike the other methods."""
-        self._observers.begin(request, now)
+        if self.observers:
+            self._observers.begin(request, now)
 
     def observe_step(
         self,
@@ -179,10 +180,12 @@ class EngineMetrics:
         self._observe_batch(plan)
         if output.num_images:
             self._images.inc(output.num_images)
-        self.spec_stats.observe_requests(output.requests)
+        if not plan.is_plain:
+            self.spec_stats.observe_requests(output.requests)
         for part, part_seconds in output.times.items():
             self._parts.of[part].observe(part_seconds)
-        self._observers.observe_step(plan, output, began=began, ended=ended)
+        if self.observers:
+            self._observers.observe_step(plan, output, began=began, ended=ended)
 
     def _observe_batch(self, plan: StepPlan) -> None:
         num_requests, num_tokens = len(plan.requests), num_step_tokens(plan.requests)
@@ -213,7 +216,8 @@ class EngineMetrics:
         if delta.terminal:
             self._last_token_times.pop(request.request_id, None)
             self._observe_end(request, delta)
-        self._observers.observe_delta(request, delta, now)
+        if self.observers:
+            self._observers.observe_delta(request, delta, now)
 
     def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> None:
         last = self._last_token_times.get(request.request_id)

@@ -17,9 +17,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...radix_cache import HeldPages, PrefixCache
+from ..interface.extras.request_extras import NO_TRANSFER, Transfer
 from ..interface.extras.transfers import (
-    NO_HANDOVER,
-    Handover,
     PageOffer,
     PoolMemory,
     Refusal,
@@ -120,7 +119,7 @@ class TransferParams:
 
         ``part``: pages of `hold_part`, for those of the whole prompt.
         """
-        held, memory = part or request.handed, self._memory
+        held, memory = part or request.transfer.handed, self._memory
         params: dict[str, Any] = {
             "do_remote_prefill": held is not None,
             "do_remote_decode": False,
@@ -153,9 +152,9 @@ class TransferParams:
 
     def drop(self, request: Request) -> None:
         """Free the pages of a request whose answer reaches nobody."""
-        request.hands_over = False
-        if request.handed is not None:
-            self.release(request.handed.name)
+        request.transfer = msgspec.structs.replace(request.transfer, hands_over=False)
+        if request.transfer.handed is not None:
+            self.release(request.transfer.handed.name)
 
     def release(self, name: str) -> None:
         """Free the pages of a transfer that has no reader; unknown ones are ignored."""
@@ -163,21 +162,21 @@ class TransferParams:
 
     # -- D --------------------------------------------------------------------------------------
 
-    def read(self, params: Mapping[str, Any] | None) -> Handover:
+    def read(self, params: Mapping[str, Any] | None) -> Transfer:
         """Read what a request asks for; raises nothing: what is of no use is counted."""
         if not params:
-            return NO_HANDOVER
+            return NO_TRANSFER
         if self.is_prefill(params):
-            return Handover(hands_over=True)
+            return Transfer(hands_over=True)
         if params.get("do_remote_prefill") is not True:
             if params.get("do_remote_decode") is True:
                 self._refuse("role")
-            return NO_HANDOVER
+            return NO_TRANSFER
         found = self._offer(params)
         if isinstance(found, PageOffer):
-            return Handover(offer=found)
+            return Transfer(offer=found)
         self._refuse(found)
-        return NO_HANDOVER
+        return NO_TRANSFER
 
     def check(self, offer: PageOffer, num_tokens: int) -> bool:
         """Whether an offer suits a prompt of this many tokens; one that does not is ended."""

@@ -18,12 +18,13 @@ import torch
 
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder, OwnDecoder
-from ...core.ops.batch import SamplingPlan, Segment, SegmentState, Wanted
+from ...core.ops.batch import SamplingPlan, Segment, Wanted
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.machine.device import make_stopwatch
+from ...core.ops.row_extras import RowExtras, SegmentState
 from ...core.ops.state_pool import DRAFT_ROOM
 from ...core.ops.weights import MlpWeights, PackedLinear
-from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.drafted_row import DraftedRow
 from .cost_model import StepProfile
 from .outcome import NUM_BEST
 
@@ -192,7 +193,7 @@ def profile_draft(
     passes, sampler = decoder.row_passes(pool), decoder.sampler
 
     def compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
-        rows = [SampleRow(array("q", (0, 0)), TRIED_SAMPLING) for _ in segments]
+        rows = [DraftedRow(array("q", (0, 0)), TRIED_SAMPLING) for _ in segments]
         if passes is not None:
             passes.best(segments, rows, NUM_BEST)
         else:
@@ -308,8 +309,8 @@ def _segments(pool: KVPool, requests: Sequence[tuple[int, int]], vocab_size: int
         # Pages of its own, where there are enough: read twice they would come from a near cache.
         pages = (page % pool.num_pages for page in range(index * count, (index + 1) * count))
         tokens = array("q", islice(token_ids, n))
-        state = None if pool.states is None else _drafting(index, start, n)
-        segments.append(Segment(tokens, start, array("q", pages), n, state=state))
+        extras = None if pool.states is None else RowExtras(state=_drafting(index, start, n))
+        segments.append(Segment(tokens, start, array("q", pages), n, extras=extras))
     return segments
 
 
@@ -340,5 +341,6 @@ def _compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> Non
 
 def _place_state(pool: KVPool, segment: Segment) -> None:
     """Make a segment's state stand before its rows: a chunk that was timed has moved it on."""
-    if pool.states is not None and segment.state is not None:
-        pool.states.stand_in(segment.state.slot, segment.state.log, segment.start)
+    state = None if segment.extras is None else segment.extras.state
+    if pool.states is not None and state is not None:
+        pool.states.stand_in(state.slot, state.log, segment.start)

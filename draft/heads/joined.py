@@ -15,10 +15,11 @@ from ...core.errors import ModelLoadError
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder, OwnDecoder, sequence_pool
 from ...core.model.formats.checkpoint import OnRead
-from ...core.ops.batch import Segment, SegmentState, Taps, Wanted, fresh_state
+from ...core.ops.batch import Segment, Taps, Wanted
 from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
+from ...core.ops.row_extras import RowExtras, SegmentState, fresh_state
 from ...core.ops.weights import table_rows
-from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.drafted_row import DraftedRow
 from ..proposers.gap_model import GapNumbers
 from .common.base import PackedHead
 from .common.layers import Head, TapConfig
@@ -186,13 +187,13 @@ def _own_text(target: OwnDecoder, taps: Taps) -> tuple[Tensor, Tensor]:
         params = TokenSamplingParams(temperature=1.0 if index < NUM_DRAWN else 0.0)
         sampling = SamplingMetadata(params=params, seed=0, prompt_len=1)
         state = None if pool.states is None else SegmentState(0, 0, index + 1)
-        segment = Segment(tokens[-1:], index, pages, 1, state=state)
+        segment = Segment(tokens[-1:], index, pages, 1, extras=RowExtras(state=state))
         batch = target.batch([segment], page_size=page_size)
         output = target.forward(batch, pool, Wanted(taps=once))
         assert output.taps is not None
         parts = output.taps[:1].chunk(len(once), dim=-1)
         found.append(torch.cat([parts[once.index(boundary)] for boundary in taps], dim=-1))
-        (choice,) = target.sampler.sample(output.logits, [SampleRow(tokens, sampling)])
+        (choice,) = target.sampler.sample(output.logits, [DraftedRow(tokens, sampling)])
         tokens.append(max(0, choice.token_id))
     ids = torch.tensor([tokens.tolist()], device=target.device)
     return ids, torch.cat(found).unsqueeze(0)

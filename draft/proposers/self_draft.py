@@ -59,7 +59,9 @@ class SelfProposer:
         begun = [tree for tree in trees if self._may_draft(tree.scheduled)]
         if begun:
             each_last = [
-                Segment(s.tokens[-1:], s.start, s.page_ids, 1, state=self._grower.state(s, s.start))
+                Segment(
+                    s.tokens[-1:], s.start, s.page_ids, 1, extras=self._grower.extras(s, s.start)
+                )
                 for s in (tree.scheduled for tree in begun)
             ]
             first = self._grower.compute(each_last, [(tree, ROOT) for tree in begun])

@@ -14,16 +14,10 @@ import numpy as np
 from ...core.interface.plan import ScheduledRequest
 from ...core.model.decoder import Decoder
 from ...core.ops.base import RowPasses
-from ...core.ops.batch import (
-    DeviceTokens,
-    ForwardOutput,
-    SamplingPlan,
-    Segment,
-    SegmentState,
-    Wanted,
-)
+from ...core.ops.batch import DeviceTokens, ForwardOutput, SamplingPlan, Segment, Wanted
 from ...core.ops.kv_pool import KVPool
-from ...core.sampling.logits_processors import SampleRow
+from ...core.ops.row_extras import RowExtras, SegmentState
+from ...core.sampling.drafted_row import DraftedRow
 from ...core.sampling.sampler import DeviceSampler, PendingTokens
 from ...core.sampling.verifier import Best
 from ..control.outcome import NUM_BEST
@@ -76,11 +70,12 @@ class TreeGrower:
         in_page = (len(scheduled.tokens) - 1) % page_size
         return ANY_LEVEL if self._pool.states is None else page_size - in_page
 
-    def state(self, scheduled: ScheduledRequest, position: int) -> SegmentState | None:
-        """The state of a request for a row at a position; None where the decoder has none."""
-        if self._pool.states is None or scheduled.state is None:
+    def extras(self, scheduled: ScheduledRequest, position: int) -> RowExtras | None:
+        """Return the state of a request for a row at a position; None if the decoder has none."""
+        state = scheduled.extras.state
+        if self._pool.states is None or state is None:
             return None
-        return SegmentState(scheduled.state.slot, scheduled.state.log, position + 1)
+        return RowExtras(state=SegmentState(state.slot, state.log, position + 1))
 
     def has_room(self, scheduled: ScheduledRequest) -> bool:
         """Whether the longest draft of a request is within the decoder's context."""
@@ -112,7 +107,7 @@ class TreeGrower:
             page_ids=tree.scheduled.page_ids,
             num_logits=1,
             tail=array("q", tree.slots(node)),
-            state=self.state(tree.scheduled, start),
+            extras=self.extras(tree.scheduled, start),
         )
 
     def _grow_on_device(self, first: Opened) -> None:
@@ -144,8 +139,8 @@ class TreeGrower:
 
     def _segment_ahead(self, scheduled: ScheduledRequest, num_ahead: int) -> Segment:
         start = len(scheduled.tokens) + num_ahead - 1
-        state = self.state(scheduled, start)
-        return Segment([0], start, scheduled.page_ids, 1, state=state)
+        extras = self.extras(scheduled, start)
+        return Segment([0], start, scheduled.page_ids, 1, extras=extras)
 
     def compute(
         self,
@@ -164,7 +159,7 @@ class TreeGrower:
         output = self._decoder.forward(batch, self._pool, Wanted(draws))
         return self._choose(nodes, rows, output)
 
-    def _draws_of(self, nodes: TreeNodes, rows: Sequence[SampleRow]) -> SamplingPlan:
+    def _draws_of(self, nodes: TreeNodes, rows: Sequence[DraftedRow]) -> SamplingPlan:
         """The tokens that a pass chooses; one that chooses none has the graph of others."""
         if nodes:
             self._draws = draws_of(nodes, rows)
@@ -176,13 +171,15 @@ class TreeGrower:
         passes: RowPasses,
         segments: Sequence[Segment],
         nodes: TreeNodes,
-        rows: Sequence[SampleRow],
+        rows: Sequence[DraftedRow],
     ) -> list[Best]:
         if any(tree.wants_best for tree, _ in nodes):
             return passes.best(segments, rows, NUM_BEST)
         return [best._replace(scores=()) for best in passes.best(segments, rows, 1)]
 
-    def _choose(self, nodes: TreeNodes, rows: Sequence[SampleRow], output: ForwardOutput) -> Opened:
+    def _choose(
+        self, nodes: TreeNodes, rows: Sequence[DraftedRow], output: ForwardOutput
+    ) -> Opened:
         """Choose what may follow each node; it may be on the device still."""
         if output.tokens is not None or not nodes:
             return Opened(nodes, output.tokens or ())

@@ -21,7 +21,7 @@ from ...core.execution.step_layout import spare_slots, table_slots
 from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ...core.interface.plan import ScheduledRequest
 from ...core.ops.batch import SamplingPlan
-from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.drafted_row import DraftedRow
 from ...core.sampling.sampler import DraftVocab, PendingBest, Sampler
 from ...core.sampling.verifier import Best, SampledToken
 from ..control.outcome import NUM_BEST, DraftNote
@@ -339,10 +339,15 @@ def judge_trees(
     return judged
 
 
-def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[SampleRow]:
+def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[DraftedRow]:
     """The rows that the logits behind each node decide."""
     return [
-        SampleRow(tree.scheduled.tokens, tree.scheduled.sampling, tree.tail(node), num_ahead)
+        DraftedRow(
+            tree.scheduled.tokens,
+            tree.scheduled.sampling,
+            tree.tail(node),
+            num_ahead=num_ahead,
+        )
         for tree, node in nodes
     ]
 
@@ -350,7 +355,7 @@ def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[SampleRow]:
 def choose(
     nodes: TreeNodes,
     logits: Tensor,
-    rows: Sequence[SampleRow],
+    rows: Sequence[DraftedRow],
     sampler: Sampler,
     *,
     draft_vocab: DraftVocab | None = None,
@@ -368,7 +373,7 @@ def choose(
 
 
 def draws_of(
-    nodes: TreeNodes, rows: Sequence[SampleRow], draft_vocab: DraftVocab | None = None
+    nodes: TreeNodes, rows: Sequence[DraftedRow], draft_vocab: DraftVocab | None = None
 ) -> SamplingPlan:
     """The tokens that a pass with a row for each node may choose itself, as `choose` would."""
     num_best = NUM_BEST if any(tree.wants_best for tree, _ in nodes) else 1

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ...core.model.decoder import OwnDecoder, sequence_pool
-from ...core.ops.batch import Segment, Taps, Wanted, fresh_state
+from ...core.ops.batch import Segment, Taps, Wanted
+from ...core.ops.row_extras import fresh_state
 from .conversations import Conversation
 
 PAGE_SIZE = 16
@@ -122,7 +123,7 @@ class Teacher:
                 start=0,
                 page_ids=array("q", range(seat * self._pages, (seat + 1) * self._pages)),
                 num_logits=0,
-                state=fresh_state(self._pool.states, seat, len(conversation)),
+                extras=fresh_state(self._pool.states, seat, len(conversation)),
             )
             for seat, conversation in enumerate(conversations)
         ]

@@ -97,7 +97,7 @@ class Recorder(Generic[T]):
         whose answers are not those of the model that the recording is named after.
         """
         is_allowed = self._callers is None or caller in self._callers
-        if is_allowed and request.cache.write and request.adapter is None:
+        if is_allowed and request.cache.write and request.extras.adapter is None:
             self._namespaces[request.request_id] = namespace_of(caller, request.namespace)
 
     def finish(self, request: Request, delta: Delta) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from foretoken.core.execution.proposer import Proposer
+from foretoken.core.interface.extras.request_extras import Transfer
 from foretoken.core.interface.request import Request
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
@@ -58,7 +59,7 @@ class Prefill:
         class Handing(CallingDriver):
             def add(self, *requests: Request) -> None:
                 for request in requests:
-                    request.hands_over = True
+                    request.transfer = Transfer(hands_over=True)
                     params = replace(request.sampling.params, max_tokens=1, min_tokens=0)
                     request.sampling = replace(request.sampling, params=params)
                     prefill.requests[request.request_id] = request
@@ -69,7 +70,8 @@ class Prefill:
     def written(self, request_id: str) -> Any:
         """The parameters of an answer, as they come over the wire; held anew if that is over."""
         request = self.requests[request_id]
-        if request.handed is None or request.handed.name not in self.locks._held:
+        handed = request.transfer.handed
+        if handed is None or handed.name not in self.locks._held:
             hold_prompt(self.cache, request)
         return json.loads(json.dumps(self.params.write(request)))
 
@@ -144,7 +146,7 @@ class Decode:
                 )
                 offer = params.read(carried).offer
                 if offer is not None and params.check(offer, len(request.tokens)):
-                    request.offer = offer
+                    request.transfer = Transfer(offer=offer)
 
         if self.is_late:
 

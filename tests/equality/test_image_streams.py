@@ -14,6 +14,7 @@ import torch
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
 from foretoken.core.interface.extras.images import PromptImage
+from foretoken.core.interface.extras.request_extras import request_extras
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
@@ -142,7 +143,7 @@ class Seeing:
                     prompt_len=len(each.ids),
                 ),
                 namespace=namespace,
-                images=each.images,
+                extras=request_extras(None, each.images),
             )
             for index, each in enumerate(asked)
         ]

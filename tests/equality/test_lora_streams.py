@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from foretoken.core.interface.extras.request_extras import request_extras
 from foretoken.core.interface.request import Request
 from foretoken.core.model.adapters.lora import load_lora
 from foretoken.core.model.loader import load_decoder
@@ -33,7 +34,7 @@ class AdaptedHouse(House):
     def _request(self, index: int) -> Request:
         request = super()._request(index)
         if number := index // 2 % 4:
-            request.adapter = self.adapters[number - 1]
+            request.extras = request_extras(self.adapters[number - 1], ())
             request.namespace = None if self.shares else f"adapter {number}"
         return request
 

@@ -12,7 +12,7 @@ import torch
 
 from foretoken.core.execution.packing.policies import KeepWindow, pack_kv
 from foretoken.core.interface.extras import packing
-from foretoken.core.interface.plan import ScheduledRequest
+from foretoken.core.interface.plan import ScheduledExtras, ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library
@@ -186,8 +186,7 @@ def test_a_packing_that_ended_half_way_fails_its_request_alone() -> None:
         stop=41,
         page_ids=array("q"),
         sampling=request("a", [1]).sampling,
-        num_packed_away=16,
-        pack=pack,
+        extras=ScheduledExtras(num_packed_away=16, pack=pack),
     )
     with pytest.raises(RuntimeError, match="half way"):
         pack_kv(KeepWindow(), None, row)  # type: ignore[arg-type]

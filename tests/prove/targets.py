@@ -61,9 +61,12 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
         "plan_next", "_continuing", "Scheduler.discard_plan",
         "PrefixCache.return_newly_allocated_pages",
     ),
-    _VERIFY: ("VerifyRequest.child", "VerifyRequest.follow", "verified", "_Walk.take", "_waves"),
+    _VERIFY: ("verified", "_Walk.take", "_waves"),
+    ("core/sampling/test_drafted_row.py",): (
+        "DraftedRow.at", "DraftedRow.tail", "DraftedRow.child", "DraftedRow.follow",
+    ),
     ("core/sampling/test_logits_processors.py", "core/interface/test_constraint.py"): (
-        "_edit", "_penalise", "_history", "SampleRow.banned_by_words", "EncodedSampling.ask",
+        "_edit", "_penalise", "_history", "DraftedRow.banned_by_words", "EncodedSampling.ask",
     ),
     ("core/sampling/test_logprobs.py",): ("token_logprobs",),
     _MAIL: (

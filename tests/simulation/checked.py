@@ -50,7 +50,9 @@ class CheckedScheduler(Scheduler):
             "a plan is empty while a request runs"
         )
         for row in plan.requests:
-            assert self.running[row.request_id].load is None, "pages are loaded and computed"
+            assert self.running[row.request_id].transfer.load is None, (
+                "pages are loaded and computed"
+            )
         assert len(self.running) <= self.limits.max_running, "more run than may"
         num_rows = num_step_tokens(plan.requests)
         for row in plan.requests:
@@ -64,7 +66,7 @@ class CheckedScheduler(Scheduler):
         return [
             each
             for each in running
-            if each.num_pending > 1 and not each.is_early and each.load is None
+            if each.num_pending > 1 and not each.is_early and each.transfer.load is None
         ]
 
     def _check_chunks(self, plan: StepPlan, prompts: list[Request]) -> None:
@@ -86,7 +88,7 @@ class CheckedScheduler(Scheduler):
         size, shared = self.cache.page_size, request.lease.num_shared_pages
         assert row.start >= shared * size, "a step writes a page that the tree owns"
         depth = row.draft_plan.depth
-        assert len(row.page_ids) * size >= row.stop + depth - row.num_packed_away, (
+        assert len(row.page_ids) * size >= row.stop + depth - row.extras.num_packed_away, (
             "a row lacks pages"
         )
         if (packing := request.next_packing(row.start)) is not None:
@@ -94,9 +96,9 @@ class CheckedScheduler(Scheduler):
         assert len(request.tokens) + depth < request.max_len or not depth, (
             "a draft cannot be served"
         )
-        assert (row.state is None) == (self.cache.states is None), "a row lacks its state"
-        if row.state is not None:
-            self._check_state(row, row.state)
+        assert (row.extras.state is None) == (self.cache.states is None), "a row lacks its state"
+        if row.extras.state is not None:
+            self._check_state(row, row.extras.state)
 
     def _check_state(self, row: ScheduledRequest, state: StateUse) -> None:
         plan, size = row.draft_plan, self.cache.page_size

@@ -35,7 +35,8 @@ from foretoken.core.interface.protocols import (
 )
 from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.ops.batch import ForwardOutput, Segment, Wanted
-from foretoken.core.sampling.verifier import NOT_FINITE, Verified, VerifyRequest
+from foretoken.core.sampling.drafted_row import DraftedRow
+from foretoken.core.sampling.verifier import NOT_FINITE, Verified
 from support.toy_states import ToyStates
 
 VOCAB_SIZE = 6
@@ -188,8 +189,8 @@ class HashDecoder:
     def _check_context(self, row: ScheduledRequest, segment: Segment, pool: Pages) -> None:
         """I7: what stands before the draft is the KV of exactly the request's tokens."""
         chain, prompt_len = self._chains.of(row), row.sampling.prompt_len
-        if segment.shift:
-            chain = chain[:prompt_len] + chain[prompt_len + segment.shift :]
+        if segment.extras is not None:
+            chain = chain[:prompt_len] + chain[prompt_len + segment.extras.shift :]
         stop = min(segment.start, len(chain))
         held = [pool[pool.slot(segment, position)] for position in range(stop)]
         if held != chain[:stop]:
@@ -219,7 +220,7 @@ class HashDecoder:
         values[[state == BROKEN for state in wanted]] = math.nan
         return torch.from_numpy(values)
 
-    def verify(self, logits: torch.Tensor, rows: Sequence[VerifyRequest]) -> list[Verified]:
+    def verify(self, logits: torch.Tensor, rows: Sequence[DraftedRow]) -> list[Verified]:
         """Verify drafts as `core.sampling.verifier` does at temperature 0."""
         finite = logits.isfinite().all(dim=-1).tolist()
         chosen = list(zip(logits.argmax(dim=-1).tolist(), finite, strict=True))
@@ -242,7 +243,7 @@ def _computed(row: ScheduledRequest, segment: Segment, pool: Pages) -> list[Stat
     return states
 
 
-def _verified(row: VerifyRequest, chosen: Sequence[tuple[int, bool]]) -> Verified:
+def _verified(row: DraftedRow, chosen: Sequence[tuple[int, bool]]) -> Verified:
     token_ids, path = list[int](), list[int]()
     node: int | None = -1
     while node is not None:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from foretoken.core.interface.extras.adapter import Adapter
 from foretoken.core.model.decoder import Decoder
-from foretoken.core.ops.batch import Segment, SegmentState
+from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.row_extras import RowExtras, SegmentState
 
 VOCAB_SIZE = 261
 ORIGINAL_LEN = 64  # of the checkpoints with stretched RoPE; tests go far beyond
@@ -475,8 +476,7 @@ class ModelDriver:
                 s.num_computed,
                 s.pages,
                 wanted,
-                state=self._state(s, len(ids) - draft),
-                adapter=self.adapter,
+                extras=RowExtras(state=self._state(s, len(ids) - draft), adapter=self.adapter),
             )
             for (s, ids, wanted), draft in zip(rows, drafts, strict=True)
         ]

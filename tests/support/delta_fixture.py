@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core.ops.base import ForwardPlan, Ops
-from foretoken.core.ops.batch import Segment, SegmentState, build_batch
+from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.ops.row_extras import RowExtras, SegmentState
 from foretoken.core.ops.state_pool import StatePool
 from foretoken.core.ops.weights import (
     ConvShape,
@@ -153,10 +154,10 @@ class Sequences:
         segments, mixed, gates = [], [], []
         for sequence, start, count, num_drafts, keeps in passes:
             stop = start + count
-            state = SegmentState(sequence, sequence, stop, keeps)
+            extras = RowExtras(state=SegmentState(sequence, sequence, stop, keeps))
             pages = array("q", [0] * (1 + (stop + num_drafts) // self.page_size))
             tokens = [0] * (count + num_drafts)
-            segments.append(Segment(tokens, start, pages, 0, state=state))
+            segments.append(Segment(tokens, start, pages, 0, extras=extras))
             mixed.append(self.mixed[sequence, start:stop])
             gates.append(self.gates[sequence, start:stop])
             if num_drafts:

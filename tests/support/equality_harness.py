@@ -214,11 +214,12 @@ class Forgetful(SelfProposer):
     def _forget_entries(self, row: ScheduledRequest) -> None:
         """Make void the log from the pending token on, as much as it holds beside a page."""
         states = self._kv.states
-        if states is None or row.state is None:
+        state = row.extras.state
+        if states is None or state is None:
             return
         places = [at % states.ring for at in range(row.start, row.start + DRAFT_ROOM)]
         for layer in range(len(states.shapes)):
-            log = states.log(row.state.log, layer)
+            log = states.log(state.log, layer)
             for field in (log.k, log.u, log.c):
                 field[:, places] = float("nan")
             log.inputs[places] = float("nan")

@@ -21,7 +21,8 @@ from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import OnKernelsStarted, Pending, Speculator, ignore_kernels
 from foretoken.core.interface.request import OnToken, Request
 from foretoken.core.interface.sampling import Pooling, SamplingMetadata, TokenSamplingParams
-from foretoken.core.ops.batch import Segment, SegmentState
+from foretoken.core.ops.batch import Segment
+from foretoken.core.ops.row_extras import RowExtras, SegmentState
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.radix_cache import PrefixCache, StateSlots
@@ -141,18 +142,20 @@ class FakeRunner:
 def place_states(states: ToyStates, plan: StepPlan) -> None:
     """Place states as the runner does before a step."""
     for row in plan.requests:
-        assert row.state is not None
-        if row.state.source >= 0:
-            states.copy_slot(row.state.source, row.state.slot)
+        state = row.extras.state
+        assert state is not None
+        if state.source >= 0:
+            states.copy_slot(state.source, state.slot)
         elif row.start == 0:
-            states.reset(row.state.slot)
+            states.reset(state.slot)
 
 
 def follow_state(states: ToyStates, row: ScheduledRequest, path: Sequence[int]) -> None:
     """Compute a request's rows from its state, which must come to the hashes of its tokens."""
-    assert row.state is not None
-    state = SegmentState(row.state.slot, row.state.log, row.stop, row.state.keeps)
-    segment = Segment(path[row.start :], row.start, row.page_ids, 0, state=state)
+    use = row.extras.state
+    assert use is not None
+    extras = RowExtras(state=SegmentState(use.slot, use.log, row.stop, use.keeps))
+    segment = Segment(path[row.start :], row.start, row.page_ids, 0, extras=extras)
     first = right = (0, 0, 0)
     values = states.compute(row.request_id, segment, first, _next_value)
     for token in path[: row.start]:

@@ -62,9 +62,11 @@ class Watched(ModelRunner):
     def _verify(self, work: LaunchedStep) -> list[Verified]:
         verified = super()._verify(work)
         rows = work.layout.sampled_logits(work.output.logits)
-        for (scheduled, draft), outcome in zip(
-            work.layout.sampled, [v for v in verified if v.token_ids], strict=True
+        for scheduled, draft, outcome in zip(
+            work.layout.requests, work.layout.drafts, verified, strict=True
         ):
+            if not outcome.token_ids:
+                continue
             own, rows = rows[: 1 + len(draft.token_ids)], rows[1 + len(draft.token_ids) :]
             kept = self.logits.setdefault(scheduled.request_id, {})
             for index, node in enumerate([-1, *outcome.path]):

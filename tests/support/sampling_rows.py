@@ -11,7 +11,7 @@ import torch
 
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.interface.sampling import Constraint, ConstraintFailed, Mask, SamplingMetadata
-from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.drafted_row import DraftedRow
 
 PROMPT_LEN = 2
 
@@ -25,8 +25,8 @@ def sampling_of(seed: int = 1, **form: Any) -> SamplingMetadata:
     )
 
 
-def row_of(seed: int = 1, tokens: Sequence[int] = (0, 0), **form: Any) -> SampleRow:
-    return SampleRow(array("q", tokens), sampling_of(seed, **form))
+def row_of(seed: int = 1, tokens: Sequence[int] = (0, 0), **form: Any) -> DraftedRow:
+    return DraftedRow(array("q", tokens), sampling_of(seed, **form))
 
 
 def logits_of(num_rows: int, vocab: int, spread: float = 2.0, seed: int = 0) -> torch.Tensor:
@@ -59,11 +59,11 @@ def random_wishes(rng: random.Random, vocab: int) -> dict[str, Any]:
     return {name: value for name, value in choices.items() if rng.random() < 0.35}
 
 
-def random_row(rng: random.Random, vocab: int) -> SampleRow:
+def random_row(rng: random.Random, vocab: int) -> DraftedRow:
     path = [rng.choice([rng.randrange(vocab), rng.randrange(vocab), vocab, -1]) for _ in range(9)]
     tail = path[:PROMPT_LEN]
     sampling = sampling_of(rng.getrandbits(64), **random_wishes(rng, vocab))
-    return SampleRow(array("q", path), sampling, tail)
+    return DraftedRow(array("q", path), sampling, tail)
 
 
 class Countdown(Constraint):

@@ -14,11 +14,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from foretoken.core.ops.batch import Segment
+from foretoken.core.ops.row_extras import SegmentState
 from foretoken.core.ops.state_pool import DRAFT_ROOM
 
 Value: TypeAlias = tuple[int, int, int]  # of a prefix: a hash and its last two tokens
 Entry: TypeAlias = tuple[int, int]  # of a log: the token, and the hash of what stands before it
 Advance: TypeAlias = Callable[[Value, int], Value]
+
+
+def state_of(segment: Segment) -> SegmentState | None:
+    return None if segment.extras is None else segment.extras.state
 
 
 @dataclass
@@ -65,7 +70,7 @@ class ToyStates:
 
     def check_batch(self, segments: Sequence[Segment]) -> None:
         """No two requests have a slot or a log together, and what is kept goes to its own slots."""
-        states = [segment.state for segment in segments if segment.state is not None]
+        states = [state for segment in segments if (state := state_of(segment)) is not None]
         if len(states) < len(segments):
             self._violation("a segment has no state")
         slots = [slot for each in states for slot in (each.slot, *(slot for _, slot in each.keeps))]
@@ -74,7 +79,7 @@ class ToyStates:
 
     def spoil(self, segment: Segment, value: Value) -> None:
         """Put a value into each state that has rows of a segment: these came out as that."""
-        state = segment.state
+        state = state_of(segment)
         assert state is not None
         stands = (state.final_stop - 1) // self.page_size * self.page_size
         for position, slot in ((stands, state.slot), *state.keeps):
@@ -97,7 +102,7 @@ class ToyStates:
     def _compute_layer(
         self, name: str, segment: Segment, layer: int, first: Value, advance: Advance
     ) -> list[Value]:
-        state = segment.state
+        state = state_of(segment)
         assert state is not None
         log = self.logs[state.log][layer]
         own = _Walk(self.slots[state.slot][layer] or first, self.at[state.slot][layer])

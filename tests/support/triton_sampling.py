@@ -11,7 +11,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from foretoken.core.ops.triton.sampling.sampler import TritonSampler
-from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import SampledToken
 
@@ -19,7 +19,7 @@ ORACLE = TorchSampler()
 SAMPLER = TritonSampler(tile=256)
 
 
-def oracle(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+def oracle(logits: torch.Tensor, rows: Sequence[DraftedRow]) -> list[SampledToken]:
     with torch.device("cpu"):
         return ORACLE.sample(logits.cpu(), rows)
 

@@ -97,7 +97,7 @@ class Dispatcher:
     def _check_adapter(self, request: Request) -> None:
         links = self._roster.links.values()
         name = adapter_of(request.namespace)
-        if name is not None and not any(request.adapter in link.adapters for link in links):
+        if name is not None and not any(request.extras.adapter in link.adapters for link in links):
             raise Unavailable(f"no replica has the adapter {name} at this moment")
 
     def abort(self, request_id: str) -> None:

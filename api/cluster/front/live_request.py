@@ -51,7 +51,7 @@ class LiveRequest:
         self._before: Usage | None = None  # of the replicas that were lost
         request.arrival_time = now
         request.usage.prompt_tokens = request.prompt_len
-        request.usage.image_tokens = sum(image.num_rows for image in request.images)
+        request.usage.image_tokens = sum(image.num_rows for image in request.extras.images)
 
     def elapsed(self, now: float) -> float:
         """Seconds since its arrival."""

@@ -55,7 +55,8 @@ class ReplicaLink:
 
     def takes(self, request: Request) -> bool:
         """Whether its queue would take another request, and it has the adapter of this one."""
-        has_adapter = request.adapter is None or request.adapter in self.adapters
+        adapter = request.extras.adapter
+        has_adapter = adapter is None or adapter in self.adapters
         return has_adapter and len(self.requests) < self.capacity
 
     def describe(self, now: float, owed: int) -> Body:

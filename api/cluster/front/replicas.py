@@ -177,7 +177,7 @@ class Replicas:
         check_fits(request, hello.max_model_len)
         check_token_ids(request, hello.vocab_size)
         check_priority(request, self._roster.max_priority)
-        if sum(image.num_bytes for image in request.images) > MAX_IMAGE_BYTES:
+        if sum(image.num_bytes for image in request.extras.images) > MAX_IMAGE_BYTES:
             message = (
                 f"the images take more than {MAX_IMAGE_BYTES} bytes on their way to a replica: "
                 "send fewer, smaller ones, or such with detail low"

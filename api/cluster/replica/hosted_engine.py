@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+from ....core.interface.extras.request_extras import Transfer
 from ....core.interface.extras.transfers import PageOffer
 from ....core.interface.request import Delta, Request
 from ....core.telemetry.overview import MAX_REQUESTS, RecentRequest
@@ -181,9 +182,9 @@ class HostedEngine:
         transfers = self.built.transfers
         if transfers is None:
             return
-        request.hands_over = submit.hands_over
-        if offer is not None and transfers.check(offer, len(request.tokens)):
-            request.offer = offer
+        if offer is not None and not transfers.check(offer, len(request.tokens)):
+            offer = None
+        request.transfer = Transfer(hands_over=submit.hands_over, offer=offer)
 
     async def fetch(self, submit: Submit, offer: PageOffer) -> None:
         """Read the pages of a prompt that another replica still computes; see `offer_of`.
@@ -192,16 +193,16 @@ class HostedEngine:
         """
         request = (await self.make(submit)).request
         self.hand_over(submit, request, offer)
-        if request.offer is not None:
+        if request.transfer.offer is not None:
             self.engine.fetch(request)
 
     def part(self, hosted: HostedRequest) -> bytes | None:
         """Hold what is computed of a prompt, and return where it is; None if it is not worth it."""
         transfers, request = self.built.transfers, hosted.request
         is_worth_it = request.num_computed - hosted.num_parted >= PART_TOKENS
-        if transfers is None or not (request.hands_over and is_worth_it):
+        if transfers is None or not (request.transfer.hands_over and is_worth_it):
             return None
-        if request.num_computed >= request.prompt_len or request.handed is not None:
+        if request.num_computed >= request.prompt_len or request.transfer.handed is not None:
             return None  # all of it is held in a moment
         if hosted.part is not None and transfers.is_held(hosted.part):
             return None  # it is still read
@@ -222,7 +223,7 @@ class HostedEngine:
     def handed(self, request: Request) -> bytes | None:
         """Return what another replica needs to go on with a prompt; None if nothing is held."""
         transfers = self.built.transfers
-        if transfers is None or request.handed is None:
+        if transfers is None or request.transfer.handed is None:
             return None
         return body_form(transfers.write(request))
 

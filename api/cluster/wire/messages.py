@@ -410,7 +410,7 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         raise WireError("a request without parameters of the API")
     if not (constraint is None or isinstance(constraint, GrammarMatcher)):
         raise WireError("a request with a constraint that is no grammar")
-    adapter = request.adapter
+    adapter = request.extras.adapter
     if not (adapter is None or isinstance(adapter, RemoteAdapter)):
         raise WireError("a request with an adapter of this process")
     guess = request.prediction
@@ -429,7 +429,7 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         cache=request.cache,
         deadline=None if request.deadline is None else request.deadline - elapsed,
         num_prompt_logprobs=request.num_prompt_logprobs,
-        images=request.images,
+        images=request.extras.images,
         adapter=None if adapter is None else adapter.number,
     )
 

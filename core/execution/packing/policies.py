@@ -37,7 +37,7 @@ def pack_kv(policy: KeepPolicy, pool: KVPool, scheduled: ScheduledRequest) -> No
 
     Raises RuntimeError where an earlier try ended half way: the request's KV is void then.
     """
-    pack = scheduled.pack
+    pack = scheduled.extras.pack
     if pack is None or pack.is_done:
         return
     if pack.is_begun:

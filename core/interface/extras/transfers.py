@@ -57,20 +57,6 @@ class PageOffer:
         return self.memory.words + 8 * self.slot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handover:
-    """The part of other engines in a request.
-
-    With ``hands_over`` its prompt is computed for another one; an ``offer`` was computed by one.
-    """
-
-    hands_over: bool = False
-    offer: PageOffer | None = None
-
-
-NO_HANDOVER = Handover()
-
-
 class PageServer(Protocol):
     """Memory that other processes read. Belongs to the event loop's thread."""
 

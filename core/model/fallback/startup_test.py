@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ...ops.batch import Segment, SegmentState
+from ...ops.batch import Segment
+from ...ops.row_extras import RowExtras, SegmentState
 from ...ops.state_pool import STATE_PAGE_SIZES
 from .transformers_decoder import TransformersDecoder
 from .transformers_probe import HOOKS
@@ -103,11 +104,11 @@ class _Test:
         """Rows of one of three sequences, all with logits. The third has the first's first page."""
         first = index * _NUM_PAGES
         pages = array("q", [0 if index == 2 else first, *range(first + 1, first + _NUM_PAGES)])
-        state = None
+        extras = None
         if self.states is not None:
-            state = SegmentState(index, index, start + len(ids), keeps)
+            extras = RowExtras(state=SegmentState(index, index, start + len(ids), keeps))
         rows = [*ids, *draft]
-        return Segment(rows, start, pages, len(rows), state=state)
+        return Segment(rows, start, pages, len(rows), extras=extras)
 
     def logits(self, segments: list[Segment]) -> Tensor:
         """Logits of a pass."""

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...ops.base import ForwardPlan, Ops
 from ...ops.batch import Segment, build_batch
 from ...ops.kv_pool import KVPool
+from ...ops.row_extras import RowExtras
 from ...ops.weights import Activation, HeadLayout
 from ..description.rope import Still
 
@@ -134,7 +135,7 @@ def _plan(ops: Ops, shape: _Shape) -> ForwardPlan:
             0,
             array("q", range(first, first + pages)),
             0,
-            reaches=np.full(shape.num_rows, shape.num_rows, np.int64),
+            extras=RowExtras(reaches=np.full(shape.num_rows, shape.num_rows, np.int64)),
         )
         for first in range(0, pool.num_pages, pages)
     ]

@@ -42,14 +42,17 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ft_add_lora": (_I32, (_PTR, _I64, _PTR, _PTR, _I32)),
     "ft_forward": (
         _I32,
-        (_PTR, _PTR, _PTR, _I64, _PTR, _PTR, _I64, _PTR, _I64, _PTR, _I64, _PTR, _PTR),
+        (
+            *(_PTR, _PTR, _PTR, _I64, _PTR, _PTR, _I64, _PTR),
+            *(_I64, _PTR, _I64, _PTR, _PTR, _PTR, _I64, _PTR),
+        ),
     ),
     "ft_choose": (_I32, (_PTR, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _PTR)),
     "ft_best": (_I32, (_PTR, _I64, _PTR, _PTR, _I64, _PTR, _I64, _PTR, _PTR, _PTR)),
     "ft_row_pass": (
         _I32,
         (
-            *(_PTR, _PTR, ctypes.c_float, _PTR, _I64, _PTR, _I64, _PTR),
+            *(_PTR, ctypes.c_float, _PTR, _I64, _PTR, _I64, _PTR),
             *(_PTR, _I64, _PTR, _I64, _PTR, _PTR, _PTR),
         ),
     ),

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ...sampling.drafted_row import DraftedRow
 from ...sampling.gumbel import vocabulary_hashes
-from ...sampling.logits_processors import SampleRow
 from ...sampling.verifier import Best
 from ..base import Rope
 from ..batch import Segment, first_pages
@@ -21,7 +21,6 @@ from ..kv_pool import KVPool
 from ..weights import HeadLayout
 from .library import NativeLibrary
 from .sampler import HOST, Walks
-from .structs.linear import LinearStruct
 from .structs.plan import HeadsStruct, KvStruct, heads_struct, kv_struct
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
@@ -45,7 +44,7 @@ class NativeRowPasses:
         self,
         library: NativeLibrary,
         decoder: ctypes.Structure,
-        head: LinearStruct,
+        vocab_size: int,
         pool: KVPool,
         parts: Sequence[tuple[HeadLayout, Sequence[Rope]]],
         *,
@@ -53,10 +52,10 @@ class NativeRowPasses:
     ) -> None:
         """``parts``: heads and tables of each part of the pool. ``cap``: of logits; 0.0: none."""
         self._library, self._page_size = library, pool.page_size
-        self._vocab_size = head.out_features
+        self._vocab_size = vocab_size
         hashes = vocabulary_hashes(self._vocab_size, HOST)
-        self._lent = (decoder, head, pool, hashes)  # alive as long as their addresses are read
-        self._first = (ctypes.addressof(decoder), ctypes.addressof(head), cap)
+        self._lent = (decoder, pool, hashes)  # alive as long as their addresses are read
+        self._first = (ctypes.addressof(decoder), cap)
         self._hashes_at = hashes.data_ptr()
         self._structs = [
             (kv_struct(part), heads_struct(heads, part.dtype))
@@ -68,7 +67,7 @@ class NativeRowPasses:
         self._parts: object = None
 
     def best(
-        self, segments: Sequence[Segment], rows: Sequence[SampleRow], num_best: int
+        self, segments: Sequence[Segment], rows: Sequence[DraftedRow], num_best: int
     ) -> list[Best]:
         """Compute the row of each segment, and the best tokens behind it, which ``rows`` decide.
 

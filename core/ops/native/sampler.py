@@ -16,9 +16,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...interface.sampling import SamplingMetadata, TokenSamplingParams
+from ...sampling.drafted_row import DraftedRow
 from ...sampling.encoded import EncodedSampling, Mask
 from ...sampling.gumbel import vocabulary_hashes
-from ...sampling.logits_processors import SampleRow
 from ...sampling.sampler import DraftVocab, Sampler
 from ...sampling.verifier import (
     ALL_BANNED,
@@ -26,7 +26,6 @@ from ...sampling.verifier import (
     Best,
     SampledToken,
     Verified,
-    VerifyRequest,
     first_rows,
     verified,
 )
@@ -46,7 +45,7 @@ class NativeSampler(Sampler):
         self._library = library
 
     @override
-    def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
+    def verify(self, logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:
         starts = first_rows(logits, requests)
         runs: list[list[int]] = [[] for _ in requests]
         errors: list[str | None] = [None] * len(requests)
@@ -67,7 +66,7 @@ class NativeSampler(Sampler):
         ]
 
     @override
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+    def sample(self, logits: Tensor, rows: Sequence[DraftedRow]) -> list[SampledToken]:
         if len(rows) != len(logits):
             raise ValueError(f"{len(logits)} rows of logits for {len(rows)} tokens to draw")
         walks = Walks.of(rows, logits.shape[-1])
@@ -77,7 +76,7 @@ class NativeSampler(Sampler):
     def best(
         self,
         logits: Tensor,
-        rows: Sequence[SampleRow],
+        rows: Sequence[DraftedRow],
         num_best: int,
         *,
         draft_vocab: DraftVocab | None = None,
@@ -104,7 +103,7 @@ class NativeSampler(Sampler):
 
 
 def _next_nodes(
-    requests: Sequence[VerifyRequest],
+    requests: Sequence[DraftedRow],
     runs: Sequence[Sequence[int]],
     errors: Sequence[str | None],
     nodes: Mapping[int, int],
@@ -134,14 +133,14 @@ class Walks:
         self._masks: list[Mask] = []  # lent until the call is over
 
     @classmethod
-    def of(cls, rows: Sequence[SampleRow], vocab_size: int) -> Walks:
+    def of(cls, rows: Sequence[DraftedRow], vocab_size: int) -> Walks:
         """Walks of a place each, decided by one row of logits after the other."""
         walks = cls(vocab_size)
         for index, row in enumerate(rows):
-            walks.add(row.encoded(vocab_size), row.tokens, row.tail, index)
+            walks.add(row.encoded(vocab_size), row.tokens, row.draft, index)
         return walks
 
-    def add_walk(self, request: VerifyRequest, node: int, start: int) -> None:
+    def add_walk(self, request: DraftedRow, node: int, start: int) -> None:
         """Decide the place behind a node of a draft, whose logits begin at row ``start``.
 
         Then those below it, while the draft is right; but a constraint must be asked before every

@@ -99,6 +99,7 @@ class DecoderStruct(ctypes.Structure):
         ("gates", _I64),
         ("read", _I64),
         ("token_inputs", TokenInputsStruct),
+        ("head", _LINEAR),
     )
 
 
@@ -126,7 +127,9 @@ class NativeStep:
             width,
             *_mixed_widths(weights),
             self._token_inputs(weights.token_inputs),
+            _pointer(weights.lm_head),
         )
+        self._vocab_size = _native(weights.lm_head).out_features
 
     def _layer(self, layer: LayerWeights) -> LayerStruct:
         norms = (layer.mixer_norm, layer.mixer_out_norm, layer.mlp_norm, layer.mlp_out_norm)
@@ -233,7 +236,10 @@ class NativeStep:
         wanted: Wanted,
         adapted: Sequence[AdaptedRows] = (),
     ) -> LayersOutput:
-        """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError."""
+        """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError.
+
+        Logits with a cap are left to the operations: its tanh here has other bits than theirs.
+        """
         native = [plan for plan in plans if isinstance(plan, NativePlan)]
         assert len(native) == len(plans)
         assert native[0].states is not None or not self._with_states  # else C reads nothing
@@ -247,16 +253,20 @@ class NativeStep:
         given = None if wanted.inputs is None else wanted.inputs.contiguous()
         behind = None if wanted.behind is None else wanted.behind.contiguous()
         changes = AdaptedStructs(adapted, self._updates_of) if adapted else None
+        logits = None
+        if self._weights.logit_cap is None and not wanted.hidden_alone:
+            logits = torch.empty((plan.num_logits, self._vocab_size), dtype=torch.float32)
         wanted.tell_started()
         failed = self._library.c.ft_forward(
             ctypes.byref(self._struct), token_ids.data_ptr(), _address(given),
             0 if behind is None else len(behind), _address(behind), parts, len(parts),
             None if changes is None else changes.structs, len(adapted),
-            out.data_ptr(), num_taps, at, _address(tapped),
+            out.data_ptr(), num_taps, at, _address(tapped), _address(plan.logit_rows),
+            0 if logits is None else plan.num_logits, _address(logits),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the activations of a step")
-        return LayersOutput(out, taps=tapped)
+        return LayersOutput(out, logits=logits, taps=tapped)
 
     def _updates_of(self, weights: LoraWeights) -> Addresses:
         """An adapter's updates of all places, made when it is first used."""
@@ -273,8 +283,8 @@ class NativeStep:
         """
         if self._with_states:
             return None
-        head, cap = _native(self._weights.lm_head).struct, self._weights.logit_cap or 0.0
-        return NativeRowPasses(self._library, self._struct, head, pool, parts, cap=cap)
+        cap = self._weights.logit_cap or 0.0
+        return NativeRowPasses(self._library, self._struct, self._vocab_size, pool, parts, cap=cap)
 
     def warm_up(
         self,

@@ -345,7 +345,7 @@ def test_a_replica_computes_with_the_weights_and_the_namespace_of_the_front(
             answer = await hosted.answer(LoadAdapter(name=name, number=number, path="/files"))
             assert answer == _facts()
         request = (await hosted.make(asked(4, "salt"))).request
-        assert request.adapter is loader.weights[1]
+        assert request.extras.adapter is loader.weights[1]
         group = adapter_group("legal", 4, FILES)
         assert request.namespace == adapter_namespace(group, "salt")
         base = (await hosted.make(asked(None, "salt"))).request

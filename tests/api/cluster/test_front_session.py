@@ -41,7 +41,7 @@ from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import ForetokenError, InvalidRequest, QueueFull
-from foretoken.core.interface.extras.transfers import NO_HANDOVER, Handover
+from foretoken.core.interface.extras.request_extras import NO_TRANSFER, Transfer
 from foretoken.core.interface.request import Request
 from foretoken.core.tiers.keys import PageKeys, StoredPages
 from support.fake_engine import FakeEngine, ends_of, make_built
@@ -200,7 +200,7 @@ def test_a_part_of_a_prompt_leaves_with_the_news_of_its_pages(
             hold_part=lambda _: held,
             is_held=lambda part: part is held,
             write=lambda request, part=None: {"remote_request_id": part.name},
-            read=lambda _: NO_HANDOVER,
+            read=lambda _: NO_TRANSFER,
         )
         front = await replica.joined()
         wanted, plain = submit("r", [5] * 200, PARAMS), submit("q", [6] * 200, PARAMS)
@@ -254,7 +254,7 @@ def test_a_prompt_is_fetched_without_a_request(within) -> None:
     async def test(replica: Replica, _task: object) -> None:
         offer = SimpleNamespace(page_ids=[1])
         replica.built.transfers = SimpleNamespace(
-            read=lambda params: Handover(offer=offer if params else None),  # type: ignore[arg-type]
+            read=lambda params: Transfer(offer=offer if params else None),  # type: ignore[arg-type]
             check=lambda *_: True,
         )
         front = await replica.joined()
@@ -265,7 +265,7 @@ def test_a_prompt_is_fetched_without_a_request(within) -> None:
         while not replica.engine.fetched:  # noqa: ASYNC110 - a fake has no event for it
             await asyncio.sleep(0)
         await front.ask(CacheInfo())
-        assert [each.offer for each in replica.engine.fetched] == [offer]
+        assert [each.transfer.offer for each in replica.engine.fetched] == [offer]
         assert replica.engine.requests == []
 
     within(test)
@@ -300,7 +300,7 @@ def test_pages_that_a_request_names_are_let_go_at_once_where_it_fails(
     async def test(replica: Replica, _task: object) -> None:
         offer, ended = SimpleNamespace(page_ids=[1]), list[object]()
         replica.built.transfers = SimpleNamespace(
-            read=lambda _: Handover(offer=offer),  # type: ignore[arg-type]
+            read=lambda _: Transfer(offer=offer),  # type: ignore[arg-type]
             check=lambda *_: True,
             end=ended.append,
         )
@@ -319,7 +319,7 @@ def test_pages_of_a_fetch_that_ends_before_it_begins_are_let_go_at_once(within) 
     async def test(replica: Replica, _task: object) -> None:
         offer, ended = SimpleNamespace(page_ids=[1]), list[object]()
         replica.built.transfers = SimpleNamespace(
-            read=lambda _: Handover(offer=offer),  # type: ignore[arg-type]
+            read=lambda _: Transfer(offer=offer),  # type: ignore[arg-type]
             end=ended.append,
         )
         front = await replica.joined()
@@ -340,7 +340,7 @@ def test_pages_of_a_fetch_that_ends_before_it_begins_are_let_go_at_once(within) 
 def test_a_request_whose_pages_are_named_by_no_json_fails_alone(within) -> None:
     async def test(replica: Replica, _task: object) -> None:
         front = await replica.joined()
-        replica.built.transfers = SimpleNamespace(read=lambda _: NO_HANDOVER)
+        replica.built.transfers = SimpleNamespace(read=lambda _: NO_TRANSFER)
         bad = msgspec.structs.replace(submit("r", [5, 6, 7], PARAMS), transfer=b"[]")
         assert (await front.serve(bad)).last.error is not None
         replica.built.transfers = None

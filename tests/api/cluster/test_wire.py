@@ -253,13 +253,13 @@ def test_default_parameters_that_no_request_may_have_are_refused() -> None:
 
 CARRIED = {
     "request_id", "tokens", "sampling", "stop_ids", "depth", "prediction", "namespace", "tenant",
-    "cache", "priority", "deadline", "num_prompt_logprobs", "shown_ids", "images",
+    "cache", "priority", "deadline", "num_prompt_logprobs", "shown_ids", "extras",
 }  # fmt: skip
 ANEW = {  # written by the engine that serves it, or by the process that has its text
     "on_token", "arrival_time", "serial", "urgency", "max_len", "status", "num_computed", "lease",
     "usage", "num_preemptions", "num_charged_not_computed", "num_tokens_accounted",
-    "num_uncached", "load", "is_early", "kv_budget", "suspect_until", "suspect_beside_drafts",
-    "offer", "hands_over", "handed", "adapter",
+    "num_uncached", "is_early", "fault",
+    "transfer",
 }  # fmt: skip
 EOS = frozenset({1, 2})
 

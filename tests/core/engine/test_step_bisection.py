@@ -17,7 +17,7 @@ from foretoken.core.errors import EngineDead, ForetokenError, RankLost, is_out_o
 from foretoken.core.interface.extras.images import PromptImage
 from foretoken.core.interface.extras.packing import KvPack
 from foretoken.core.interface.output import StepOutput
-from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.plan import ScheduledExtras, ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import NO_SPECULATION
 from foretoken.core.interface.request import Delta, FinishReason
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
@@ -427,8 +427,7 @@ def packed_rows(name: str, num_rows: int) -> ScheduledRequest:
         stop=484 + num_rows,
         page_ids=array("q", range((484 - 128 + num_rows + 15) // 16)),
         sampling=SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=100),
-        num_packed_away=128,
-        pack=KvPack(100, 484, 128),
+        extras=ScheduledExtras(num_packed_away=128, pack=KvPack(100, 484, 128)),
     )
 
 
@@ -446,7 +445,7 @@ def test_a_packed_request_computes_a_token_at_least_however_little_memory_there_
             computed |= {row.request_id: row for row in part.requests}
     assert computed.keys() == {"a", "b", "c"}
     assert not bisection.failing_requests
-    assert all(computed[row.request_id].pack is row.pack for row in rows), "the same order"
+    assert all(computed[row.request_id].extras is row.extras for row in rows), "the same order"
 
 
 def rows_with_image(name: str, run: tuple[int, int], num_rows: int) -> ScheduledRequest:
@@ -457,7 +456,7 @@ def rows_with_image(name: str, run: tuple[int, int], num_rows: int) -> Scheduled
         stop=num_rows,
         page_ids=array("q", range(num_rows // 16 + 1)),
         sampling=SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=num_rows + 1),
-        images=(PromptImage(bytes(32), (run,), (), is_mutual=True),),
+        extras=ScheduledExtras(images=(PromptImage(bytes(32), (run,), (), is_mutual=True),)),
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.extras.tier_io import CLOSE_SECONDS, RENEW_SECONDS
 from foretoken.core.engine.model_thread import Job
+from foretoken.core.interface.extras.request_extras import Transfer
 from foretoken.core.interface.extras.transfers import PageOffer, PoolMemory
 from foretoken.core.interface.request import Request
 from foretoken.core.scheduling.page_loads import LATE_SECONDS, LOOKUP_SECONDS
@@ -178,7 +179,7 @@ def test_peers_are_met_first_asked_again_while_a_request_waits_and_notified_at_i
         async with Scene(thread) as scene:
             request = make_request("offered", PROMPTS[0])
             memory = PoolMemory(b"", "DRAM", (), 0)
-            request.offer = PageOffer("name", memory, b"key", [1], 0, 1)
+            request.transfer = Transfer(offer=PageOffer("name", memory, b"key", [1], 0, 1))
             scene.loads.meet(request)
             reading = scene.submit(1)
             await settle()

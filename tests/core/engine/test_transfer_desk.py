@@ -11,6 +11,7 @@ import pytest
 
 from foretoken.core.engine.engine import Engine
 from foretoken.core.errors import DeadlineExceeded
+from foretoken.core.interface.extras.request_extras import Transfer
 from foretoken.core.interface.extras.transfers import PageServer, PoolMemory
 from foretoken.radix_cache import HeldPages
 from foretoken.radix_cache.transfers import SECONDS
@@ -68,11 +69,11 @@ class Serving:
     async def hold(self, name: str = "a") -> HeldPages:
         """Compute a prompt for another engine."""
         request = make_request(name, PROMPT, max_tokens=1)
-        request.hands_over = True
+        request.transfer = Transfer(hands_over=True)
         async for _ in self.engine.submit(request):
             pass
-        assert request.handed is not None
-        return request.handed
+        assert request.transfer.handed is not None
+        return request.transfer.handed
 
     async def wait_for_end(self) -> None:
         while len(self.cache.transfers):

@@ -16,8 +16,9 @@ from foretoken.core.interface.sampling import (
     SamplingMetadata,
     TokenSamplingParams,
 )
-from foretoken.core.sampling.logits_processors import SampleRow, apply_processors
-from foretoken.core.sampling.verifier import ALL_BANNED, VerifyRequest, sample, verify
+from foretoken.core.sampling.drafted_row import DraftedRow
+from foretoken.core.sampling.logits_processors import apply_processors
+from foretoken.core.sampling.verifier import ALL_BANNED, sample, verify
 
 VOCAB, STOP = 8, 7
 Path = tuple[int, ...]
@@ -41,7 +42,7 @@ class Table:
 
 def make_row(
     table: Table | None, output: Sequence[int] = (), tail: Sequence[int] = (), **params: object
-) -> SampleRow:
+) -> DraftedRow:
     sampling = SamplingMetadata(
         params=TokenSamplingParams(**{"temperature": 0.0, **params}),  # type: ignore[arg-type]
         seed=5,
@@ -49,10 +50,10 @@ def make_row(
         stop_ids=frozenset({STOP}),
         constraint=table,  # type: ignore[arg-type]
     )
-    return SampleRow(array("q", [9, 9, *output]), sampling, tail)
+    return DraftedRow(array("q", [9, 9, *output]), sampling, tail)
 
 
-def left(row: SampleRow) -> list[int]:
+def left(row: DraftedRow) -> list[int]:
     """The tokens that the edits leave."""
     values = torch.zeros(1, VOCAB)
     assert apply_processors(values, [row]) == [None]
@@ -111,7 +112,7 @@ def test_a_draft_is_followed_while_it_is_allowed_and_changes_no_token(draft, num
     table = Table({(): [1], (1,): [2], (1, 2): [3], (1, 2, 3): [STOP]})
     row = make_row(table)
     logits = torch.zeros(len(draft) + 1, VOCAB)
-    (verified,) = verify(logits, [VerifyRequest(row.tokens, draft, row.sampling)])
+    (verified,) = verify(logits, [DraftedRow(row.tokens, row.sampling, draft)])
     assert verified.error is None
     assert verified.num_accepted == num_right
     assert verified.token_ids == (1, 2, 3, STOP)[: num_right + 1]

@@ -18,6 +18,7 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.lora import LoraWeights
 from foretoken.core.ops.native import native_library
+from foretoken.core.ops.row_extras import RowExtras
 from support.adapters import ALL, FUSED, merged, write_adapter
 from support.checkpoints import ModelDriver, make_reference, save
 from support.greedy_streams import random_ids
@@ -295,7 +296,7 @@ def test_rows_without_an_adapter_keep_their_bits(base: tuple[Any, Decoder], tmp_
         driver = ModelDriver(decoder)
         first, second = driver.add(ids), driver.add(ids)
         segments = [
-            Segment(ids, 0, each.pages, len(ids), adapter=adapter)
+            Segment(ids, 0, each.pages, len(ids), extras=RowExtras(adapter=adapter))
             for each, adapter in ((first, weights), (second, None))
         ]
         batch = decoder.batch(segments, page_size=driver.page_size)

@@ -17,8 +17,9 @@ from foretoken.core.model.fallback.states import ModuleStatePool, PagedCache
 from foretoken.core.model.fallback.transformers_decoder import TransformersDecoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import inspect_model
-from foretoken.core.ops.batch import Segment, SegmentState
+from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.native import native_library
+from foretoken.core.ops.row_extras import RowExtras, SegmentState
 from support.checkpoints import ModelDriver, save
 from support.greedy_streams import generate, greedy, random_ids
 from support.tiny_models import RECURRENT, VOCAB, save_tiny, tiny_config, tiny_model
@@ -123,15 +124,15 @@ def test_a_state_that_was_kept_is_where_another_sequence_goes_on(tmp_path: Path)
         one, other = driver.add(ids), driver.add(ids)
         if start:
             driver.prefill(one, start)
-        state = SegmentState(one.state, one.state, stop, ((position, 23),))
-        rows = Segment(ids[start:stop], start, one.pages, 0, state=state)
+        extras = RowExtras(state=SegmentState(one.state, one.state, stop, ((position, 23),)))
+        rows = Segment(ids[start:stop], start, one.pages, 0, extras=extras)
         decoder.forward(decoder.batch([rows], page_size=16), driver.pool)
         assert int(states.at[23]) == position
         assert int(states.at[one.state]) == (stop - 1) // 16 * 16
         states.copy_slot(23, other.state)
         shared = array("q", [*one.pages[: position // 16], *other.pages[position // 16 :]])
-        state = SegmentState(other.state, other.state, 80)
-        rows = Segment(ids[position:], position, shared, 80 - position, state=state)
+        extras = RowExtras(state=SegmentState(other.state, other.state, 80))
+        rows = Segment(ids[position:], position, shared, 80 - position, extras=extras)
         found = decoder.forward(decoder.batch([rows], page_size=16), driver.pool)
         torch.testing.assert_close(found.logits, whole[position:], atol=1e-3, rtol=0)
 

@@ -7,7 +7,8 @@ from array import array
 import pytest
 from torch import Tensor
 
-from foretoken.core.ops.batch import RaggedBatch, Segment, SegmentState, build_batch
+from foretoken.core.ops.batch import RaggedBatch, Segment, build_batch
+from foretoken.core.ops.row_extras import RowExtras, SegmentState
 from foretoken.core.ops.state_pool import DRAFT_ROOM
 
 MIN_ROWS = 4
@@ -91,8 +92,8 @@ def test_segments_that_cannot_be_computed_are_refused(
 
 def stateful(state: SegmentState | None, start: int = 16, count: int = 17) -> RaggedBatch:
     """A segment with that state beside one with slot and log 0."""
-    first = Segment([1], 0, array("q", [0]), 0, state=SegmentState(0, 0, 1))
-    second = Segment(range(count), start, array("q", range(5)), 0, state=state)
+    first = Segment([1], 0, array("q", [0]), 0, extras=RowExtras(state=SegmentState(0, 0, 1)))
+    second = Segment(range(count), start, array("q", range(5)), 0, extras=RowExtras(state=state))
     return build(first, second, page_size=16)
 
 

@@ -15,6 +15,7 @@ from foretoken.core.ops.batch import IntArray, Segment, build_batch
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
+from foretoken.core.ops.row_extras import RowExtras
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.triton.triton_ops import TritonOps
 from foretoken.core.ops.weights import HeadLayout
@@ -47,7 +48,7 @@ class Rows:
 
     def segment(self, start: int, stop: int) -> Segment:
         tokens = range(stop - start)
-        return Segment(tokens, start, self.pages, 0, reaches=reaches(start, stop))
+        return Segment(tokens, start, self.pages, 0, extras=RowExtras(reaches=reaches(start, stop)))
 
     def other(self) -> Segment:
         return Segment(range(40), 0, array("q", range(70, 75)), 0)
@@ -120,7 +121,8 @@ def test_native_kernels_see_what_torch_sees(
 
 def test_reaches_that_no_kernel_may_read_are_refused() -> None:
     for wrong in ([1, 2], [1, 2, 4], [0, 2, 3], [3, 2, 3]):
-        segment = Segment(range(3), 0, array("q", [0]), 0, reaches=np.array(wrong))
+        extras = RowExtras(reaches=np.array(wrong))
+        segment = Segment(range(3), 0, array("q", [0]), 0, extras=extras)
         with pytest.raises(ValueError, match=r"a row (must reach|sees)"):
             build_batch([segment], page_size=8, device="cpu", min_rows=1)
 

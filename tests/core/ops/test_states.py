@@ -15,11 +15,12 @@ from torch import Tensor
 
 from foretoken.core.model.description.fold import mamba_orders
 from foretoken.core.ops.base import Ops
-from foretoken.core.ops.batch import NOTHING_MORE, Segment, SegmentState, build_batch
+from foretoken.core.ops.batch import NOTHING_MORE, Segment, build_batch
 from foretoken.core.ops.kv_pool import KvPlace, KVPool
 from foretoken.core.ops.layers import run_layers
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
+from foretoken.core.ops.row_extras import RowExtras, SegmentState
 from foretoken.core.ops.state_pool import DRAFT_ROOM, StatePool, bytes_per_log, bytes_per_slot
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.weights import (
@@ -378,8 +379,8 @@ class Mixers:
     ) -> Tensor:
         stop = start + count
         tokens = [(7 * position) % 50 for position in range(start, stop)] + [3] * num_drafts
-        state = SegmentState(0, 0, stop)
-        segment = Segment(tokens, start, array("q", range(8)), 0, state=state)
+        extras = RowExtras(state=SegmentState(0, 0, stop))
+        segment = Segment(tokens, start, array("q", range(8)), 0, extras=extras)
         batch = build_batch([segment], page_size=16, device="cpu", min_rows=self.ops.min_rows)
         plan = self.ops.plan(batch, pool, self.HEADS, Turns(torch.ones(8) / 7, least=128))
         if not at_once:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from foretoken.core.sampling.logits_processors import SampleRow
-from foretoken.core.sampling.verifier import VerifyRequest, best, sample, verify
+from foretoken.core.sampling.drafted_row import DraftedRow
+from foretoken.core.sampling.verifier import best, sample, verify
 
 VOCAB, NUM_ROWS, PROMPT = 10, 5_000, array("q", [3])
 GENERATOR = torch.Generator().manual_seed(2)
@@ -41,13 +41,13 @@ def samplings(temperature: float) -> list[SamplingMetadata]:
 def accepted_share(draft: torch.Tensor, *, temperature: float) -> float:
     """Share of one-token drafts that the verifier accepts."""
     asked = samplings(temperature)
-    rows = [SampleRow(PROMPT, sampling) for sampling in asked]
+    rows = [DraftedRow(PROMPT, sampling) for sampling in asked]
     drawn = [choice.token_id for choice in sample(draft.expand(NUM_ROWS, -1), rows)]
     return sum(accepted(drawn, asked)) / NUM_ROWS
 
 
 def accepted(drawn: Sequence[int], asked: Sequence[SamplingMetadata]) -> list[int]:
-    rows = [VerifyRequest(PROMPT, (token,), each) for token, each in zip(drawn, asked, strict=True)]
+    rows = [DraftedRow(PROMPT, each, (token,)) for token, each in zip(drawn, asked, strict=True)]
     return [result.num_accepted for result in verify(TARGET.expand(2 * NUM_ROWS, -1), rows)]
 
 
@@ -76,7 +76,7 @@ NUM_BEST = 4
 
 def rank_shares(draft: torch.Tensor, asked: Sequence[SamplingMetadata]) -> list[float]:
     """Rates at which the target's token is each of the draft's best ones, raced for ``asked``."""
-    rows = [SampleRow(PROMPT, sampling) for sampling in asked]
+    rows = [DraftedRow(PROMPT, sampling) for sampling in asked]
     races = best(draft.expand(NUM_ROWS, -1), rows, NUM_BEST)
     return [
         sum(accepted([race.token_ids[rank] for race in races], samplings(1.0))) / NUM_ROWS
@@ -123,8 +123,8 @@ def test_the_formula_lies_between_the_bounds_of_the_paper(pair: str) -> None:
 def test_the_bands_are_narrow_enough_to_notice_independent_noise() -> None:
     """Negative control: a draft drawn with the noise of another seed."""
     asked = samplings(1.0)
-    rows = [SampleRow(PROMPT, sampling) for sampling in asked]
-    strange = [SampleRow(row.tokens, asked[i - 1]) for i, row in enumerate(rows)]
+    rows = [DraftedRow(PROMPT, sampling) for sampling in asked]
+    strange = [DraftedRow(row.tokens, asked[i - 1]) for i, row in enumerate(rows)]
     drawn = [c.token_id for c in sample(PAIRS["alike"].expand(NUM_ROWS, -1), strange)]
     p, q = TARGET.double().softmax(0), PAIRS["alike"].double().softmax(0)
     rate, share = formula(p, q), sum(accepted(drawn, asked)) / NUM_ROWS

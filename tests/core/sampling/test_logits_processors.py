@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.sampling.encoded import CUT, GREEDY, MIN_P, SAMPLED
 from foretoken.core.sampling.logits_processors import (
-    SampleRow,
     apply_processors,
     argmax,
     best_ids,
@@ -29,7 +29,7 @@ def make_row(
     stop_ids: Sequence[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
     **params: Any,
-) -> SampleRow:
+) -> DraftedRow:
     sampling = SamplingMetadata(
         params=TokenSamplingParams(**params),
         seed=1,
@@ -37,10 +37,10 @@ def make_row(
         stop_ids=frozenset(stop_ids),
         bad_words_ids=tuple(tuple(word) for word in bad_words),
     )
-    return SampleRow(array("q", [*prompt, *output]), sampling, tuple(tail))
+    return DraftedRow(array("q", [*prompt, *output]), sampling, tuple(tail))
 
 
-def processed(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+def processed(logits: torch.Tensor, rows: Sequence[DraftedRow]) -> torch.Tensor:
     """The whole pipeline before the draw, dense [num_rows, vocab], -inf where cut."""
     values = logits.clone()
     assert apply_processors(values, rows) == [None] * len(rows)
@@ -49,22 +49,22 @@ def processed(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     return torch.full_like(values, -INF).scatter_(-1, ids, kept)
 
 
-def edited(logits: Sequence[float], row: SampleRow) -> list[float]:
+def edited(logits: Sequence[float], row: DraftedRow) -> list[float]:
     values = torch.tensor([logits], dtype=torch.float32)
     assert apply_processors(values, [row]) == [None]
     return values[0].tolist()
 
 
-def kept(logits: Sequence[float], row: SampleRow) -> list[int]:
+def kept(logits: Sequence[float], row: DraftedRow) -> list[int]:
     values = scaled(torch.tensor([logits], dtype=torch.float32), [row])
     _, ids = truncate(values, [row])
     return ids[0].tolist()
 
 
-def reference(logits: np.ndarray, row: SampleRow) -> np.ndarray:
+def reference(logits: np.ndarray, row: DraftedRow) -> np.ndarray:
     """The same rules, written once more in numpy, one scalar at a time."""
     p, z = row.sampling.params, logits.astype(np.float64).copy()
-    path = [*row.tokens, *row.tail]
+    path = [*row.tokens, *row.draft]
     output = path[row.sampling.prompt_len :]
     for token_id, bias in (p.logit_bias or {}).items():
         z[token_id] += bias
@@ -97,7 +97,7 @@ def reference(logits: np.ndarray, row: SampleRow) -> np.ndarray:
     return cut
 
 
-def random_row(rng: np.random.Generator, vocab: int) -> SampleRow:
+def random_row(rng: np.random.Generator, vocab: int) -> DraftedRow:
     """Any mixture of every parameter."""
 
     def maybe(value: Any, default: Any) -> Any:
@@ -189,7 +189,7 @@ def test_presence_and_frequency_count_output_and_tail_but_not_the_prompt() -> No
 def test_penalties_before_the_first_output_token_change_nothing() -> None:
     row = make_row([0, 1], frequency_penalty=2.0, presence_penalty=2.0)
     assert edited([1, 2, 3], row) == [1.0, 2.0, 3.0]
-    empty = SampleRow(array("q"), make_row([], repetition_penalty=2.0).sampling)
+    empty = DraftedRow(array("q"), make_row([], repetition_penalty=2.0).sampling)
     assert edited([1, 2, 3], empty) == [1.0, 2.0, 3.0]
 
 

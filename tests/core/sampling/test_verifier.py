@@ -12,15 +12,15 @@ import torch
 
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling import verifier as verify_module
+from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.sampling.gumbel import gumbel_rows
-from foretoken.core.sampling.logits_processors import SampleRow, apply_processors, scaled, truncate
+from foretoken.core.sampling.logits_processors import apply_processors, scaled, truncate
 from foretoken.core.sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
     Best,
     SampledToken,
     Verified,
-    VerifyRequest,
     best,
     sample,
     verify,
@@ -47,8 +47,8 @@ def make_sampling(seed: int = 1, **form: Any) -> SamplingMetadata:
     )
 
 
-def greedy_row(draft: Sequence[int], **form: Any) -> VerifyRequest:
-    return VerifyRequest(array("q", PROMPT), draft, make_sampling(temperature=0.0, **form))
+def greedy_row(draft: Sequence[int], **form: Any) -> DraftedRow:
+    return DraftedRow(array("q", PROMPT), make_sampling(temperature=0.0, **form), draft)
 
 
 def one_hot(*winners: int, vocab: int = 5) -> torch.Tensor:
@@ -71,14 +71,14 @@ class Stream:
         return self.tokens[len(PROMPT) :].tolist()
 
 
-def target_logits(rows: Sequence[VerifyRequest], table: torch.Tensor = TARGET) -> torch.Tensor:
+def target_logits(rows: Sequence[DraftedRow], table: torch.Tensor = TARGET) -> torch.Tensor:
     paths = [[*row.tokens[-2:], *row.draft[:j]] for row in rows for j in range(len(row.draft) + 1)]
     last = torch.tensor([path[-2:] for path in paths]).remainder(VOCAB)
     return table[last[:, 0], last[:, 1]]
 
 
 def step(streams: Sequence[Stream], drafts: Sequence[Sequence[int]]) -> list[Verified]:
-    rows = [VerifyRequest(s.tokens, d, s.sampling) for s, d in zip(streams, drafts, strict=True)]
+    rows = [DraftedRow(s.tokens, s.sampling, d) for s, d in zip(streams, drafts, strict=True)]
     results = verify(target_logits(rows), rows)
     for stream, result in zip(streams, results, strict=True):
         assert result.error is None
@@ -110,7 +110,7 @@ def chain(stream: Stream, rng: random.Random, table: torch.Tensor = DRAFT) -> li
     tail: list[int] = []
     for _ in range(4):
         last = [*stream.tokens[-2:], *tail][-2:]
-        row = SampleRow(stream.tokens, stream.sampling, tuple(tail))
+        row = DraftedRow(stream.tokens, stream.sampling, tuple(tail))
         tail.append(sample(table[last[0], last[1]][None], [row])[0].token_id)
     return tail
 
@@ -212,7 +212,7 @@ def test_a_perfect_draft_yields_depth_plus_one_tokens_and_a_wrong_one_exactly_on
 def exact_logprobs(tail: Sequence[int], **form: Any) -> torch.Tensor:
     """Log-probabilities [vocab] of the token behind PROMPT and ``tail``, in float64."""
     last = [*PROMPT, *tail][-2:]
-    row = SampleRow(array("q", PROMPT), make_sampling(**form), tuple(tail))
+    row = DraftedRow(array("q", PROMPT), make_sampling(**form), tuple(tail))
     values = TARGET[last[0], last[1]][None].clone()
     apply_processors(values, [row])
     kept, ids = truncate(scaled(values, [row]), [row])
@@ -244,12 +244,12 @@ def first_pairs(num_samples: int, **form: Any) -> torch.Tensor:
     ]
     logits = DRAFT[PROMPT[0], PROMPT[1]].expand(num_samples, -1)
     drafts = [
-        choice.token_id for choice in sample(logits, [SampleRow(tokens, s) for s in samplings])
+        choice.token_id for choice in sample(logits, [DraftedRow(tokens, s) for s in samplings])
     ]
-    rows = [VerifyRequest(tokens, (d,), s) for d, s in zip(drafts, samplings, strict=True)]
+    rows = [DraftedRow(tokens, s, (d,)) for d, s in zip(drafts, samplings, strict=True)]
     outputs = [result.token_ids for result in verify(target_logits(rows), rows)]
     short = [i for i, output in enumerate(outputs) if len(output) == 1]
-    rows = [VerifyRequest(array("q", [*PROMPT, *outputs[i]]), (), samplings[i]) for i in short]
+    rows = [DraftedRow(array("q", [*PROMPT, *outputs[i]]), samplings[i]) for i in short]
     for i, result in zip(short, verify(target_logits(rows), rows), strict=True):
         outputs[i] += result.token_ids
     assert 0.1 < len(short) / num_samples < 0.9  # both ways of decoding are in the sample
@@ -277,7 +277,7 @@ def test_the_distribution_test_notices_noise_that_is_used_twice(
 ) -> None:
     """Negative control: the same noise at every position."""
 
-    def stuck(rows: Sequence[SampleRow], hashes: torch.Tensor) -> torch.Tensor:
+    def stuck(rows: Sequence[DraftedRow], hashes: torch.Tensor) -> torch.Tensor:
         return gumbel_rows([(row.sampling.seed, 0) for row in rows], hashes)
 
     monkeypatch.setattr(verify_module, "_noise", stuck)
@@ -307,7 +307,9 @@ def test_coupled_drafts_are_accepted_as_often_as_theory_says(form: dict[str, Any
     """sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) over the common support (arXiv 2408.07978)."""
     num_samples, base = 40_000, make_sampling(**form)
     rows = [
-        SampleRow(array("q", PROMPT), SamplingMetadata(params=base.params, seed=seed, prompt_len=2))
+        DraftedRow(
+            array("q", PROMPT), SamplingMetadata(params=base.params, seed=seed, prompt_len=2)
+        )
         for seed in range(num_samples)
     ]
     drawn = []
@@ -384,16 +386,13 @@ def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
     logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(5)).mul(2).round()
     greedy = verify(logits, [greedy_row(())] * 200)
     sampling = make_sampling(temperature=5.0, top_k=1)
-    drawn = verify(logits, [VerifyRequest(array("q", PROMPT), (), sampling)] * 200)
+    drawn = verify(logits, [DraftedRow(array("q", PROMPT), sampling)] * 200)
     assert drawn == greedy
 
 
 def test_a_tiny_temperature_is_greedy() -> None:
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(6)) * 10
-    rows = [
-        VerifyRequest(array("q", PROMPT), (), make_sampling(s, temperature=1e-30))
-        for s in range(50)
-    ]
+    rows = [DraftedRow(array("q", PROMPT), make_sampling(s, temperature=1e-30)) for s in range(50)]
     assert verify(logits, rows) == verify(logits, [greedy_row(())] * 50)
 
 
@@ -404,7 +403,7 @@ def test_a_low_temperature_sharpens_what_a_drafter_draws(form: dict[str, Any]) -
 
     def num_best(temperature: float) -> int:
         samplings = [make_sampling(s, temperature=temperature, **form) for s in range(300)]
-        rows = [SampleRow(array("q", PROMPT), sampling) for sampling in samplings]
+        rows = [DraftedRow(array("q", PROMPT), sampling) for sampling in samplings]
         drawn = [choice.token_id for choice in sample(logits, rows)]
         return sum(a == b for a, b in zip(drawn, best, strict=True))
 
@@ -435,7 +434,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_only(
     broken: list[float], form: dict[str, Any]
 ) -> None:
     logits = torch.randn(5, 5, generator=torch.Generator().manual_seed(7))
-    rows = [VerifyRequest(array("q", PROMPT), (), make_sampling(s, **form)) for s in range(5)]
+    rows = [DraftedRow(array("q", PROMPT), make_sampling(s, **form)) for s in range(5)]
     healthy = verify(logits, rows)
     logits[2] = torch.tensor(broken)
     results = verify(logits, rows)
@@ -461,7 +460,7 @@ def test_logits_behind_a_mismatch_may_be_anything() -> None:
 def test_a_masked_but_finite_model_is_healthy() -> None:
     logits = torch.tensor([[-INF, -INF, 1.0, -INF]])
     for form in SOME_WISHES[:5]:
-        row = VerifyRequest(array("q", PROMPT), (), make_sampling(**form))
+        row = DraftedRow(array("q", PROMPT), make_sampling(**form))
         assert verify(logits, [row]) == [Verified((2,), ())]
 
 
@@ -482,7 +481,7 @@ def test_token_ids_outside_the_vocabulary_fail_their_own_request_only() -> None:
 def test_the_logits_are_only_read() -> None:
     logits = torch.randn(len(SAMPLINGS), VOCAB, generator=torch.Generator().manual_seed(8))
     before = logits.clone()
-    verify(logits, [VerifyRequest(array("q", PROMPT), (), s) for s in SAMPLINGS])
+    verify(logits, [DraftedRow(array("q", PROMPT), s) for s in SAMPLINGS])
     assert torch.equal(logits, before)
 
 
@@ -496,7 +495,7 @@ def test_sampling_all_rows_at_once_equals_sampling_depth_by_depth(
     """Accelerators take the first way, CPUs the second."""
     rng = random.Random(3)
     drafts = [random_draft(Stream(s), rng) for s in SAMPLINGS]
-    rows = [VerifyRequest(array("q", PROMPT), d, s) for d, s in zip(drafts, SAMPLINGS, strict=True)]
+    rows = [DraftedRow(array("q", PROMPT), s, d) for d, s in zip(drafts, SAMPLINGS, strict=True)]
     logits = target_logits(rows)
     by_depth = verify(logits, rows)
     waves = verify_module._waves
@@ -520,7 +519,7 @@ def test_the_block_size_changes_nothing(num_logits: int, monkeypatch: pytest.Mon
 def test_every_output_position_has_noise_of_its_own() -> None:
     sampling = make_sampling(seed=5)
     outputs = [array("q", (*PROMPT, *[1] * length)) for length in range(20)]
-    choices = sample(torch.zeros(20, 1000), [SampleRow(each, sampling) for each in outputs])
+    choices = sample(torch.zeros(20, 1000), [DraftedRow(each, sampling) for each in outputs])
     assert len({choice.token_id for choice in choices}) > 15
 
 
@@ -530,7 +529,7 @@ def test_every_output_position_has_noise_of_its_own() -> None:
 def test_logprobs_are_those_of_the_unprocessed_logits() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 1.0]])
     sampling = make_sampling(logprobs=3, logit_bias={3: 50.0}, temperature=0.5, top_k=2)
-    (result,) = verify(logits, [VerifyRequest(array("q", PROMPT), (), sampling)])
+    (result,) = verify(logits, [DraftedRow(array("q", PROMPT), sampling)])
     expected = logits[0].double().log_softmax(0).tolist()
     (entry,) = result.logprobs
     assert (entry.token_id, [token_id for token_id, _ in entry.top]) == (3, [2, 1, 3])
@@ -552,12 +551,10 @@ def test_there_is_one_logprob_per_token_served_and_none_unless_asked() -> None:
 # ---- independence of the batch -----------------------------------------------------------------
 
 
-def many_rows(num_rows: int, **extra: Any) -> list[VerifyRequest]:
+def many_rows(num_rows: int, **extra: Any) -> list[DraftedRow]:
     tokens = array("q", [*PROMPT, 5, 6, 5])
     return [
-        VerifyRequest(
-            tokens, (), make_sampling(i, temperature=(0.0, 0.7, 1.0)[i % 3], **w, **extra)
-        )
+        DraftedRow(tokens, make_sampling(i, temperature=(0.0, 0.7, 1.0)[i % 3], **w, **extra))
         for i, w in enumerate((WISHES * num_rows)[:num_rows])
     ]
 
@@ -593,7 +590,9 @@ def test_the_best_of_a_place_begin_with_what_is_drawn_there() -> None:
     torch.manual_seed(3)
     logits = torch.randn(40, 30)
     forms = [{"temperature": 0.0}, {}, {"temperature": 0.6, "top_k": 3}, {"logit_bias": {4: 9.0}}]
-    rows = [SampleRow(array("q", PROMPT), make_sampling(seed=i, **forms[i % 4])) for i in range(40)]
+    rows = [
+        DraftedRow(array("q", PROMPT), make_sampling(seed=i, **forms[i % 4])) for i in range(40)
+    ]
     logits[8] = torch.nan
     drawn = sample(logits, rows)
     for row, choice, found in zip(rows, drawn, best(logits, rows, 4), strict=True):
@@ -607,7 +606,7 @@ def test_the_best_of_a_place_begin_with_what_is_drawn_there() -> None:
 def test_of_equal_scores_the_lowest_ids_are_the_best() -> None:
     logits = torch.tensor([[0.0, 5.0, 2.0, 5.0, 2.0, 5.0, 2.0, -torch.inf]]).repeat(2, 40)
     logits[1, :5] = torch.arange(5.0) - 9.0
-    rows = [SampleRow(array("q", PROMPT), make_sampling(temperature=0.0))] * 2
+    rows = [DraftedRow(array("q", PROMPT), make_sampling(temperature=0.0))] * 2
     first, second = best(logits, rows, 4)
     assert first.token_ids == (1, 3, 5, 9)
     assert second.token_ids == (5, 9, 11, 13)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from foretoken.core.interface.extras.request_extras import Transfer
 from foretoken.core.interface.extras.transfers import PageOffer
 from foretoken.core.interface.request import Request
 from foretoken.core.scheduling.page_loads import LATE_SECONDS, MEETING_SECONDS
@@ -31,7 +32,7 @@ def fetch(apart: Apart, prompt: list[int] | None = None, *, least_tokens: int = 
     """Have D fetch a part."""
     apart.d.loads.tiers.least_tokens = least_tokens
     request = make_request("f", apart.prompt if prompt is None else prompt, max_tokens=1)
-    request.offer = part_of(apart)
+    request.transfer = Transfer(offer=part_of(apart))
     apart.d.scheduler.fetch(request, apart.d.now)
     return request
 
@@ -74,7 +75,7 @@ def test_parts_follow_each_other() -> None:
     apart = Apart()
     for num_tokens in (PART, LOADED - PAGE_SIZE):
         request = make_request(f"f{num_tokens}", apart.prompt, max_tokens=1)
-        request.offer = part_of(apart, num_tokens)
+        request.transfer = Transfer(offer=part_of(apart, num_tokens))
         apart.d.loads.tiers.least_tokens = 4
         apart.d.scheduler.fetch(request, apart.d.now)
         apart.d.run_calls()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from foretoken.core.interface.extras.request_extras import Transfer
 from foretoken.core.interface.extras.transfers import PageOffer
 from foretoken.core.interface.request import CacheOptions, Request, RequestStatus
 from foretoken.core.scheduling.page_loads import LATE_SECONDS, MEETING_SECONDS
@@ -30,10 +31,10 @@ class Apart:
         runner = FakeRunner(PAGE_SIZE)
         self.p = TieredDriver(runner=runner)
         first = make_request("p", self.prompt, max_tokens=1)
-        first.hands_over = True
+        first.transfer = Transfer(hands_over=True)
         self.p.add(first)
         self.p.run()
-        self.held = first.handed
+        self.held = first.transfer.handed
         self.locks = self.p.scheduler.cache.transfers
         memory = torch.zeros(NUM_PAGES, PAGE_SIZE, dtype=torch.int64)
         for (page_id, at), state in runner.kv.items():
@@ -65,7 +66,7 @@ class Apart:
         options.setdefault("max_tokens", MAX_TOKENS)
         prompt = self.prompt if prompt is None else prompt
         request = make_request("d", prompt, **options)  # type: ignore[arg-type]
-        request.cache, request.offer = cache, offer or self.offer  # type: ignore[assignment]
+        request.cache, request.transfer = cache, Transfer(offer=offer or self.offer)  # type: ignore[assignment]
         self.d.add(request)
         return request
 
@@ -75,7 +76,7 @@ class Apart:
         if not self.server.is_dead:
             take_notes(self.server, self.locks)
             assert self.locks.ended == {"done": 1, "expired": 0}
-        assert request.offer is None
+        assert request.transfer.offer is None
         loads = self.d.loads
         assert (loads.num_offers, len(self.peers), loads.leases) == (0, 0, [])
         for driver in (self.d, self.p):
@@ -164,7 +165,7 @@ def stop_before_meeting(apart: Apart, request: Request) -> None:
 
 def stop_before_the_look_up(apart: Apart, request: Request) -> None:
     apart.d.end_call(apart.d.begin_call())
-    assert request.offer is not None
+    assert request.transfer.offer is not None
     apart.d.abort("d")
 
 
@@ -176,7 +177,7 @@ def stop_before_admission(apart: Apart, request: Request) -> None:
 def stop_before_the_load(apart: Apart, request: Request) -> None:
     apart.d.run_calls()
     apart.d.step()
-    assert request.load is not None
+    assert request.transfer.load is not None
     apart.d.abort("d")
 
 
@@ -298,15 +299,15 @@ def test_a_preempted_request_lets_its_peer_go_and_is_computed() -> None:
 def test_a_prompt_is_handed_over_only_where_it_was_computed_to_its_end() -> None:
     driver = TieredDriver()
     whole, gone, plain = (make_request(name, prompt_of(), max_tokens=1) for name in "abc")
-    whole.hands_over = gone.hands_over = True
+    whole.transfer = gone.transfer = Transfer(hands_over=True)
     driver.add(gone)
     driver.step()
     driver.abort("b")
     driver.add(whole, plain)
     driver.run()
-    assert (gone.handed, plain.handed) == (None, None)
-    assert whole.handed is not None
-    assert len(whole.handed.page_ids) * PAGE_SIZE == LOADED
+    assert (gone.transfer.handed, plain.transfer.handed) == (None, None)
+    assert whole.transfer.handed is not None
+    assert len(whole.transfer.handed.page_ids) * PAGE_SIZE == LOADED
     driver.scheduler.audit()
 
 

@@ -9,6 +9,7 @@ import pytest
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.extras.packing import EVERY, most_kv, next_packing, num_packed_away
+from foretoken.core.interface.extras.request_extras import RequestExtras
 from foretoken.core.interface.sampling import TokenSamplingParams
 from foretoken.core.scheduling.leases import release_kv
 from foretoken.core.scheduling.request_table import kv_budget_of
@@ -111,7 +112,7 @@ def test_another_option_is_refused(text: str, told: str) -> None:
 
 def test_drafts_end_at_the_next_packing() -> None:
     request = make_request("a", [1] * PROMPT, max_tokens=5000)
-    request.kv_budget, request.max_len = BUDGET, 5000
+    request.extras, request.max_len = RequestExtras(kv_budget=BUDGET), 5000
     for length, most in itertools.product((packings()[0] - 3, packings()[1] - 1), (2, 64)):
         del request.tokens[PROMPT:]
         request.tokens.extend([1] * (length - PROMPT))
@@ -126,7 +127,7 @@ def test_pages_that_may_be_packed_are_never_published_as_the_answers(num_more: i
     request = make_request("a", [1] * PROMPT, max_tokens=500)
     scheduler.add(request, 0.0)
     scheduler.schedule(0.0)
-    request.kv_budget = BUDGET
+    request.extras = RequestExtras(kv_budget=BUDGET)
     request.tokens.extend([2] * (packings()[0] + 1 - PROMPT))
     assert request.lease is not None
     assert scheduler.cache.extend(request.lease, len(request.tokens))

@@ -64,8 +64,8 @@ def loading(store: DictStore, **options: object) -> tuple[TieredDriver, Request,
     driver.run_calls()
     assert not driver.step().requests
     assert request.status is RequestStatus.RUNNING
-    assert request.load is not None
-    return driver, request, request.load
+    assert request.transfer.load is not None
+    return driver, request, request.transfer.load
 
 
 def finish(driver: TieredDriver, *requests: Request) -> None:
@@ -240,7 +240,7 @@ def test_what_others_load_counts_as_time(store: DictStore, monkeypatch: pytest.M
     driver.run_calls()
     driver.step()
     assert driver.loads.num_loading == 1
-    assert second.load is None, "it would wait for the first, and computes meanwhile"
+    assert second.transfer.load is None, "it would wait for the first, and computes meanwhile"
     driver.run()
 
 
@@ -294,7 +294,7 @@ def test_a_store_that_fails_costs_no_answer(store: DictStore, name: str) -> None
     driver.scheduler.flush()
     store.calls.clear()
     driver.add(third := ask("c"))
-    assert third.load is None, "and while it is closed, nobody waits for it"
+    assert third.transfer.load is None, "and while it is closed, nobody waits for it"
     finish(driver, third)
 
 
@@ -415,7 +415,7 @@ def test_a_late_load_of_who_does_not_write_gives_its_pages_back(store: DictStore
     driver.run_calls()
     driver.step()
     driver.end_call(driver.begin_call())
-    call, load = driver.begin_call(), request.load
+    call, load = driver.begin_call(), request.transfer.load
     assert load is not None
     late(driver, load)
     driver.end_call(call)
@@ -485,7 +485,7 @@ def test_a_request_may_end_while_its_pages_are_loaded(
     driver.add(request := ask("a", deadline=0.0015 if end == "deadline" else None))
     driver.run_calls()
     driver.step()
-    assert request.load is not None
+    assert request.transfer.load is not None
     for _ in range(num_pieces):
         driver.end_call(driver.begin_call())
     call = driver.begin_call() if is_begun else None
@@ -526,7 +526,7 @@ def test_a_request_whose_pages_are_loaded_is_no_victim(store: DictStore) -> None
     driver.add(request := ask("a"))
     driver.run_calls()
     driver.step()
-    assert request.load is not None
+    assert request.transfer.load is not None
     for _ in range(60):
         driver.step()
         assert request.status is RequestStatus.RUNNING
@@ -564,7 +564,7 @@ def test_a_request_looks_again_if_the_pool_lost_what_it_had_on_arrival(store: Di
     driver.step()
     store.calls.clear()
     driver.add(request := ask("a"))
-    assert request.load is None, "the pool has it all"
+    assert request.transfer.load is None, "the pool has it all"
     driver.scheduler.flush()
     driver.run()
     assert store.calls.count("find") == 1
@@ -590,7 +590,7 @@ def test_requests_that_decode_go_on_while_another_one_loads(store: DictStore) ->
     driver.add(request := ask("a"))
     driver.run_calls()
     plan = driver.step()
-    assert request.load is not None
+    assert request.transfer.load is not None
     assert [row.request_id for row in plan.requests] == ["stream"]
     plan = driver.scheduler.schedule(driver.now)
     ahead = plan_next(driver.scheduler, plan, driver.now)
@@ -625,7 +625,8 @@ def test_loads_take_turns(store: DictStore) -> None:
     driver.step()
     for _ in range(2):
         driver.end_call(driver.begin_call())
-    assert [each.load.num_loaded for each in (first, second) if each.load] == [4, 4]
+    loads = [each.transfer.load for each in (first, second)]
+    assert [load.num_loaded for load in loads if load] == [4, 4]
     finish(driver, first, second)
 
 
@@ -639,7 +640,7 @@ def test_who_must_compute_the_prompt_loads_nothing(
 ) -> None:
     driver = restarted(store)
     driver.add(request := ask("a", **options))
-    assert request.load is None
+    assert request.transfer.load is None
     finish(driver, request)
     assert request.usage.cached_tokens == 0
     assert driver.runner.num_computed == LEN + MAX_TOKENS - 1

@@ -340,10 +340,14 @@ def test_a_step_in_which_a_state_moves_on_is_not_planned_ahead() -> None:
         was_planned.append(ahead is not None)
         scene.end(plan)
         if ahead is not None:
-            assert all(row.state is not None for row in ahead.requests)
-            assert [row.state for row in ahead.requests] == [row.state for row in plan.requests]
+            assert all(row.extras.state is not None for row in ahead.requests)
+            assert [row.extras.state for row in ahead.requests] == [
+                row.extras.state for row in plan.requests
+            ]
             again = replan(scene.scheduler, ahead)
-            assert [row.state for row in again.requests] == [row.state for row in plan.requests]
+            assert [row.extras.state for row in again.requests] == [
+                row.extras.state for row in plan.requests
+            ]
     assert {True, False} == {*was_planned}
 
 
@@ -354,13 +358,13 @@ def test_a_step_ahead_copies_no_state_again() -> None:
     plan = scene.scheduler.schedule(scene.now)
     (row,) = plan.requests
     assert (row.start, row.stop) == (8, 9)
-    assert row.state is not None
-    assert row.state.source >= 0
+    assert row.extras.state is not None
+    assert row.extras.state.source >= 0
     ahead = plan_next(scene.scheduler, plan, scene.now)
     assert ahead is not None
-    assert ahead.requests[0].state is not None
-    assert ahead.requests[0].state.source == -1
-    assert ahead.requests[0].state.slot == row.state.slot
+    assert ahead.requests[0].extras.state is not None
+    assert ahead.requests[0].extras.state.source == -1
+    assert ahead.requests[0].extras.state.slot == row.extras.state.slot
 
 
 def test_a_chunk_that_failed_goes_on_from_a_kept_state_in_a_step_of_its_own() -> None:
@@ -461,6 +465,6 @@ def test_page_ends_kept_in_an_answer_that_is_computed_again_token_by_token_are_p
     while scene.scheduler.num_requests:
         plan = scene.step()
         for row in plan.requests:
-            assert row.state is not None
-            assert all(row.start < position <= row.stop for position, _ in row.state.keeps)
+            assert row.extras.state is not None
+            assert all(row.start < position <= row.stop for position, _ in row.extras.state.keeps)
     scene.check(request)

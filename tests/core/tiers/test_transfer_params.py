@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from foretoken.core.interface.extras.transfers import NO_HANDOVER, PageOffer, PoolMemory, Region
+from foretoken.core.interface.extras.request_extras import NO_TRANSFER, Transfer
+from foretoken.core.interface.extras.transfers import PageOffer, PoolMemory, Region
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.tiers.keys import PageKeys, chain_keys, root_key
@@ -62,7 +63,8 @@ def computed(side: Side, tokens: array[int] = TOKENS, namespace: str | None = No
     side.cache.release(lease, tokens, len(tokens))
     sampling = SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=len(tokens))
     request = Request(request_id="cmpl-1", tokens=tokens, sampling=sampling, namespace=namespace)
-    request.handed = side.cache.transfers.hold(tokens, len(tokens) - 1, namespace=namespace)
+    held = side.cache.transfers.hold(tokens, len(tokens) - 1, namespace=namespace)
+    request.transfer = Transfer(handed=held)
     return request
 
 
@@ -78,7 +80,7 @@ def test_what_p_writes_d_reads(namespace: str | None) -> None:
     params = p.params.write(request)
     assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
     offer = d.params.read(carried(params)).offer
-    held = request.handed
+    held = request.transfer.handed
     assert offer is not None
     assert held is not None
     assert (offer.name, list(offer.page_ids)) == (held.name, held.page_ids.tolist())
@@ -92,7 +94,7 @@ def test_a_prompt_of_which_nothing_is_held_has_parameters_that_name_no_pages() -
     p, d = Side(gives=True), Side(takes=True)
     params = p.params.write(computed(p, array("q", range(4))))
     assert (params["do_remote_prefill"], params["remote_block_ids"]) == (False, [])
-    assert d.params.read(carried(params)) is NO_HANDOVER
+    assert d.params.read(carried(params)) is NO_TRANSFER
     assert d.refused == {}
 
 
@@ -135,13 +137,13 @@ def test_whatever_is_changed_on_the_way_is_refused(forgery: str) -> None:
     params = carried(p.params.write(computed(p)))
     assert d.params.read(copy.deepcopy(params)).offer is not None
     FORGERIES[forgery](params)
-    assert d.params.read(params) is NO_HANDOVER
+    assert d.params.read(params) is NO_TRANSFER
     assert (d.refused, d.ended) == ({"unsigned": 1}, [])
 
 
 def test_another_secret_signs_nothing() -> None:
     p, d = Side(gives=True, secret="another"), Side(takes=True)
-    assert d.params.read(carried(p.params.write(computed(p)))) is NO_HANDOVER
+    assert d.params.read(carried(p.params.write(computed(p)))) is NO_TRANSFER
     assert d.refused == {"unsigned": 1}
 
 
@@ -151,9 +153,10 @@ def test_another_secret_signs_nothing() -> None:
 def test_pages_that_something_else_computed_are_refused_and_freed(options: Any) -> None:
     p, d = Side(gives=True), Side(takes=True, **options)
     request = computed(p)
-    assert d.params.read(carried(p.params.write(request))) is NO_HANDOVER
+    assert d.params.read(carried(p.params.write(request))) is NO_TRANSFER
     assert d.refused == {"fingerprint": 1}
-    assert [each.name for each in d.ended] == [request.handed and request.handed.name]
+    held = request.transfer.handed
+    assert [each.name for each in d.ended] == [held and held.name]
 
 
 def test_parameters_are_good_for_a_while() -> None:
@@ -162,7 +165,7 @@ def test_parameters_are_good_for_a_while() -> None:
     d.now += SECONDS
     assert d.params.read(params).offer is not None
     d.now += 1
-    assert d.params.read(params) is NO_HANDOVER
+    assert d.params.read(params) is NO_TRANSFER
     assert d.refused == {"expired": 1}
 
 
@@ -180,14 +183,14 @@ def test_a_role_does_what_it_is_for() -> None:
     wanted = {"do_remote_decode": True, "do_remote_prefill": False}
     assert p.params.read(wanted).hands_over
     assert both.params.read(wanted).hands_over
-    assert d.params.read(wanted) is NO_HANDOVER
+    assert d.params.read(wanted) is NO_TRANSFER
     assert d.refused == {"role": 1}
     params = carried(p.params.write(computed(p)))
-    assert p.params.read(params) is NO_HANDOVER
+    assert p.params.read(params) is NO_TRANSFER
     assert p.refused == {"role": 1}
     assert both.params.read(params).offer is not None
     for nothing in (None, {}, {"do_remote_prefill": "yes"}, {"x": 1}):
-        assert both.params.read(nothing) is NO_HANDOVER
+        assert both.params.read(nothing) is NO_TRANSFER
     assert both.refused == {}
 
 
@@ -206,16 +209,16 @@ def test_pages_of_an_answer_that_reaches_nobody_are_free() -> None:
     p.params.drop(request)
     p.params.drop(request)
     assert len(p.cache.transfers) == 0
-    request.handed = None
+    request.transfer = NO_TRANSFER
     p.params.drop(request)
-    assert not request.hands_over
+    assert not request.transfer.hands_over
 
 
 def test_parts_of_a_prompt_that_is_computed_are_held_one_after_the_other() -> None:
     p, d = Side(gives=True), Side(takes=True)
     request = computed(p)
     p.params.drop(request)
-    request.handed, request.num_computed = None, 22
+    request.transfer, request.num_computed = NO_TRANSFER, 22
     part = p.params.hold_part(request)
     assert part is not None
     assert len(part.page_ids) == 5, "whole pages"

@@ -14,7 +14,7 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.torch import experts
-from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.sampling.verifier import Best
 from foretoken.draft.control import profiler as profiler_module
 from foretoken.draft.control.cost_model import CostModel
@@ -58,7 +58,7 @@ def test_a_draft_pass_is_timed_as_drafts_compute_it(pair, monkeypatch) -> None:
 
     class OneCall:
         def best(
-            self, segments: Sequence[Segment], rows: Sequence[SampleRow], num_best: int
+            self, segments: Sequence[Segment], rows: Sequence[DraftedRow], num_best: int
         ) -> list[Best]:
             assert len(rows) == len(segments)
             assert num_best > 1

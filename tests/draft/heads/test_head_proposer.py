@@ -30,7 +30,7 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.native import native_library
-from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.control.outcome import NUM_BEST
@@ -129,7 +129,7 @@ class Reference:
         logits, draft_ids = self._behind(drafted), self._head.draft_ids
         wide = torch.full((1, VOCAB_SIZE), -torch.inf)
         wide[0, torch.arange(len(logits)) if draft_ids is None else draft_ids] = logits
-        wanted = SampleRow(self._row.tokens, self._row.sampling, list(drafted))
+        wanted = DraftedRow(self._row.tokens, self._row.sampling, list(drafted))
         return self._target.sampler.best(wide, [wanted], NUM_BEST)[0].token_ids
 
     def chain(self) -> list[int]:

@@ -17,7 +17,7 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
-from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.sampling.verifier import sample
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from support.tiny_pair import write_pair
@@ -117,7 +117,7 @@ def test_a_draft_is_drawn_as_the_target_draws(pair) -> None:
     prompt, proposer = prompt_of(20), proposer_of(pair[1])
     for seed in range(5):
         row = row_of(prompt, 1, seed=seed, temperature=2.0)
-        rows = [SampleRow(row.tokens, row.sampling)]
+        rows = [DraftedRow(row.tokens, row.sampling)]
         expected = sample(logits_after(pair[1], prompt, ())[None], rows)
         assert proposer.propose([row])[0].token_ids == [expected[0].token_id]
 

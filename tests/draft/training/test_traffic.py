@@ -12,6 +12,7 @@ import pytest
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.extras.adapter import Adapter
+from foretoken.core.interface.extras.request_extras import request_extras
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.draft.training import traffic
@@ -48,7 +49,7 @@ def request(name="r", tokens=(1, 2, 3), *, salt=None, write=True, adapter=None):
         ),
         namespace=salt,
         cache=CacheOptions(write=write),
-        adapter=adapter,
+        extras=request_extras(adapter, ()),
     )
 
 

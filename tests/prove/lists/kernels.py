@@ -6,6 +6,14 @@ from ..mutation import Mutation
 
 MUTATIONS = (
     Mutation(
+        "kernel-logits-of-the-first-rows",
+        "make_logits",
+        "hidden + at[index] * row_bytes",
+        "hidden + index * row_bytes",
+        ("test_a_step_in_one_call_is_the_same_bits_as_one_operation_after_another",),
+        "logits are those of the rows that are wanted",
+    ),
+    Mutation(
         "kernel-row-does-not-see-itself",
         "weigh_seen",
         "ft_max(0, space->reaches[query] - lo)",

@@ -23,8 +23,8 @@ MUTATIONS = (
     ),
     Mutation(
         "sampling-position-without-the-tail",
-        "SampleRow.position",
-        "+ self.num_ahead + len(self.tail) - self",
+        "DraftedRow.position",
+        "+ self.num_ahead + len(self.draft) - self",
         "+ self.num_ahead - self",
         ("test_streams_equal_plain_decoding",),
         "law 4: the position counts drafted tokens",
@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sampling-bad-word-compares-its-end",
-        "SampleRow.banned_by_words",
+        "DraftedRow.banned_by_words",
         "self.ending(len(word) - 1) == word[:-1]",
         "self.ending(len(word) - 1) == word[1:]",
         ("test_any_mixture_of_parameters_equals_the_reference",),

@@ -32,8 +32,8 @@ MUTATIONS = (
     Mutation(
         "scheduler-takes-pages-of-the-planned",
         "Scheduler._victim",
-        "if each.load is None and each.request_id not in planned)",
-        "if each.load is None)",
+        "if each.transfer.load is None and each.request_id not in planned",
+        "if each.transfer.load is None",
         ("test_a_chunk_never_takes_the_pages_of_a_row_that_is_planned",),
         "a planned row keeps its pages",
     ),

@@ -142,8 +142,8 @@ MUTATIONS = (
     Mutation(
         "states-chunks-are-run-again",
         "_moved_state",
-        "scheduled.state is not None and scheduled.stop - scheduled.start > 1",
-        "scheduled.state is not None and scheduled.stop < scheduled.start",
+        "scheduled.extras.state is not None and scheduled.stop - scheduled.start > 1",
+        "scheduled.extras.state is not None and scheduled.stop < scheduled.start",
         ("test_a_chunk_is_never_run_again_as_it_was", _SEEDS),
         "a chunk whose state moved on is not run again",
     ),
@@ -165,9 +165,9 @@ MUTATIONS = (
     ),
     Mutation(
         "states-rows-of-drafts-are-final",
-        "segment_state",
-        "SegmentState(state.slot, state.log, scheduled.stop, state.keeps)",
-        "SegmentState(state.slot, state.log, scheduled.stop + 1, state.keeps)",
+        "row_extras",
+        "SegmentState(use.slot, use.log, scheduled.stop, use.keeps)",
+        "SegmentState(use.slot, use.log, scheduled.stop + 1, use.keeps)",
         (_SEEDS,),
         "a draft that is not accepted leaves no trace in a state",
     ),

@@ -162,7 +162,7 @@ MUTATIONS = (
     Mutation(
         "loading-is-planned",
         "Scheduler.schedule",
-        "each.num_pending > 1 and each.load is None",
+        "each.num_pending > 1 and each.transfer.load is None",
         "each.num_pending > 1",
         ("test_a_late_load_is_given_up_and_its_pages_are_nobodys_until_the_thread_returns",),
         "no step touches a page under I/O",
@@ -170,7 +170,7 @@ MUTATIONS = (
     Mutation(
         "loading-is-a-victim",
         "Scheduler._victim",
-        "if each.load is None and each.request_id not in planned",
+        "if each.transfer.load is None and each.request_id not in planned",
         "if each.request_id not in planned",
         ("test_a_request_whose_pages_are_loaded_is_no_victim",),
         "loading requests are never preempted",
@@ -186,7 +186,7 @@ MUTATIONS = (
     Mutation(
         "look-up-is-not-waited-for",
         "awaits_prefix",
-        "not (request.load.is_found or request.load.is_over)",
+        "not (load.is_found or load.is_over)",
         "False",
         ("test_others_go_first_while_a_request_is_looked_up",),
         "what a tier has is not computed",

@@ -24,8 +24,8 @@ MUTATIONS = (
     Mutation(
         "verify-forgets-the-draft-before-a-place",
         "_Walk.place",
-        "request.sampling, request.tail(node)\n",
-        "request.sampling\n",
+        "self._request.at(node)",
+        "self._request.at(-1)",
         ("test_streams_equal_plain_decoding",),
         "law 4: noise and penalties belong to the position",
     ),

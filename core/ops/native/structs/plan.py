@@ -139,6 +139,8 @@ class NativePlan:
         ]
         tensors = [each.contiguous() for each in (batch.slots, *turns)]
         self.num_rows = batch.num_rows
+        self.num_logits = batch.num_logits
+        self.logit_rows = batch.logit_rows if batch.num_logits < batch.num_rows else None
         self.heads = heads
         self.dtype = pool.dtype
         reaches = None if batch.reaches is None else np.ascontiguousarray(batch.reaches, np.int64)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ...batch import BatchStates, RaggedBatch
+from ...batch import RaggedBatch
+from ...row_extras import BatchStates
 from ...state_pool import StatePool
 from ..graph_inputs import Field, HostFields
 from .inputs_kernels import SEGMENT_WORDS

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....interface.sampling import SamplingMetadata
+from ....sampling.drafted_row import DraftedRow
 from ....sampling.encoded import EncodedSampling, Mask
-from ....sampling.logits_processors import SampleRow
 from .history import History
 
 STEPS = range(4)  # of the edits, in their order: bias, repetition, penalties, bans
@@ -40,28 +40,28 @@ class RowEdits:
             return self._allowed
         return pack_bits(mask) if self._allowed is None else pack_bits(mask) & self._allowed
 
-    def steps(self, row: SampleRow, mask: Mask | None) -> tuple[Edits, ...]:
+    def steps(self, row: DraftedRow, mask: Mask | None) -> tuple[Edits, ...]:
         """Single edits of a row, in the order of `STEPS`."""
         return self._bias, self._repeats(row), self._penalties(row), self._bans(row, mask)
 
-    def _repeats(self, row: SampleRow) -> Edits:
+    def _repeats(self, row: DraftedRow) -> Edits:
         """Repetition as in CTRL (arXiv 1909.05858)."""
         factor = self._encoded.fields["repetition_penalty"]
         if factor == 1.0:
             return _NOTHING
-        ids, _ = self._path.counts(row.tokens, row.tail)
+        ids, _ = self._path.counts(row.tokens, row.draft)
         return ids, np.full(len(ids), factor, np.float32)
 
-    def _penalties(self, row: SampleRow) -> Edits:
+    def _penalties(self, row: DraftedRow) -> Edits:
         """Frequency and presence as in OpenAI's API."""
         fields = self._encoded.fields
         frequency, presence = fields["frequency_penalty"], fields["presence_penalty"]
         if frequency == presence == 0.0:
             return _NOTHING
-        ids, counts = self._output.counts(row.tokens, row.tail)
+        ids, counts = self._output.counts(row.tokens, row.draft)
         return ids, -(counts.astype(np.float32) * np.float32(frequency) + np.float32(presence))
 
-    def _bans(self, row: SampleRow, mask: Mask | None) -> Edits:
+    def _bans(self, row: DraftedRow, mask: Mask | None) -> Edits:
         encoded = self._encoded
         ids = encoded.stops if encoded.bans_stops(row.position, mask) else _NOTHING[0]
         if encoded.words:

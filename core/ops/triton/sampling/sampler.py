@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from ....sampling.drafted_row import DraftedRow
 from ....sampling.gumbel import vocabulary_hashes
-from ....sampling.logits_processors import SampleRow
 from ....sampling.sampler import DeviceSampler, DraftVocab
 from ....sampling.verifier import (
     ALL_BANNED,
@@ -32,7 +32,6 @@ from ....sampling.verifier import (
     LogitsRow,
     SampledToken,
     Verified,
-    VerifyRequest,
     walk_drafts,
 )
 from ...batch import SamplingPlan
@@ -66,18 +65,18 @@ class TritonSampler(DeviceSampler):
         self._post = _Post()
 
     @override
-    def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
+    def verify(self, logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:
         return walk_drafts(logits, requests, lambda places: self._choose(logits, places))
 
     @override
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+    def sample(self, logits: Tensor, rows: Sequence[DraftedRow]) -> list[SampledToken]:
         _check(len(logits), len(rows))
         return self._choose(logits, list(enumerate(rows)))
 
     def best(
         self,
         logits: Tensor,
-        rows: Sequence[SampleRow],
+        rows: Sequence[DraftedRow],
         num_best: int,
         *,
         draft_vocab: DraftVocab | None = None,
@@ -99,7 +98,7 @@ class TritonSampler(DeviceSampler):
         return TritonPendingBest(words.view(-1, num_best), refusals, draft_vocab).bests()
 
     @override
-    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> TritonPendingTokens:
+    def begin(self, logits: Tensor, rows: Sequence[DraftedRow]) -> TritonPendingTokens:
         if not rows:
             raise ValueError("no token to draw")
         _check(len(logits), len(rows))

@@ -13,9 +13,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ....sampling.drafted_row import DraftedRow
 from ....sampling.encoded import CUT, PLACE
 from ....sampling.gumbel import stream_keys
-from ....sampling.logits_processors import SampleRow
 from ....sampling.verifier import LogitsRow
 from ...batch import IntArray, SamplingPlan
 from .row_edits import Edits, Ints, RowEdits, num_words
@@ -27,7 +27,7 @@ NUM_COLUMNS = len(COLUMNS)
 ROW, _EDITED = COLUMNS.index("row"), COLUMNS.index("edited")
 _KIND = COLUMNS.index("kind")
 
-_Edited: TypeAlias = tuple[int, SampleRow]  # place, and its row
+_Edited: TypeAlias = tuple[int, DraftedRow]  # place, and its row
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _edit_lists(
     refusals: dict[int, str] = {}
     asked: list[tuple[int, Ints | None, tuple[Edits, ...]]] = []
     for index, row in edited:
-        mask, refusal = row.encoded(vocab_size).ask(row.tokens, row.tail)
+        mask, refusal = row.encoded(vocab_size).ask(row.tokens, row.draft)
         if refusal is not None:
             refusals[index] = refusal
             continue

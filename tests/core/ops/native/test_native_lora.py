@@ -13,6 +13,7 @@ from foretoken.core.ops.layers import run_layers
 from foretoken.core.ops.lora import LoraBlock, LoraUpdate, adapted_rows
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
+from foretoken.core.ops.row_extras import RowExtras
 from support.adapters import write_adapter
 from support.checkpoints import ModelDriver, make_reference, save
 from support.greedy_streams import random_ids
@@ -94,8 +95,8 @@ def test_the_step_in_one_call_has_the_bits_of_its_operations(kind, threads, tmp_
         driver = ModelDriver(decoder)
         sequences = [driver.add(random_ids(count, seed=count)) for count in (9, 1, 4, 6)]
         segments = [
-            Segment(each.tokens, 0, each.pages, 1, state=driver._state(each, len(each.tokens)),
-                    adapter=adapter)
+            Segment(each.tokens, 0, each.pages, 1, extras=RowExtras(
+                    state=driver._state(each, len(each.tokens)), adapter=adapter))
             for each, adapter in zip(sequences, [*adapters, None, adapters[0]], strict=True)
         ]  # fmt: skip
         batch = decoder.batch(segments, page_size=driver.page_size)

@@ -336,8 +336,17 @@ def test_a_step_in_one_call_is_the_same_bits_as_one_operation_after_another(
     plain._compiled = None
     assert fused._compiled is not None
     ids = [n * 7 % 200 for n in range(150)]
-    outs = [d.prefill(d.add(ids), 100, 101, 150) for d in map(ModelDriver, (fused, plain))]
+    drivers = [ModelDriver(each) for each in (fused, plain)]
+    outs = [d.prefill(d.add(ids), 100, 101, 150) for d in drivers]
     assert torch.equal(*outs)
+    for lens in ((3, 0, 1), (0, 0, 0)):  # the logits of some rows, or of none
+        some = [
+            d.step([(d.add(ids), ids[: 40 - 9 * at], wanted) for at, wanted in enumerate(lens)])
+            for d in drivers
+        ]
+        for ours, theirs, wanted in zip(*some, lens, strict=True):
+            assert torch.equal(ours, theirs)
+            assert len(ours) == wanted
 
 
 def test_the_backend_is_chosen_by_what_it_can_compute() -> None:

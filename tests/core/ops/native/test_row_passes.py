@@ -19,7 +19,7 @@ from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.row_passes import NativeRowPasses
-from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.drafted_row import DraftedRow
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.sampling_rows import PROMPT_LEN, Countdown, random_wishes, sampling_of
 
@@ -61,9 +61,9 @@ class Drafting:
     def _ids(self, count: int) -> array[int]:
         return array("q", (self.rng.randrange(VOCAB_SIZE) for _ in range(count)))
 
-    def nodes(self) -> tuple[list[Segment], list[SampleRow]]:
+    def nodes(self) -> tuple[list[Segment], list[DraftedRow]]:
         """Roots, and nodes a few tokens below, whose path has left the pages or not."""
-        segments, rows = list[Segment](), list[SampleRow]()
+        segments, rows = list[Segment](), list[DraftedRow]()
         spare = iter(self.rng.sample(self.spare, len(self.spare)))
         for request, tokens in enumerate(self.tokens):
             for _ in range(self.rng.randrange(1, 4)):
@@ -73,7 +73,7 @@ class Drafting:
                 last = path[-1:] or tokens[-1:]
                 start = len(tokens) + depth - 1
                 segments.append(Segment(last, start, self.pages[request], 1, tail))
-                rows.append(SampleRow(tokens, self._sampling(len(tokens)), path))
+                rows.append(DraftedRow(tokens, self._sampling(len(tokens)), path))
         return segments, rows
 
     def _sampling(self, num_tokens: int) -> SamplingMetadata:
@@ -127,7 +127,7 @@ def test_tables_grow_with_positions(tmp_path: Path) -> None:
     pools = [decoder.make_pool(3, page_size=4096) for _ in range(2)]
     passes = decoder.row_passes(pools[1])
     assert passes is not None
-    pages, row = array("q", (2, 0, 1)), SampleRow(array("q", [5] * PROMPT_LEN), sampling_of())
+    pages, row = array("q", (2, 0, 1)), DraftedRow(array("q", [5] * PROMPT_LEN), sampling_of())
     for start in (0, 4095, 4096, 8500):
         segments = [Segment([7], start, pages, 1)]
         output = decoder.forward(decoder.batch(segments, page_size=4096), pools[0])
@@ -140,4 +140,4 @@ def test_a_row_beyond_its_pages_is_refused(tmp_path: Path) -> None:
     assert drafting.passes is not None
     segment = Segment([7], 16 * PAGE_SIZE, drafting.pages[0], 1)
     with pytest.raises(ValueError, match="16 pages for 65 positions"):
-        drafting.passes.best([segment], [SampleRow(drafting.tokens[0], sampling_of())], 1)
+        drafting.passes.best([segment], [DraftedRow(drafting.tokens[0], sampling_of())], 1)

@@ -17,7 +17,8 @@ from foretoken.core.interface.output import Refusal
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.ops.native import Variant, native_library, variants
 from foretoken.core.ops.native.sampler import NativeSampler
-from foretoken.core.sampling.logits_processors import SampleRow, apply_processors, scaled, truncate
+from foretoken.core.sampling.drafted_row import DraftedRow
+from foretoken.core.sampling.logits_processors import apply_processors, scaled, truncate
 from foretoken.core.sampling.sampler import DraftVocab, TorchSampler
 from foretoken.core.sampling.verifier import (
     ALL_BANNED,
@@ -25,7 +26,6 @@ from foretoken.core.sampling.verifier import (
     Best,
     SampledToken,
     Verified,
-    VerifyRequest,
 )
 from support.draft_trees import tree_of
 from support.native_variants import every_variant
@@ -127,7 +127,7 @@ def test_exactly_the_tokens_that_the_cuts_leave_are_drawn(
     assert drawn == set(kept[0].tolist())
 
 
-def exact_probs(values: torch.Tensor, row: SampleRow) -> torch.Tensor:
+def exact_probs(values: torch.Tensor, row: DraftedRow) -> torch.Tensor:
     values = values[None].clone()
     apply_processors(values, [row])
     kept, ids = truncate(scaled(values, [row]), [row])
@@ -152,7 +152,7 @@ def test_draws_have_the_distribution_that_was_asked_for(form: dict[str, Any]) ->
     num_samples, values = 20_000, logits_of(1, 19)[0]
     params = TokenSamplingParams(**form)
     rows = [
-        SampleRow(
+        DraftedRow(
             array("q", (0, 4)), SamplingMetadata(params=params, seed=seed, prompt_len=PROMPT_LEN)
         )
         for seed in range(num_samples)
@@ -259,7 +259,7 @@ def test_a_part_of_the_vocabulary_races_as_if_all_others_were_banned(
 
 def test_the_best_of_a_greedy_row_are_its_greatest_logits(sampler: NativeSampler) -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 2.0, -1.0], [0.0, NAN, 0.0, 0.0, 0.0]])
-    row = SampleRow(array("q", [0]), sampling_of(temperature=0.0))
+    row = DraftedRow(array("q", [0]), sampling_of(temperature=0.0))
     first, second = sampler.best(logits, [row, row], 3)
     assert first == Best((1, 2, 3), (5.0, 5.0, 2.0))
     assert second == Best((), (), NOT_FINITE)
@@ -273,7 +273,7 @@ def test_the_best_of_a_greedy_row_are_its_greatest_logits(sampler: NativeSampler
 def test_drafts_are_followed_as_torch_follows_them(sampler: NativeSampler) -> None:
     rng, vocab = random.Random(5), 61
     logits = logits_of(900, vocab, 4.0)
-    rows, at = list[VerifyRequest](), 0
+    rows, at = list[DraftedRow](), 0
     while at + 8 < 900:
         form = random_wishes(rng, vocab) | {"logprobs": rng.choice([None, None, 2])}
         if rng.random() < 0.3:
@@ -281,7 +281,7 @@ def test_drafts_are_followed_as_torch_follows_them(sampler: NativeSampler) -> No
         depth = rng.randrange(6)
         draft = best_of(logits[at : at + depth], rng)
         tokens = array("q", [rng.randrange(vocab) for _ in range(4)])
-        rows.append(VerifyRequest(tokens, draft, sampling_of(rng.getrandbits(64), **form)))
+        rows.append(DraftedRow(tokens, sampling_of(rng.getrandbits(64), **form), draft))
         at += depth + 1
     logits = logits[:at]
     logits[::37, 0] = NAN
@@ -294,7 +294,7 @@ def test_drafts_are_followed_as_torch_follows_them(sampler: NativeSampler) -> No
 def test_trees_are_followed_as_torch_follows_them(sampler: NativeSampler) -> None:
     rng, vocab = random.Random(6), 61
     logits = logits_of(1500, vocab, 4.0)
-    rows, at = list[VerifyRequest](), 0
+    rows, at = list[DraftedRow](), 0
     while at + 20 < 1500:
         form = random_wishes(rng, vocab) | {"logprobs": rng.choice([None, None, 2])}
         if rng.random() < 0.3:
@@ -304,10 +304,10 @@ def test_trees_are_followed_as_torch_follows_them(sampler: NativeSampler) -> Non
         sampling = sampling_of(rng.getrandbits(64), **form)
         said = list[int]()  # a path that comes true, if no logits are spoilt
         for _ in range(3):
-            (choice,) = ORACLE.sample(logits[at : at + 1], [SampleRow(tokens, sampling, said)])
+            (choice,) = ORACLE.sample(logits[at : at + 1], [DraftedRow(tokens, sampling, said)])
             said.append(max(0, choice.token_id))
         draft = tree_of([*paths[:2], said, *paths[2:]])
-        row = VerifyRequest(tokens, draft.token_ids, sampling, draft.parents)
+        row = DraftedRow(tokens, sampling, draft.token_ids, draft.parents)
         logits[at + 1 : at + len(draft.token_ids) + 1] = logits[at]
         rows.append(row)
         at += len(draft.token_ids) + 1
@@ -323,7 +323,7 @@ def test_a_constraint_is_asked_about_no_place_that_is_not_reached(sampler: Nativ
     constraint, logits = Countdown(12), torch.zeros(5, 12)
     logits[range(5), [11, 3, 4, 5, 6]] = 3.0
     sampling = sampling_of(temperature=0.0, constraint=constraint)
-    row = VerifyRequest(array("q", (0, 0)), (0, 3, 9, 5), sampling)
+    row = DraftedRow(array("q", (0, 0)), sampling, (0, 3, 9, 5))
     assert sampler.verify(logits, [row]) == [Verified((0, 3, 4), (0, 1))]
     assert constraint.asked == [0, 1, 2]
 
@@ -331,8 +331,8 @@ def test_a_constraint_is_asked_about_no_place_that_is_not_reached(sampler: Nativ
 def test_what_a_constraint_fails_with_is_the_requests_own_fault(sampler: NativeSampler) -> None:
     sampling = sampling_of(temperature=0.0, constraint=Countdown(12, fails_at=1))
     rows = [
-        VerifyRequest(array("q", (0, 0)), (0,), sampling),
-        VerifyRequest(array("q", (0,)), (), sampling_of(temperature=0.0)),
+        DraftedRow(array("q", (0, 0)), sampling, (0,)),
+        DraftedRow(array("q", (0,)), sampling_of(temperature=0.0)),
     ]
     first, second = sampler.verify(torch.zeros(3, 12), rows)
     assert (first.token_ids, first.num_accepted, first.error) == ((0,), 1, "no way on")
@@ -350,7 +350,7 @@ def test_an_answer_that_must_end_may_be_shorter_than_min_tokens(
         temperature=0.0, constraint=Countdown(12), min_tokens=50, stop_ids=frozenset({0})
     )
     logits = torch.arange(12.0, 0.0, -1.0)[None]
-    assert sampler.sample(logits, [SampleRow(tokens, sampling)]) == [SampledToken(chosen)]
+    assert sampler.sample(logits, [DraftedRow(tokens, sampling)]) == [SampledToken(chosen)]
 
 
 def test_a_mask_of_another_vocabulary_is_an_error_and_no_wild_read(sampler: NativeSampler) -> None:
@@ -360,7 +360,7 @@ def test_a_mask_of_another_vocabulary_is_an_error_and_no_wild_read(sampler: Nati
 
 
 def test_a_wrong_number_of_logits_is_refused(sampler: NativeSampler) -> None:
-    row = VerifyRequest(array("q", (0, 0)), (), sampling_of())
+    row = DraftedRow(array("q", (0, 0)), sampling_of())
     with pytest.raises(ValueError, match="2 rows of logits for 1 drafts"):
         sampler.verify(torch.zeros(2, 5), [row])
     assert sampler.verify(torch.zeros(0, 5), []) == []

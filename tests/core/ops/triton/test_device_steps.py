@@ -27,7 +27,7 @@ from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.machine import device as devices
 from foretoken.core.ops.machine.device import make_stopwatch
 from foretoken.core.ops.triton.linear import tiles
-from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.draft.control.outcome import NUM_BEST
 
 pytestmark = pytest.mark.slow
@@ -154,11 +154,11 @@ def test_what_warms_up_computes_the_largest_steps_and_draws_in_every_way() -> No
         def sampler(self) -> Watched:
             return self
 
-        def sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> None:
+        def sample(self, logits: torch.Tensor, rows: list[DraftedRow]) -> None:
             decoder.sampler.sample(logits, rows)
             told.append(len(rows))
 
-        def best(self, logits: torch.Tensor, rows: list[SampleRow], num_best: int) -> None:
+        def best(self, logits: torch.Tensor, rows: list[DraftedRow], num_best: int) -> None:
             decoder.sampler.best(logits, rows, num_best)
             told.append(f"{num_best} of {len(rows)}")
 

@@ -12,7 +12,7 @@ import torch
 from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.ops.batch import ForwardOutput, SamplingPlan, Segment, Wanted
 from foretoken.core.ops.kv_pool import KVPool
-from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.sampling.sampler import DraftVocab
 
 pytest.importorskip("triton")
@@ -43,7 +43,7 @@ class Drafter:
 
     def run(
         self,
-        rows: Sequence[SampleRow],
+        rows: Sequence[DraftedRow],
         num_best: int,
         draft_vocab: DraftVocab | None = None,
         vectors: torch.Tensor | None = None,

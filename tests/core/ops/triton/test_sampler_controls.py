@@ -12,8 +12,8 @@ import numpy as np
 
 from foretoken.core.ops.triton.sampling.history import History
 from foretoken.core.ops.triton.sampling.sampling_inputs import write_controls
+from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.sampling.encoded import EncodedSampling
-from foretoken.core.sampling.logits_processors import SampleRow
 from support.sampling_rows import Countdown, row_of, sampling_of
 
 VOCAB = 40
@@ -42,9 +42,9 @@ def test_a_tail_is_forgotten_again() -> None:
 def test_places_of_one_request_share_its_mask_and_others_have_their_own() -> None:
     listed = sampling_of(allowed_token_ids=[3, 35])
     rows = [
-        SampleRow(array("q", (0, 0)), listed),
+        DraftedRow(array("q", (0, 0)), listed),
         row_of(constraint=Countdown(VOCAB)),
-        SampleRow(array("q", (0, 0)), listed, (3,)),
+        DraftedRow(array("q", (0, 0)), listed, (3,)),
         row_of(logit_bias={1: 1.0}),
         row_of(),
     ]
@@ -59,7 +59,7 @@ def test_places_of_one_request_share_its_mask_and_others_have_their_own() -> Non
 def test_min_tokens_edits_nothing_once_they_are_there() -> None:
     sampling = sampling_of(min_tokens=2, stop_ids=frozenset({7}))
     for num_tokens, is_early in ((3, True), (4, False)):
-        row = SampleRow(array("q", [1] * num_tokens), sampling)
+        row = DraftedRow(array("q", [1] * num_tokens), sampling)
         assert (write_controls([(0, row)], VOCAB).edits is not None) == is_early
 
 

@@ -330,11 +330,11 @@ def test_what_a_pass_left_in_a_packet_is_nobodys_in_the_next() -> None:
 
 def test_a_run_of_draws_is_told_as_its_places_would_be_one_by_one() -> None:
     """With a tail before the first, as a draft model's have."""
-    first, second = row_of(1, top_k=3), replace(row_of(2, temperature=0.5, min_p=0.1), tail=[7, 8])
+    first, second = row_of(1, top_k=3), replace(row_of(2, temperature=0.5, min_p=0.1), draft=[7, 8])
     told = write_plain_controls(SamplingPlan([first, second], [1, 3]), 40)
     tails = [(), (), (1,), (1, 2)]
     rows = [
-        replace(row, tail=(*row.tail, *tail))
+        replace(row, draft=(*row.draft, *tail))
         for row, tail in zip([first, second, second, second], tails, strict=True)
     ]
     expected = write_controls(list(enumerate(rows)), 40)

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.lora import LoraBlock, LoraUpdate, LoraWeights
+from foretoken.core.ops.row_extras import RowExtras
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.triton.triton_ops import TritonOps
 from foretoken.core.ops.weights import AttentionWeights, DecoderWeights, MlpWeights, PackedLinear
@@ -77,7 +78,13 @@ class Adapted:
     def logits(self, *adapters: LoraWeights | None, start: int = 0, count: int = 3) -> torch.Tensor:
         """Logits of one segment for each adapter or none, on pages of its own."""
         segments = [
-            Segment([5, 7, 11][:count], start, array("q", [page]), count, adapter=each)
+            Segment(
+                [5, 7, 11][:count],
+                start,
+                array("q", [page]),
+                count,
+                extras=each and RowExtras(adapter=each),
+            )
             for page, each in enumerate(adapters)
         ]
         batch = self.decoder.batch(segments, page_size=PAGE_SIZE)

@@ -14,13 +14,12 @@ from msgspec.structs import replace
 pytest.importorskip("triton")
 
 from foretoken.core.interface.output import Refusal
-from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
     SampledToken,
     Verified,
-    VerifyRequest,
 )
 from support.sampling_rows import (
     Countdown,
@@ -115,7 +114,7 @@ def test_a_long_history_is_counted_as_torch_counts_it_while_it_grows() -> None:
         for seed, factor in enumerate((1.0, 1.7))
     ]
     for _ in range(3):
-        rows = [SampleRow(tokens, sampling, (7, 11)) for sampling in samplings]
+        rows = [DraftedRow(tokens, sampling, (7, 11)) for sampling in samplings]
         logits = logits_of(2, vocab, 0.3)
         assert SAMPLER.sample(logits, rows) == oracle(logits, rows)
         tokens.extend([11, 8, 9])
@@ -132,7 +131,7 @@ def test_a_wrong_number_of_logits_is_refused() -> None:
     with pytest.raises(ValueError, match="2 rows of logits for 3 tokens"):
         SAMPLER.sample(logits_of(2, 9), [row_of(), row_of(), row_of()])
     with pytest.raises(ValueError, match="2 rows of logits for 1 drafts"):
-        SAMPLER.verify(torch.zeros(2, 5), [VerifyRequest(array("q", (0, 0)), (), sampling_of())])
+        SAMPLER.verify(torch.zeros(2, 5), [DraftedRow(array("q", (0, 0)), sampling_of())])
     assert SAMPLER.verify(torch.zeros(0, 5), []) == []
 
 
@@ -142,7 +141,7 @@ def test_a_wrong_number_of_logits_is_refused() -> None:
 def test_drafts_are_followed_as_torch_follows_them() -> None:
     rng, vocab = random.Random(5), 61
     logits = logits_of(70, vocab, 8.0)
-    rows, at = list[VerifyRequest](), 0
+    rows, at = list[DraftedRow](), 0
     while at + 8 < 70:
         form = rng.choice([random_wishes(rng, vocab), {"temperature": 0.0}])
         form["logprobs"] = rng.choice([None, 2])
@@ -152,7 +151,7 @@ def test_drafts_are_followed_as_torch_follows_them() -> None:
         best = logits[at : at + depth]
         draft = rng.choice([best_of(best, rng), best.argmax(-1).tolist()])
         tokens = array("q", [rng.randrange(vocab) for _ in range(4)])
-        rows.append(VerifyRequest(tokens, draft, sampling_of(rng.getrandbits(64), **form)))
+        rows.append(DraftedRow(tokens, sampling_of(rng.getrandbits(64), **form), draft))
         at += depth + 1
     logits = logits[:at]
     logits[::17, 0] = NAN
@@ -172,15 +171,15 @@ def test_the_places_of_a_draft_may_be_decided_all_at_once() -> None:
     form = {"repetition_penalty": 1.5, "allowed_token_ids": range(0, 40, 2), "min_tokens": 7}
     sampling = sampling_of(3, **form, stop_ids=frozenset({4}), bad_words_ids=((6, 8),))
     tokens, draft, logits = array("q", (0, 2, 9)), (6, 8, 6, 8), logits_of(5, 40, 1.0)
-    rows = [SampleRow(tokens, sampling, draft[:depth]) for depth in range(5)]
+    rows = [DraftedRow(tokens, sampling, draft[:depth]) for depth in range(5)]
     assert SAMPLER.sample(logits, rows) == oracle(logits, rows)
 
 
 def test_what_a_constraint_fails_with_is_the_requests_own_fault() -> None:
     sampling = sampling_of(temperature=0.0, constraint=Countdown(12, fails_at=1))
     rows = [
-        VerifyRequest(array("q", (0, 0)), (0,), sampling),
-        VerifyRequest(array("q", (0,)), (), sampling_of(temperature=0.0)),
+        DraftedRow(array("q", (0, 0)), sampling, (0,)),
+        DraftedRow(array("q", (0,)), sampling_of(temperature=0.0)),
     ]
     first, second = SAMPLER.verify(torch.zeros(3, 12), rows)
     assert (first.token_ids, first.num_accepted, first.error) == ((0,), 1, "no way on")
@@ -196,7 +195,7 @@ def test_an_answer_that_must_end_may_be_shorter_than_min_tokens(
     sampling = sampling_of(
         temperature=0.0, constraint=Countdown(12), min_tokens=50, stop_ids=frozenset({0})
     )
-    row = SampleRow(array("q", [5] * (12 - num_allowed)), sampling)
+    row = DraftedRow(array("q", [5] * (12 - num_allowed)), sampling)
     logits = torch.arange(12.0, 0.0, -1.0)[None]
     assert SAMPLER.sample(logits, [row]) == [SampledToken(chosen)]
 

@@ -79,6 +79,7 @@ typedef struct {
     int64_t hidden, width; /* of the residual stream, of the widest MLP */
     int64_t mixed, gates, read; /* the widest rows that recurrent layers or gates make, see step_space */
     ft_token_inputs token_inputs;
+    const ft_linear_weight *head; /* the output layer */
 } ft_decoder;
 
 FT_EXPORT void ft_embedding(const int64_t *ids, const void *table, void *out, int64_t rows,
@@ -432,16 +433,28 @@ static void embed(const step_job *step, const int64_t *ids, const char *given, i
             memcpy(residual + row * row_bytes, given + row * row_bytes, (size_t)row_bytes);
 }
 
+/* Logits [num_logits, vocab] of rows of `hidden` [num_rows, hidden]; `at` NULL: of all of them.
+ * Returns 0, or -1 when there is no memory. */
+static int make_logits(const step_job *step, const char *hidden, int64_t row_bytes,
+                       const int64_t *at, int64_t num_logits, float *logits) {
+    char *rows = step->space.x; /* no layer needs it any more */
+    for (int64_t index = 0; at && index < num_logits; index++)
+        memcpy(rows + index * row_bytes, hidden + at[index] * row_bytes, (size_t)row_bytes);
+    return ft_linear(step->decoder->head, at ? rows : hidden, step->dtype, num_logits, logits,
+                     FT_FLOAT32);
+}
+
 /* Token ids [num_rows] to the final norm's output [num_rows, hidden]; writes KV into the pool.
  * `given`: see `embed`; NULL where there are no such ids. `behind` [num_behind, num_rows, hidden]:
  * see `add_behind`. `adapted`: rows that adapters change.
  * `tapped` [num_rows, num_taps, hidden] gets the residual stream at the boundaries `tapped_at`:
- * 0 is the embedding, b lies behind b layers. Returns 0, or -1 when there is no memory. */
+ * 0 is the embedding, b lies behind b layers. `logits` [num_logits, vocab]: see `make_logits`.
+ * Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const void *given,
                          int64_t num_behind, const void *behind, const ft_part *parts,
                          int64_t num_parts, const ft_adapted *adapted, int64_t num_adapted,
-                         void *out, int64_t num_taps,
-                         const int64_t *tapped_at, void *tapped) {
+                         void *out, int64_t num_taps, const int64_t *tapped_at, void *tapped,
+                         const int64_t *logit_rows, int64_t num_logits, float *logits) {
     ft_attend_plan plans[FT_MAX_PARTS];
     int64_t last = decoder->num_layers - 1;
     step_job step = {decoder, parts, plans, .rows = parts->batch->num_rows,
@@ -466,7 +479,7 @@ FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const vo
         if (!x) return -1;
         tap(&taps, index + 1, space->residual, step.rows, row_bytes);
     }
-    return 0;
+    return make_logits(&step, out, row_bytes, logit_rows, num_logits, logits);
 }
 
 /* -- a pass of drafts in one call --------------------------------------------------------------- */
@@ -555,12 +568,12 @@ static void cap_logits(void *context, int64_t begin, int64_t end) {
 /* One pass over rows of requests: their KV into the pool, and the best `num_best` tokens behind each,
  * as ft_best has them. `max_pages`: of a row. `cap`: of the logits; 0: none. Returns 0, or -1 when
  * there is no memory. */
-FT_EXPORT int ft_row_pass(const ft_decoder *decoder, const ft_linear_weight *head, float cap,
-                          const ft_row_part *parts, int64_t num_parts, const int64_t *layout,
-                          int64_t max_pages, const int64_t *hashes, const ft_walk *walks,
-                          int64_t rows, const int64_t *drafts, int64_t num_best, int64_t *tokens,
-                          float *scores, int64_t *counts) {
-    const int64_t vocab = head->out_features, dtype = parts->heads->dtype;
+FT_EXPORT int ft_row_pass(const ft_decoder *decoder, float cap, const ft_row_part *parts,
+                          int64_t num_parts, const int64_t *layout, int64_t max_pages,
+                          const int64_t *hashes, const ft_walk *walks, int64_t rows,
+                          const int64_t *drafts, int64_t num_best, int64_t *tokens, float *scores,
+                          int64_t *counts) {
+    const int64_t vocab = decoder->head->out_features;
     pieces memory = {0};
     lay_out_rows(&memory, parts, num_parts, rows, max_pages, decoder->hidden, vocab);
     memory = (pieces){ft_scratch(FT_SCRATCH_PASS, memory.used), 0};
@@ -579,8 +592,7 @@ FT_EXPORT int ft_row_pass(const ft_decoder *decoder, const ft_linear_weight *hea
         of_batch[i] = (ft_part){&batches[i], parts[i].kv, parts[i].heads};
     }
     if (ft_forward(decoder, space.ids, NULL, 0, NULL, of_batch, num_parts, NULL, 0, space.hidden, 0,
-                   NULL, NULL) ||
-        ft_linear(head, space.hidden, (int)dtype, rows, space.logits, FT_FLOAT32))
+                   NULL, NULL, NULL, rows, space.logits))
         return -1;
     float *to_cap[] = {space.logits, &cap};
     if (cap > 0.0f) ft_parallel(cap_logits, to_cap, ft_ceil_div(rows * vocab, FT_WIDTH), 1024);

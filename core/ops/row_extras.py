@@ -1,0 +1,206 @@
+"""RowExtras: what only some rows have beside tokens and pages; a batch of plain rows has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..interface.extras.adapter import Adapter
+from .state_pool import DRAFT_ROOM, StatePool
+
+_Ints: TypeAlias = NDArray[np.int64]
+
+
+class SegmentState(msgspec.Struct, frozen=True, gc=False):
+    """Recurrent state and log of a segment's request, by their indices in the `StatePool`.
+
+    Positions below ``final_stop`` are final, rows from there on are drafts: at most `DRAFT_ROOM`,
+    in a chain. ``keeps``: page ends from the segment's start to ``final_stop``, rising, each with
+    the slot to which the state there is written.
+    """
+
+    slot: int
+    log: int
+    final_stop: int
+    keeps: tuple[tuple[int, int], ...] = ()  # position, slot
+
+
+class RowExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What the rows of a segment have beside tokens and pages.
+
+    ``state``: of models with recurrent layers. ``adapter``: changes what the rows are computed
+    with. ``turns``: [3, rows] positions by which RoPE turns the rows; None: their places.
+
+    ``shift``: tokens before the segment whose KV was packed away. All positions count what is left;
+    RoPE alone turns a row by its true position, ``shift`` further on.
+
+    ``reaches``: [rows] the first position that each row does not see, in layers whose rows may see
+    others behind them: behind its own, at most the segment's stop, and never falling. None: the
+    next one.
+    """
+
+    state: SegmentState | None = None
+    adapter: Adapter | None = None
+    turns: _Ints | None = None
+    shift: int = 0
+    reaches: _Ints | None = None
+
+
+NO_EXTRAS = RowExtras()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchStates:
+    """`SegmentState` of every segment of a batch."""
+
+    slots: _Ints  # [num_segments]
+    logs: _Ints  # [num_segments]
+    final_stops: _Ints  # [num_segments]
+    keep_counts: _Ints  # [num_segments]
+    keeps: _Ints  # [sum of keep_counts, 2] position, slot; segment after segment
+
+
+class BatchExtras(NamedTuple):
+    """The extras of all segments; see `RaggedBatch`."""
+
+    positions: _Ints  # [num_rows], or [3, num_rows] where a segment has ``turns``
+    turned_until: int
+    states: BatchStates | None
+    adapters: tuple[tuple[Adapter, _Ints], ...]
+    reaches: _Ints | None
+
+
+def fresh_state(states: StatePool | None, index: int, stop: int) -> RowExtras | None:
+    """Reset slot ``index`` and return the state of rows from position 0 to ``stop``, no drafts.
+
+    The log has the same index. Return None where there are no ``states``.
+    """
+    if states is None:
+        return None
+    states.reset(index)
+    return RowExtras(state=SegmentState(index, index, stop))
+
+
+def batch_extras(
+    given: Sequence[RowExtras | None],
+    starts: _Ints,
+    lens: _Ints,
+    positions: _Ints,
+    *,
+    page_size: int,
+    num_rows: int,
+) -> BatchExtras:
+    """Lay out the extras of segments with these ``starts`` and ``lens`` [num_segments].
+
+    ``positions`` [rows]: their places. ``num_rows``: with the copies of the last row. Raises
+    ValueError for states that segments share or lack, and for reaches that are none.
+    """
+    extras = [NO_EXTRAS if each is None else each for each in given]
+    shifted, turned_until = _shifted(extras, positions, lens)
+    return BatchExtras(
+        positions=_turns(extras, shifted, lens),
+        turned_until=turned_until,
+        states=_states(extras, starts, lens, page_size),
+        adapters=_adapters(extras, lens, num_rows),
+        reaches=_reaches(extras, starts, lens),
+    )
+
+
+def _shifted(extras: Sequence[RowExtras], positions: _Ints, lens: _Ints) -> tuple[_Ints, int]:
+    """Positions [num_rows] with the shifts of their segments, and the first one behind them all.
+
+    The latter is 0 where no segment has a shift.
+    """
+    shifts = np.array([each.shift for each in extras], dtype=np.int64)
+    if not shifts.any():
+        return positions, 0
+    shifted = positions + np.repeat(shifts, lens)
+    return shifted, int(shifted.max()) + 1
+
+
+def _turns(extras: Sequence[RowExtras], positions: _Ints, lens: _Ints) -> _Ints:
+    """The positions by which RoPE turns, [num_rows], or [3, num_rows] where a segment has such."""
+    if all(each.turns is None for each in extras):
+        return positions
+    found, first = np.stack([positions] * 3), 0
+    for each, count in zip(extras, lens.tolist(), strict=True):
+        if each.turns is not None:
+            found[:, first : first + count] = each.turns
+        first += count
+    return found
+
+
+def _states(
+    extras: Sequence[RowExtras], starts: _Ints, lens: _Ints, page_size: int
+) -> BatchStates | None:
+    """The states of all segments; None where none has one."""
+    states = [each.state for each in extras if each.state is not None]
+    if not states:
+        return None
+    if len(states) < len(extras):
+        raise ValueError("either every segment of a batch has a state or none has")
+    slots = np.array([state.slot for state in states], dtype=np.int64)
+    logs = np.array([state.log for state in states], dtype=np.int64)
+    final_stops = np.array([state.final_stop for state in states], dtype=np.int64)
+    num_drafts = starts + lens - final_stops
+    if (final_stops <= starts).any() or num_drafts.min() < 0 or num_drafts.max() > DRAFT_ROOM:
+        raise ValueError(f"a segment has a row that is final, and at most {DRAFT_ROOM} drafts")
+    for start, state in zip(starts.tolist(), states, strict=True):
+        _check_keeps(start, state, page_size)
+    keeps = [keep for state in states for keep in state.keeps]
+    written = [*slots.tolist(), *(slot for _, slot in keeps)]
+    if len(set(written)) < len(written) or len(set(logs.tolist())) < len(logs):
+        raise ValueError("each slot and each log is written for one segment")
+    return BatchStates(
+        slots=slots,
+        logs=logs,
+        final_stops=final_stops,
+        keep_counts=np.array([len(state.keeps) for state in states], dtype=np.int64),
+        keeps=np.array(keeps, dtype=np.int64).reshape(-1, 2),
+    )
+
+
+def _check_keeps(start: int, state: SegmentState, page_size: int) -> None:
+    """Raise ValueError where the kept positions are not rising page ends of final rows."""
+    before = start - 1
+    for position, _ in state.keeps:
+        if position % page_size or not before < position <= state.final_stop:
+            raise ValueError(
+                f"state kept at {position}: not a page end from {before + 1} to {state.final_stop}"
+            )
+        before = position
+
+
+def _adapters(
+    extras: Sequence[RowExtras], lens: _Ints, num_rows: int
+) -> tuple[tuple[Adapter, _Ints], ...]:
+    """The rows of each adapter, of ``num_rows`` with the copies of the last one."""
+    ends = lens.cumsum()
+    stops = [*ends[:-1].tolist(), num_rows]  # a copy writes the same KV as its row
+    found: dict[Adapter, list[_Ints]] = {}
+    for each, first, stop in zip(extras, (ends - lens).tolist(), stops, strict=True):
+        if each.adapter is not None:
+            found.setdefault(each.adapter, []).append(np.arange(first, stop))
+    return tuple((adapter, np.concatenate(rows)) for adapter, rows in found.items())
+
+
+def _reaches(extras: Sequence[RowExtras], starts: _Ints, lens: _Ints) -> _Ints | None:
+    """The reach of each row, [num_rows]; None where every row sees up to itself."""
+    if all(each.reaches is None for each in extras):
+        return None
+    found = []
+    for each, start, count in zip(extras, starts.tolist(), lens.tolist(), strict=True):
+        stop = start + count
+        behind = np.arange(start + 1, stop + 1)
+        given = behind if each.reaches is None else each.reaches
+        if len(given) != len(behind) or (given < behind).any() or (given > stop).any():
+            raise ValueError("a row must reach its own position and end within its segment")
+        if (np.diff(given) < 0).any():
+            raise ValueError("a row sees no less than the row before it")
+        found.append(given)
+    return np.concatenate(found)

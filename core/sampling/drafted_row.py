@@ -1,0 +1,101 @@
+"""DraftedRow: a request's tokens and the draft behind them, as the samplers read it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+
+from ..interface.sampling import SamplingMetadata
+from .encoded import EncodedSampling
+
+
+class DraftedRow(msgspec.Struct, frozen=True, dict=True):
+    """A request's tokens so far, its prompt included, and a draft of what follows them.
+
+    To be verified, it has a row of logits behind ``tokens`` and one behind each node of the draft.
+    With ``parents`` the draft is a tree, as `core.interface.draft.Draft` describes it. To be
+    sampled, it has a single row of logits, behind the whole draft, which is a chain then: `at`.
+    ``tokens`` is lent, never copied. ``num_ahead``: tokens between ``tokens`` and the draft that
+    the device alone knows.
+    """
+
+    tokens: array[int]
+    sampling: SamplingMetadata
+    draft: Sequence[int] = ()
+    parents: Sequence[int] = ()  # [len(draft)], or none for a chain
+    num_ahead: int = 0
+
+    # -- along the draft
+
+    def at(self, node: int) -> DraftedRow:
+        """Return the row to sample behind ``node`` of the draft; -1: behind ``tokens``."""
+        if node == len(self.draft) - 1 and not self.parents:
+            return self
+        return DraftedRow(self.tokens, self.sampling, self.tail(node), (), self.num_ahead)
+
+    def tail(self, node: int) -> Sequence[int]:
+        """Return the draft tokens on the path down to ``node``, that one included; -1: none."""
+        if not self.parents:
+            return self.draft[: node + 1]
+        tail = []
+        while node >= 0:
+            tail.append(self.draft[node])
+            node = self.parents[node]
+        return tail[::-1]
+
+    def child(self, node: int, token_id: int) -> int | None:
+        """Return the child of ``node`` that has the token; -1: one of the first level. O(1)."""
+        if self.parents:
+            return self._children.get((node, token_id))
+        follows = node + 1 < len(self.draft) and self.draft[node + 1] == token_id
+        return node + 1 if follows else None
+
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        """The nodes of a tree by parent and token. Of equal siblings the first one counts."""
+        keys = list(zip(self.parents, self.draft, strict=True))
+        return {keys[node]: node for node in reversed(range(len(keys)))}
+
+    def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the nodes that the target's ``token_ids`` lead along."""
+        if not self.parents:
+            length = 0
+            for token_id, drafted in zip(token_ids, self.draft, strict=False):
+                if token_id != drafted:
+                    break
+                length += 1
+            return tuple(range(length))
+        path: list[int] = []
+        for token_id in token_ids:
+            node = self.child(path[-1] if path else -1, token_id)
+            if node is None:
+                break
+            path.append(node)
+        return tuple(path)
+
+    # -- behind the whole draft
+
+    @property
+    def position(self) -> int:
+        """Output position of the token to draw, which is the number of output tokens before it."""
+        return len(self.tokens) + self.num_ahead + len(self.draft) - self.sampling.prompt_len
+
+    def encoded(self, vocab_size: int) -> EncodedSampling:
+        """Return the request's parameters for logits of this width."""
+        return self.sampling.cached(EncodedSampling, vocab_size)
+
+    def is_edited(self, vocab_size: int) -> bool:
+        """Whether `apply_processors` has anything to do for this row."""
+        return self.position < self.encoded(vocab_size).edited_until
+
+    def ending(self, length: int) -> tuple[int, ...]:
+        """Return the last ``length`` tokens of the path, fewer where it is shorter."""
+        recent = (*self.tokens[-length:], *self.draft) if length else ()
+        return recent[max(0, len(recent) - length) :]
+
+    def banned_by_words(self, words: Sequence[tuple[int, ...]]) -> list[int]:
+        """Return the last tokens of the words that the path ends with but for these."""
+        return [word[-1] for word in words if self.ending(len(word) - 1) == word[:-1]]
