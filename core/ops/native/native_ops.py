@@ -53,6 +53,7 @@ class NativeOps(Ops, RoughOps):
 
     min_rows = 1
     batch_device = None
+    has_own_threads = True
     stored_kinds: frozenset[WeightKind] = frozenset(
         kind
         for kind in get_args(WeightKind)
