@@ -39,6 +39,13 @@ def device_of(config: EngineConfig) -> torch.device:
     return choose_device("cpu" if is_native else config.device)
 
 
+def refuse_overlap(config: EngineConfig) -> None:
+    """Raise `InvalidRequest` if steps shall overlap; for targets whose backend cannot do so."""
+    if config.overlap == "on":
+        message = "overlap on needs a GPU that the Triton kernels compute on: leave it at auto"
+        raise InvalidRequest(message, param="overlap")
+
+
 def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
     """Build the function that sets the number of threads; the native kernels get every core.
 
