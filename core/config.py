@@ -294,7 +294,8 @@ class EngineConfig:
     )
     overlap: Literal["auto", "on", "off"] = setting(
         "auto",
-        "launch of a step before the tokens of the step before it are read; auto: on for a GPU",
+        "launch of a step before the tokens of the step before it are read; auto: on for a GPU; "
+        "on: an error elsewhere",
     )
     aging_seconds: float = setting(
         10.0, "raise the priority of a waiting request by one every S seconds", "S", least=0.001

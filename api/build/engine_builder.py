@@ -31,6 +31,7 @@ from ...core.model.report import weight_files
 from ...core.ops.batch import SamplingPlan, Taps, Wanted
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.machine.host_memory import keep_freed_memory
+from ...core.sampling.sampler import DeviceSampler
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...core.startup import timed
@@ -51,7 +52,14 @@ from .model_files import ModelSource, find_model
 from .packing import keep_policy_of
 from .sampling_defaults import sampling_defaults
 from .step_costs import KeptCosts
-from .target import device_of, load_images, load_target, num_threads, thread_setter
+from .target import (
+    device_of,
+    load_images,
+    load_target,
+    num_threads,
+    refuse_overlap,
+    thread_setter,
+)
 
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
@@ -100,7 +108,7 @@ def _build(
         vision=models.vision,
         keep_policy=models.keep_policy,
     )
-    overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
+    overlaps = config.overlap != "off" and runner.is_async
     speculator, costs = make_speculator(config, drafter.spec, overlaps=overlaps, proposer=proposer)
     kept = _keep_kv(models, pool, proposer, events, config, source.name)
     limits = _limits(config, sizes, target, pool)
@@ -167,6 +175,8 @@ def _load_models(
     target, ranks = load_target(source.path, config, device, on_read)
     if ranks is not None:
         undo.callback(ranks.end, at_once=True)
+    if not isinstance(target.sampler, DeviceSampler):
+        refuse_overlap(config)
     if target.states:
         refuse_tiers(config)
     keep_policy = keep_policy_of(config, target)

@@ -24,7 +24,6 @@ from ...core.ops.backends import choose_ops
 from ...core.ops.base import Ops
 from ...core.ops.machine.device import choose_device
 from ...core.ops.machine.host_memory import CAN_SHARE
-from ...core.ops.native.native_ops import NativeOps
 from ...core.ops.parallel import Comm
 from ...core.options.settings import parse_size
 from ...core.startup import timed
@@ -40,6 +39,13 @@ def device_of(config: EngineConfig) -> torch.device:
     return choose_device("cpu" if is_native else config.device)
 
 
+def refuse_overlap(config: EngineConfig) -> None:
+    """Raise `InvalidRequest` if steps shall overlap; for targets whose backend cannot do so."""
+    if config.overlap == "on":
+        message = "overlap on needs a GPU that the Triton kernels compute on: leave it at auto"
+        raise InvalidRequest(message, param="overlap")
+
+
 def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
     """Build the function that sets the number of threads; the native kernels get every core.
 
@@ -49,11 +55,11 @@ def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
     What is left to torch beside the native kernels is small, and has one thread: a second one would
     have to wait until the kernels' own one sleeps.
     """
-    is_native, count = isinstance(ops, NativeOps), num_threads(config, ops)
+    count = num_threads(config, ops)
 
     def set_threads() -> None:
         ops.set_threads(count)
-        if is_native:
+        if ops.has_own_threads:
             torch.set_num_threads(1)
 
     return set_threads
@@ -62,7 +68,7 @@ def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
 def num_threads(config: EngineConfig, ops: Ops) -> int:
     """Threads that compute, of this process."""
     cores = len(os.sched_getaffinity(0))
-    return _threads(config) or (cores if isinstance(ops, NativeOps) else max(1, cores - 1))
+    return _threads(config) or (cores if ops.has_own_threads else max(1, cores - 1))
 
 
 def _threads(config: EngineConfig) -> int | None:
@@ -161,7 +167,7 @@ def load_images(
             target,
             plain,
             cache_bytes=parse_size(config.image_cache),
-            kernels=plain if isinstance(plain, NativeOps) else None,
+            kernels=plain if plain.has_own_threads else None,
             has_weights=config.load_format == "auto",
             on_read=on_read,
         )

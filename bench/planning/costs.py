@@ -169,7 +169,7 @@ async def _measured(llm: AsyncLLM, seed: int) -> StepCosts:
             max_running=limits.max_running,
             max_slowdown=None if limits.max_slowdown == float("inf") else limits.max_slowdown,
             vocab_size=limits.vocab_size,
-            overlaps=llm.config.overlap == "on" or runner.is_async,
+            overlaps=llm.config.overlap != "off" and runner.is_async,
         )
 
 

@@ -9,7 +9,6 @@ from typing import Literal
 
 from ...core.engine.engine import Engine
 from ...core.engine.model_thread import Supervision
-from ...core.execution.launch_behind import Finished, launch_behind
 from ...core.interface.extras.tiers import Medium
 from ...core.interface.extras.transfers import PageOffer
 from ...core.interface.output import StepOutput
@@ -131,18 +130,34 @@ class Occupancy:
         return self._cached_s / self._seconds if self._seconds else 0.0
 
 
+class TimedStep:
+    """`Pending` of a step that ends at ``ends`` on the thread's clock."""
+
+    def __init__(self, output: StepOutput, thread: VirtualThread, ends: float) -> None:
+        self._output, self._thread, self._ends = output, thread, ends
+
+    def finish(self) -> StepOutput:
+        """Let the time pass until the step is over."""
+        self._thread.spend(max(0.0, self._ends - self._thread.time()))
+        return self._output
+
+
 class TimedRunner:
     """A `StepRunner` whose steps take the time that they cost, and choose the same token always."""
 
-    is_async = False
-
     def __init__(self, costs: StepCosts, cache: PrefixCache, drafts: Drafts) -> None:
         self.occupancy = Occupancy()
-        self.thread: VirtualThread | None = None  # set before the first step
+        self.thread = VirtualThread()
         self.num_steps = 0
         self.busy_seconds = 0.0
         self._costs, self._curve, self._cache = costs, costs.curve(), cache
         self._answers = Answers(drafts)
+        self._ends = 0.0  # when the last step that was launched does
+
+    @property
+    def is_async(self) -> bool:
+        """Whether steps of the machine with these costs overlap."""
+        return self._costs.overlaps
 
     def launch(
         self,
@@ -150,26 +165,24 @@ class TimedRunner:
         after: Pending | None = None,
         on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
-        """Let the time of the step pass."""
-        if after is not None:
-            return launch_behind(
-                lambda known: self.launch(known, None, on_kernels_started), plan, after.finish()
-            )
+        """Begin the step when the one before it is over."""
+        del after  # every request gets the same token
         on_kernels_started()
         seconds = self._costs.seconds(plan, self._curve) + self._answers.seconds_of(plan)
-        self._note(seconds)
+        began = max(self.thread.time(), self._ends)
+        self._ends = began + seconds
+        self._note(began, seconds)
         outputs = self._answers.of(plan)
         num_rows = sum(row.stop - row.start + row.draft_plan.num_rows for row in plan.requests)
-        return Finished(StepOutput(requests=outputs, times={"forward": seconds}, num_rows=num_rows))
+        output = StepOutput(requests=outputs, times={"forward": seconds}, num_rows=num_rows)
+        return TimedStep(output, self.thread, self._ends)
 
-    def _note(self, seconds: float) -> None:
+    def _note(self, began: float, seconds: float) -> None:
         cache = self._cache
         cached = cache.num_evictable_pages / cache.num_total_pages
-        self.occupancy.note(asyncio.get_running_loop().time(), seconds, cache.usage, cached)
+        self.occupancy.note(began, seconds, cache.usage, cached)
         self.num_steps += 1
         self.busy_seconds += seconds
-        if self.thread is not None:
-            self.thread.spend(seconds)
 
 
 class PlannedReplica:
@@ -255,5 +268,4 @@ class PlannedReplica:
         del on_start
         if name == "foretoken-io":
             return self._io
-        self.runner.thread = VirtualThread()
         return self.runner.thread

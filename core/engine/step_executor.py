@@ -84,9 +84,8 @@ class InFlightStep:
     """A step in the model thread, which may begin before the output of the last one is read.
 
     A plan made ahead lacks the last token of each request: the step before it, ``after``, chooses
-    them. A runner that launches gets both steps before the first one's output is waited for;
-    others compute one step after the other. ``splits``: the thread launches the step in one call
-    and waits for it in another, so that the next launch may come between.
+    them on the device. ``splits``: the thread launches the step in one call and waits for it in
+    another, so that the next launch may come between.
     """
 
     def __init__(
@@ -172,9 +171,9 @@ class StepExecutor:
     """Computes an engine's steps, and the next one ahead if its plan is known.
 
     ``on_events`` takes the events of what was committed; ``overlap_work`` works while the thread
-    computes. ``overlap``: whether a step may be given to the thread before the one ahead of it is
-    committed. A step that raises is run again in parts: requests that fail alone
-    end, the others are not affected.
+    computes. ``overlap``: whether a step may be launched before the one ahead of it is committed,
+    by runners that are `StepRunner.is_async`. A step that raises is run again in parts: requests
+    that fail alone end, the others are not affected.
     """
 
     def __init__(
@@ -235,16 +234,22 @@ class StepExecutor:
     def _start(
         self, plan: StepPlan, runner: StepRunner, after: InFlightStep | None = None
     ) -> InFlightStep:
-        splits = self._overlap and runner.is_async
         on_kernels_started = self._overlap_work.kernels_started
         in_flight = InFlightStep(
-            plan, runner, self._clock(), on_kernels_started, after=after, splits=splits
+            plan,
+            runner,
+            self._clock(),
+            on_kernels_started,
+            after=after,
+            splits=self._overlap and runner.is_async,
         )
         in_flight.start(self._thread)
         return in_flight
 
     def _start_next(self, in_flight: InFlightStep, runner: StepRunner) -> None:
-        plan = plan_next(self._scheduler, in_flight.plan, self._clock()) if self._overlap else None
+        if not (self._overlap and runner.is_async):
+            return
+        plan = plan_next(self._scheduler, in_flight.plan, self._clock())
         if plan is not None:
             self._next = self._start(plan, runner, after=in_flight)
 

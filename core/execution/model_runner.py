@@ -33,7 +33,6 @@ from ..sampling.verifier import (
 )
 from ..scheduling.guarded_speculator import CircuitBreaker
 from .image_rows import image_rows
-from .launch_behind import launch_behind
 from .packing.policies import KeepPolicy, pack_kv
 from .proposer import Proposer, VerifiedRequest
 from .step_layout import StepLayout, cut_to_spare_pages
@@ -144,10 +143,6 @@ class ModelRunner:
         on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
         """Launch drafts and a forward pass; see `StepRunner.launch`."""
-        if after is not None and not self.is_async:
-            return launch_behind(
-                partial(self.launch, on_kernels_started=on_kernels_started), plan, after.finish()
-            )
         began = time.perf_counter()
         drafting, computing = clocks = self._clocks()
         self._place_states(plan)  # a proposer may read them

@@ -151,10 +151,10 @@ class StepRunner(Protocol):
         """Begin one ragged batch.
 
         Requests that are ``is_ahead`` take their last token from ``after``, the step launched
-        before this one, of which they are part too. The output of a request without such a
-        token means nothing. ``on_kernels_started`` is called once or more, before kernels begin,
-        or once the device has them: Python's lock is free then, for a while. Raises ValueError for
-        a plan that cannot follow ``after``, `StepCancelled` where no request has a token, and what
+        before this one, of which they are part too. The output of a request without such a token
+        means nothing. Only a runner that `is_async` gets such requests. ``on_kernels_started`` is
+        called once or more, before kernels begin, or once the device has them: Python's lock is
+        free then, for a while. Raises ValueError for a plan that cannot follow ``after``, and what
         beginning it raises.
         """
 

@@ -137,7 +137,8 @@ class Ops(Protocol):
     that share each load of a weight; one more than a multiple begins another tile.
     ``batch_device``: where a batch's tensors are made; None: on the device of the weights.
     ``sampler``: chooses tokens from this backend's logits. ``stored_kinds``: of quantised weights
-    that `pack_linear` takes as they are.
+    that `pack_linear` takes as they are. ``has_own_threads``: whether the operations run on threads
+    of the backend's own, which sleep while they wait; torch's threads would spin beside them.
     """
 
     min_rows: int
@@ -145,6 +146,7 @@ class Ops(Protocol):
     batch_device: str | None
     sampler: Sampler
     stored_kinds: frozenset[WeightKind]
+    has_own_threads: bool
 
     def unsuited(self, heads: HeadLayout) -> str:
         """Name what these operations cannot compute of such heads; empty if there is nothing."""

@@ -1,7 +1,7 @@
 """EncodedSampling: one request's sampling parameters as torch, C and Triton read them.
 
 Each parameter is encoded here once, as a field of a record. The torch oracle reads the fields by
-name, the C kernels read the record where it lies (``ft_sampling`` of sample.h has the same fields
+name, the C kernels read the record where it lies (``ft_sampling`` of row.h has the same fields
 in the same order), and Triton's kernels have a copy of its first fields for each `PLACE`.
 """
 

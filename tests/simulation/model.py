@@ -21,22 +21,21 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from foretoken.core.execution.launch_behind import Finished, launch_behind
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.packing.policies import KeepWindow
 from foretoken.core.execution.proposer import Proposer
-from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import (
     OnKernelsStarted,
     Pending,
-    StepCancelled,
     ignore_kernels,
 )
 from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.ops.batch import ForwardOutput, Segment, Wanted
 from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.sampling.verifier import NOT_FINITE, Verified
+from support.launch_behind import Finished, launch_behind
 from support.toy_states import ToyStates
 
 VOCAB_SIZE = 6
@@ -307,14 +306,11 @@ class SimulatedRunner(ModelRunner):
         What it makes of a row without a token, or behind a step that failed, nobody reads.
         """
         if self._fails_late is None:
-            return self._behind(plan, after, on_kernels_started)
+            return Finished(self._computed(plan, on_kernels_started))
         if isinstance(after, SimulatedLaunch) and isinstance(after.outcome, Exception):
             return after
         try:
             return SimulatedLaunch(self._behind(plan, after, on_kernels_started).finish())
-        except StepCancelled:
-            rows = [RequestOutput(request_id=row.request_id) for row in plan.requests]
-            return SimulatedLaunch(StepOutput(requests=rows))
         except RuntimeError as failure:
             if self._fails_late.random() < 0.5:
                 raise
@@ -330,6 +326,8 @@ class SimulatedRunner(ModelRunner):
         return launch_behind(known, plan, after.finish())
 
     def _computed(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> StepOutput:
+        if not plan.requests:  # no row has a token
+            return StepOutput(requests=[])
         self.decoder.rows = plan.requests
         self._before(plan)
         output = super().launch(plan, on_kernels_started=on_kernels_started).finish()

@@ -178,7 +178,7 @@ class World:
         speculator = make_speculator(
             shape.speculator,
             depth=shape.depth,
-            overlaps=shape.overlap,
+            overlaps=shape.overlap and shape.launches,
             clock=self.loop.time,
             rng=part(),
         )

@@ -20,7 +20,6 @@ from foretoken.api.build import engine_builder as builder
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.cli.commands import main
 from foretoken.core.engine.engine import Engine
-from foretoken.core.execution.launch_behind import Finished, launch_behind
 from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
@@ -30,6 +29,7 @@ from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.telemetry.observers import EngineObserver
 from foretoken.radix_cache import PrefixCache
 from support.fake_engine import make_built
+from support.launch_behind import Finished
 from support.scripted_server import END, MARKED, UNMARKED, Tokens
 
 FOLDER = BUILTIN / "target"
@@ -64,9 +64,7 @@ class SayingRunner:
         on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
         """At once."""
-        if after is not None:
-            run = partial(self.launch, on_kernels_started=on_kernels_started)
-            return launch_behind(run, plan, after.finish())
+        del after
         on_kernels_started()
         return Finished(StepOutput(requests=[self._row(row) for row in plan.requests]))
 

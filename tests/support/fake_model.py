@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from foretoken.core.execution.launch_behind import Finished, launch_behind
 from foretoken.core.interface.draft import Draft
 from foretoken.core.interface.extras.tiers import KVTiers
 from foretoken.core.interface.output import RequestOutput, StepOutput
@@ -27,6 +26,7 @@ from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.radix_cache import PrefixCache, StateSlots
 from support.fixed_depth import FixedDepth
+from support.launch_behind import Finished, launch_behind
 from support.toy_states import ToyStates, Value
 
 VOCAB_SIZE = 7

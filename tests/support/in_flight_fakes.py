@@ -11,7 +11,6 @@ from typing import Any
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.model_thread import Job
 from foretoken.core.engine.step_executor import InFlightStep
-from foretoken.core.execution.launch_behind import Finished, launch_behind
 from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
@@ -49,33 +48,6 @@ def yields(**tokens: int) -> StepOutput:
         for name, token in tokens.items()
     ]
     return StepOutput(requests=rows, num_rows=len(rows))
-
-
-class Recorder:
-    """Answers with what it was given, in turn, and keeps what every row went on from."""
-
-    def __init__(self, *outcomes: StepOutput | BaseException) -> None:
-        self._outcomes = deque(outcomes)
-        self.seen: list[dict[str, int]] = []
-
-    is_async = False
-
-    def launch(
-        self,
-        plan: StepPlan,
-        after: Pending | None = None,
-        on_kernels_started: OnKernelsStarted = ignore_kernels,
-    ) -> Pending:
-        if after is not None:
-            return launch_behind(self.launch, plan, after.finish())
-        return Finished(self.step(plan))
-
-    def step(self, plan: StepPlan) -> StepOutput:
-        self.seen.append({row.request_id: row.tokens[row.start] for row in plan.requests})
-        outcome = self._outcomes.popleft()
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
 
 
 class Launch:
@@ -138,13 +110,13 @@ class Hand:
     def close(self) -> None: ...
 
 
-def chain(runner: Any, *names: str, splits: bool = False) -> list[InFlightStep]:
+def chain(runner: Any, *names: str) -> list[InFlightStep]:
     """One step behind the other."""
     flights: list[InFlightStep] = []
     for number, each in enumerate(names):
         after = flights[-1] if flights else None
         plan = plan_of(each, number)
-        flights.append(InFlightStep(plan, runner, 0.0, ignore_kernels, after=after, splits=splits))
+        flights.append(InFlightStep(plan, runner, 0.0, ignore_kernels, after=after, splits=True))
     return flights
 
 

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import pytest
-
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.engine.model_thread import Supervision
@@ -20,7 +18,6 @@ from support.fake_model import make_request, make_scheduler
 from support.virtual_thread import Ahead, Launching, OneByOne, a_second
 
 PROMPTS = [[1 + i % 6, 2, 1 + i // 6] for i in range(9)]
-both = pytest.mark.parametrize("runner_type", [Ahead, Launching])
 
 
 def make_engine(
@@ -34,7 +31,7 @@ def make_engine(
     options.setdefault("speculator", NO_SPECULATION)
     return Engine(
         make_scheduler(**options),
-        runner or Ahead(),
+        runner or Launching(),
         clock=virtual_time.now,
         make_thread=lambda name, on_start: OneByOne(seconds),
         supervision=Supervision(step_timeout=step_timeout),

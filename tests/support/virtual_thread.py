@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from foretoken.core.engine.model_thread import Job
-from foretoken.core.execution.launch_behind import Finished
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.protocols import (
@@ -18,6 +17,7 @@ from foretoken.core.interface.protocols import (
     ignore_kernels,
 )
 from support.fake_model import Drafter, FakeRunner, no_draft
+from support.launch_behind import Finished
 
 Seconds = Callable[[str], float | None]
 

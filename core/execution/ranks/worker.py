@@ -32,7 +32,6 @@ from ...model.loader import load_decoder
 from ...ops.batch import RaggedBatch
 from ...ops.kv_pool import KvDtype, KVPool
 from ...ops.machine.host_memory import map_shared, map_zeros, shared_zeros
-from ...ops.native.native_ops import NativeOps
 from ...ops.parallel import GlooComm
 
 logger = logging.getLogger(__name__)
@@ -161,7 +160,7 @@ def _run(channel: Connection) -> None:
     decoder = load_decoder(job["path"], comm=comm, **job["options"])
     assert isinstance(decoder, OwnDecoder), "ranks share no other"
     decoder.ops.set_threads(job["threads"])
-    if isinstance(decoder.ops, NativeOps):
+    if decoder.ops.has_own_threads:
         torch.set_num_threads(1)  # as rank 0
     channel.send_bytes(LOADED)
     serve_rank(channel, decoder)

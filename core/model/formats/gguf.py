@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,9 +272,7 @@ class GgufFile:
         return MODEL_NAMES | more
 
     def _plain(self, name: str, tensor: GgufTensor) -> _StoredTensor:
-        rows = self._order_of(name)
-        is_larger = name.endswith("norm.weight") and not name.endswith(_GATED_NORM)
-        offset = self._architecture.norm_offset if is_larger else 0.0
+        """Return a tensor of the file as the one that transformers calls ``name``."""
         shape = _shape(tensor)
         if name.endswith(_ROW):  # converters write the row alone, or the matrix
             shape = (1, math.prod(shape))
@@ -281,23 +280,15 @@ class GgufFile:
             shape = (math.prod(shape),)
         elif name.endswith(_CONV):
             shape = (shape[0], 1, *shape[1:])
-
-        def one(index: int) -> QuantizedWeight:
-            value = _value(tensor.data[index], tensor)
-            assert isinstance(value, QuantizedWeight)  # of a kept type
-            return value
-
-        def read() -> StoredWeight:
-            if len(shape) == 3 and tensor.tensor_type in BLOCK_TYPES:
-                return QuantizedStack(shape[0], one)
-            value = _value(tensor.data, tensor)
-            if isinstance(value, Tensor):
-                value = (value - offset if offset else value).view(shape)
-                if name.endswith(_LOG):  # the file has -exp of it
-                    value = torch.log(-value)
-                return value if rows is None else value[rows]
-            return value if rows is None else value.rows(rows)
-
+        has_offset = name.endswith("norm.weight") and not name.endswith(_GATED_NORM)
+        read = partial(
+            _read_plain,
+            tensor,
+            shape,
+            row_order=self._order_of(name),
+            offset=self._architecture.norm_offset if has_offset else 0.0,
+            is_log=name.endswith(_LOG),
+        )
         return _StoredTensor(shape, read, (tensor.name,))
 
     def _order_of(self, name: str) -> Tensor | None:
@@ -384,6 +375,40 @@ class GgufFile:
 
 def _shape(tensor: GgufTensor) -> tuple[int, ...]:
     return tuple(int(n) for n in reversed(tensor.shape))
+
+
+def _read_plain(
+    tensor: GgufTensor,
+    shape: tuple[int, ...],
+    *,
+    row_order: Tensor | None,
+    offset: float,
+    is_log: bool,
+) -> StoredWeight:
+    """Read a tensor, and undo what the converter did to the one of transformers.
+
+    ``row_order``: where each row of the result is in the file; None: at the same place. ``offset``:
+    what the converter added to each value. ``is_log``: the file has -exp(value). Weights in blocks
+    stay quantised, and have neither an offset nor a log.
+    """
+    if len(shape) == 3 and tensor.tensor_type in BLOCK_TYPES:
+        return QuantizedStack(shape[0], partial(_read_matrix, tensor))
+    value = _value(tensor.data, tensor)
+    if isinstance(value, QuantizedWeight):
+        return value if row_order is None else value.rows(row_order)
+    if offset:
+        value = value - offset
+    value = value.view(shape)
+    if is_log:
+        value = torch.log(-value)
+    return value if row_order is None else value[row_order]
+
+
+def _read_matrix(tensor: GgufTensor, index: int) -> QuantizedWeight:
+    """Read one matrix of a stack whose type keeps its blocks."""
+    value = _value(tensor.data[index], tensor)
+    assert isinstance(value, QuantizedWeight)
+    return value
 
 
 def _first(counts: list[int]) -> int:

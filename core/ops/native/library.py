@@ -1,4 +1,4 @@
-"""NativeLibrary: every C function's signature, and calls that take tensors."""
+"""NativeLibrary: the C functions of one variant, and calls that take tensors."""
 
 from __future__ import annotations
 
@@ -11,54 +11,12 @@ import torch
 from torch import Tensor
 
 from .build import NativeBuildError, engine_variants, load
+from .declarations import signatures
 from .recipe import Variant
 
 logger = logging.getLogger(__name__)
 
-_I32, _I64, _PTR = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # of activations, as in common.h
-
-# name: (result, arguments)
-_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "ft_set_threads": (_I32, (_I32,)),
-    "ft_lanes": (_I32, ()),
-    "ft_tile_rows": (_I32, ()),
-    "ft_linear": (_I32, (_PTR, _PTR, _I32, _I64, _PTR, _I32)),
-    "ft_rough_copy": (None, (_PTR, _PTR)),
-    "ft_pack": (None, (_I32, _PTR, _I64, _I64, _I64, _PTR)),
-    "ft_panel_bytes": (_I64, (_I32, _I64)),
-    "ft_unpack_rows": (None, (_PTR, _PTR, _I64, ctypes.c_float, _PTR, _I32)),
-    "ft_add_norm": (None, (_PTR, _PTR, ctypes.c_float, _PTR, _PTR, _I64, _I64, _I32)),
-    "ft_activate": (None, (_PTR, _PTR, _I64, _I64, _PTR, _I32)),
-    "ft_gate": (None, (_PTR, _PTR, _I64, _I64, _I32)),
-    "ft_recur": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _I32)),
-    "ft_short_conv": (None, (_PTR, _PTR, _PTR, _PTR, _I32)),
-    "ft_rope_write": (None, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _PTR)),
-    "ft_mixture": (_I32, (_PTR, _PTR, _PTR, _PTR, _I64, _I32)),
-    "ft_embedding": (None, (_PTR, _PTR, _PTR, _I64, _I64)),
-    "ft_attention": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _PTR)),
-    "ft_attention_blocks": (_I64, (_PTR, _PTR, _PTR, _I64)),
-    "ft_add_lora": (_I32, (_PTR, _I64, _PTR, _PTR, _I32)),
-    "ft_forward": (
-        _I32,
-        (
-            *(_PTR, _PTR, _PTR, _I64, _PTR, _PTR, _I64, _PTR),
-            *(_I64, _PTR, _I64, _PTR, _PTR, _PTR, _I64, _PTR),
-        ),
-    ),
-    "ft_choose": (_I32, (_PTR, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _PTR)),
-    "ft_best": (_I32, (_PTR, _I64, _PTR, _PTR, _I64, _PTR, _I64, _PTR, _PTR, _PTR)),
-    "ft_row_pass": (
-        _I32,
-        (
-            *(_PTR, ctypes.c_float, _PTR, _I64, _PTR, _I64, _PTR),
-            *(_PTR, _I64, _PTR, _I64, _PTR, _PTR, _PTR),
-        ),
-    ),
-    "ft_read": (None, (_PTR, _I64)),
-    "ft_multiply": (ctypes.c_double, (_I64,)),
-}
 
 
 class NativeLibrary:
@@ -67,7 +25,7 @@ class NativeLibrary:
     def __init__(self, variant: Variant, library: ctypes.CDLL) -> None:
         self.variant = variant
         self.c = library
-        for name, (result, arguments) in _SIGNATURES.items():
+        for name, result, arguments in signatures():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
 
@@ -118,6 +76,11 @@ def native_library(variant: Variant | None = None) -> NativeLibrary | None:
             logger.info("the native kernels for %s cannot be built: %s", candidate, reason)
     _say_why(reason)
     return None
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's numbers, or None (NULL in C) without a tensor."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 @cache

@@ -34,7 +34,7 @@ from .library import DTYPES, NativeLibrary
 from .sampler import NativeSampler
 from .step import NativeStep
 from .structs.declared import activation_struct, norm_struct, rule_struct, turn_struct
-from .structs.experts import ExpertStructs
+from .structs.experts import experts_struct
 from .structs.linear import (
     NativeLinear,
     Products,
@@ -53,6 +53,7 @@ class NativeOps(Ops, RoughOps):
 
     min_rows = 1
     batch_device = None
+    has_own_threads = True
     stored_kinds: frozenset[WeightKind] = frozenset(
         kind
         for kind in get_args(WeightKind)
@@ -247,7 +248,7 @@ class NativeOps(Ops, RoughOps):
         out = mixed.new_empty((len(mixed), weights.shape.value_width))
         batch, _, _ = plan.pointers
         failed = self.library.c.ft_recur(
-            mixed.data_ptr(), gates.data_ptr(), out.data_ptr(), batch, structs.pointer,
+            mixed.data_ptr(), gates.data_ptr(), out.data_ptr(), batch, ctypes.byref(structs.struct),
             DTYPES[mixed.dtype],
         )  # fmt: skip
         if failed:
@@ -276,11 +277,11 @@ class NativeOps(Ops, RoughOps):
         plan: ForwardPlan | None = None,
         routed_by: Tensor | None = None,
     ) -> Tensor:
-        x, structs = x.contiguous(), ExpertStructs(weights)
+        x, struct = x.contiguous(), experts_struct(weights)
         routed_by = x if routed_by is None else routed_by.contiguous()
         out = torch.empty_like(x)
         failed = self.library.c.ft_mixture(
-            structs.pointer,
+            ctypes.byref(struct),
             routed_by.data_ptr(),
             x.data_ptr(),
             out.data_ptr(),

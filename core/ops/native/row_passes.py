@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from ctypes import Structure, c_void_p
 
 from torch import Tensor
 
@@ -19,22 +20,10 @@ from ..base import Rope
 from ..batch import Segment, first_pages
 from ..kv_pool import KVPool
 from ..weights import HeadLayout
+from .declarations import STRUCTS
 from .library import NativeLibrary
 from .sampler import HOST, Walks
-from .structs.plan import HeadsStruct, KvStruct, heads_struct, kv_struct
-
-_I64, _PTR = ctypes.c_int64, ctypes.c_void_p
-
-
-class RowPartStruct(ctypes.Structure):
-    """``ft_row_part`` of step.c; lends a pool's memory and the tables of its layers."""
-
-    _fields_ = (
-        ("kv", ctypes.POINTER(KvStruct)),
-        ("heads", ctypes.POINTER(HeadsStruct)),
-        ("num_tables", _I64),
-        ("tables", ctypes.POINTER(_PTR)),
-    )
+from .structs.plan import heads_struct, kv_struct
 
 
 class NativeRowPasses:
@@ -43,7 +32,7 @@ class NativeRowPasses:
     def __init__(
         self,
         library: NativeLibrary,
-        decoder: ctypes.Structure,
+        decoder: Structure,
         vocab_size: int,
         pool: KVPool,
         parts: Sequence[tuple[HeadLayout, Sequence[Rope]]],
@@ -54,8 +43,8 @@ class NativeRowPasses:
         self._library, self._page_size = library, pool.page_size
         self._vocab_size = vocab_size
         hashes = vocabulary_hashes(self._vocab_size, HOST)
-        self._lent = (decoder, pool, hashes)  # alive as long as their addresses are read
-        self._first = (ctypes.addressof(decoder), cap)
+        self._lent = (decoder, pool, hashes)  # alive as long as C may read them
+        self._first = (decoder, cap)
         self._hashes_at = hashes.data_ptr()
         self._structs = [
             (kv_struct(part), heads_struct(heads, part.dtype))
@@ -100,10 +89,15 @@ class NativeRowPasses:
             self._tables = [[cos for cos, _ in each] + [sin for _, sin in each] for each in pairs]
             self._reach = min(len(table) for tables in self._tables for table in tables)
             parts = map(_part, self._structs, self._tables)
-            self._parts = (RowPartStruct * len(pairs))(*parts)
+            self._parts = (STRUCTS.ft_row_part * len(pairs))(*parts)
         return self._parts
 
 
-def _part(structs: tuple[KvStruct, HeadsStruct], tables: Sequence[Tensor]) -> RowPartStruct:
-    places = (_PTR * len(tables))(*(table.data_ptr() for table in tables))
-    return RowPartStruct(*map(ctypes.pointer, structs), len(tables) // 2, places)
+def _part(structs: tuple[Structure, Structure], tables: Sequence[Tensor]) -> Structure:
+    kv, heads = structs
+    return STRUCTS.ft_row_part(
+        kv=ctypes.pointer(kv),
+        heads=ctypes.pointer(heads),
+        num_tables=len(tables) // 2,
+        tables=(c_void_p * len(tables))(*(table.data_ptr() for table in tables)),
+    )

@@ -29,6 +29,7 @@ from ...sampling.verifier import (
     first_rows,
     verified,
 )
+from .declarations import STRUCTS
 from .library import NativeLibrary
 
 HOST = torch.device("cpu")
@@ -190,8 +191,9 @@ class Walks:
         num_rows, width = logits.shape
         tokens, counts = _zeros("q", num_rows), _zeros("q", len(self._firsts))
         failed = library.c.ft_choose(
-            logits.data_ptr(), width, vocabulary_hashes(width, HOST).data_ptr(), _at(self._walks),
-            len(counts), _at(self._drafts), _at(tokens), _at(counts),
+            logits.data_ptr(), width, vocabulary_hashes(width, HOST).data_ptr(),
+            STRUCTS.ft_walk.from_address(_at(self._walks)), len(counts), _at(self._drafts),
+            _at(tokens), _at(counts),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory to choose tokens in")
@@ -211,8 +213,8 @@ class Walks:
         tokens, counts = _zeros("q", num_walks * num_best), _zeros("q", num_walks)
         scores = _zeros("f", num_walks * num_best)
         failed = find(
-            _at(self._walks), num_walks, _at(self._drafts), num_best, _at(tokens), _at(scores),
-            _at(counts),
+            STRUCTS.ft_walk.from_address(_at(self._walks)), num_walks, _at(self._drafts), num_best,
+            _at(tokens), _at(scores), _at(counts),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory to choose tokens in")

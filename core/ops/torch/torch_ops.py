@@ -59,6 +59,7 @@ class TorchOps(Ops):
     min_rows = 4
     tile_rows = 16
     batch_device = None
+    has_own_threads = False
     stored_kinds: frozenset[WeightKind] = frozenset()
 
     def __init__(self, *, exact: Exactness = "spec") -> None:

@@ -66,6 +66,7 @@ class TritonOps(Ops, RoughOps):
     min_rows = 1
     tile_rows = 16
     batch_device = "cpu"  # a plan copies all of it to the device at once
+    has_own_threads = False
     stored_kinds: frozenset[WeightKind] = frozenset()
 
     def __init__(

@@ -31,12 +31,11 @@ def wanted(adapted: AdaptedModel, name: str | None, *, version: int = 0) -> list
     return adapted.answer(name, ids, NUM_NEW, version=version)
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-def test_one_call_mixes_adapters_and_the_base(adapted: AdaptedModel, overlap: str) -> None:
+@pytest.mark.parametrize("draft", ["none", "radix,suffix"])
+def test_one_call_mixes_adapters_and_the_base(adapted: AdaptedModel, draft: str) -> None:
     names: list[str | None] = [*RANKS, None, *RANKS, None]
     lora = {name: adapted.path(name) for name in RANKS}
-    options = OPTIONS | {"overlap": overlap, "draft": "none" if overlap == "on" else "radix,suffix"}
-    with LLM(adapted.base, lora=lora, **options) as llm:
+    with LLM(adapted.base, lora=lora, **OPTIONS | {"draft": draft}) as llm:
         params = [greedy(lora=name) for name in names]
         for found, name in zip(llm.generate([PROMPT] * 8, params), names, strict=True):
             assert found.token_ids == wanted(adapted, name), name

@@ -18,7 +18,7 @@ def test_the_next_step_is_launched_before_anybody_waits_for_the_first() -> None:
     async def scenario() -> None:
         thread = ModelThread("foretoken-test", lambda: None)
         device = Device(yields(a=1), yields(a=2), yields(a=3))
-        flights = chain(device, "a", "a", "a", splits=True)
+        flights = chain(device, "a", "a", "a")
         flights[0].start(thread)
         flights[1].start(thread)
         assert tokens_of(await flights[0].outcome(thread).result()) == {"a": [1]}
@@ -37,7 +37,7 @@ def test_the_next_step_is_launched_before_anybody_waits_for_the_first() -> None:
 def test_a_step_is_waited_for_once_however_often_its_outcome_is_asked_for() -> None:
     async def scenario() -> None:
         thread, device = Hand(), Device(yields(a=1))
-        (flight,) = chain(device, "a", splits=True)
+        (flight,) = chain(device, "a")
         flight.start(thread)
         assert flight.outcome(thread) is flight.outcome(thread)
         thread.turn(2)
@@ -51,7 +51,7 @@ def test_a_launch_that_fails_is_told_where_its_outcome_is_waited_for(failure) ->
     async def scenario() -> None:
         thread = Hand()
         device = Device(yields(a=1), yields(a=2), refuses={1: failure})
-        flights = chain(device, "a", "a", "a", splits=True)
+        flights = chain(device, "a", "a", "a")
         for flight in flights:
             flight.start(thread)
         jobs = [flight.outcome(thread) for flight in flights]
@@ -69,7 +69,7 @@ def test_a_launch_that_fails_is_told_where_its_outcome_is_waited_for(failure) ->
 def test_a_failure_that_the_device_tells_late_is_that_of_its_own_step() -> None:
     async def scenario() -> None:
         thread, device = Hand(), Device(FAILED, yields(a=2))
-        flights = chain(device, "a", "a", splits=True)
+        flights = chain(device, "a", "a")
         for flight in flights:
             flight.start(thread)
         jobs = [flight.outcome(thread) for flight in flights]
@@ -85,11 +85,12 @@ def test_a_failure_that_the_device_tells_late_is_that_of_its_own_step() -> None:
 def test_a_launch_that_was_withdrawn_is_not_made() -> None:
     async def scenario() -> None:
         thread, device = Hand(), Device(yields(a=1))
-        flights = chain(device, "a", "a", splits=True)
+        flights = chain(device, "a", "a")
         for flight in flights:
             flight.start(thread)
         thread.turn()
         assert [flight.withdraw() for flight in flights] == [False, True]
+        assert not flights[1].withdraw(), "once is enough"
         job = flights[1].outcome(thread)
         thread.turn(2)
         with pytest.raises(StepCancelled):
@@ -102,7 +103,7 @@ def test_a_launch_that_was_withdrawn_is_not_made() -> None:
 def test_no_launch_keeps_those_before_it() -> None:
     async def scenario() -> None:
         thread, device = Hand(), Device(yields(a=1), yields(a=2))
-        first, second = chain(device, "a", "a", splits=True)
+        first, second = chain(device, "a", "a")
         first.start(thread)
         second.start(thread)
         known = weakref.ref(first)
@@ -120,7 +121,7 @@ def test_no_launch_keeps_those_before_it() -> None:
 def test_a_withdrawn_launch_and_the_one_before_it_are_let_go_of_at_once() -> None:
     async def scenario() -> None:
         thread, device = Hand(), Device(yields(a=1))
-        flights = chain(device, "a", "a", splits=True)
+        flights = chain(device, "a", "a")
         for flight in flights:
             flight.start(thread)
         assert flights[1].withdraw()

@@ -14,7 +14,6 @@ from support.fixed_depth import FixedDepth
 from support.overlap_fixture import (
     PROMPTS,
     Reader,
-    both,
     come_to_rest,
     make_engine,
     read_all,
@@ -53,22 +52,20 @@ def _counted(request: Request) -> tuple[Any, ...]:
     return usage.completion_tokens, usage.verify_steps, usage.steps_by_accepted
 
 
-@both
 @pytest.mark.parametrize("max_running", [1, 3, 8])
 def test_answers_ends_and_counts_are_those_of_one_step_after_the_other(
-    runner_type, max_running
+    max_running,
 ) -> None:
     expected = served(False, Ahead(), max_running=max_running)
-    runner = runner_type()
+    runner = Launching()
     assert served(True, runner, max_running=max_running) == expected
     assert runner.num_ahead > 20
     assert len({told[1] for told in expected}) > 1
 
 
-@both
-def test_preemption_for_want_of_pages_changes_no_token(runner_type) -> None:
+def test_preemption_for_want_of_pages_changes_no_token() -> None:
     few = {"num_pages": 16, "max_running": 4}
-    runner = runner_type()
+    runner = Launching()
     assert served(True, runner, **few) == served(False, Ahead(), **few)
     assert runner.num_ahead > 20
 
@@ -80,10 +77,9 @@ class EveryNinth(FixedDepth):
         return all((len(each.tokens) + num_new_tokens) % 9 for each in requests)
 
 
-@both
 @pytest.mark.parametrize("max_running", [1, 3])
-def test_between_drafts_steps_overlap_while_all_are_silent(runner_type, max_running) -> None:
-    runner = runner_type(drafter=sometimes)
+def test_between_drafts_steps_overlap_while_all_are_silent(max_running) -> None:
+    runner = Launching(drafter=sometimes)
     told = served(True, runner, max_running=max_running, speculator=EveryNinth(3))
     plain = served(False, Ahead(), max_running=max_running)
     assert [each[:3] for each in told] == [each[:3] for each in plain]
@@ -99,8 +95,7 @@ def test_between_drafts_steps_overlap_while_all_are_silent(runner_type, max_runn
 
 def test_steps_follow_each_other_at_once_where_the_host_takes_its_time() -> None:
     async def scenario(overlap: bool) -> list[float]:
-        runner = Ahead()
-        engine = make_engine(runner, overlap=overlap)
+        engine = make_engine(overlap=overlap)
         deliver = engine._inbox.deliver
         gaps: list[float] = []
 
@@ -121,10 +116,9 @@ def test_steps_follow_each_other_at_once_where_the_host_takes_its_time() -> None
 # -- who ends -------------------------------------------------------------------------------------
 
 
-@both
-def test_a_token_behind_a_stop_reaches_nobody_and_its_page_comes_back(runner_type) -> None:
+def test_a_token_behind_a_stop_reaches_nobody_and_its_page_comes_back() -> None:
     async def scenario() -> None:
-        engine = make_engine(runner := runner_type())
+        engine = make_engine(runner := Launching())
         await engine.start()
         seen: list[int] = []
         reader = Reader(engine, "a", PROMPTS[0], max_tokens=40, on_token=stop_at(6, seen))
@@ -139,10 +133,9 @@ def test_a_token_behind_a_stop_reaches_nobody_and_its_page_comes_back(runner_typ
     run(scenario)
 
 
-@both
-def test_what_was_computed_in_vain_is_found_by_nobody(runner_type) -> None:
+def test_what_was_computed_in_vain_is_found_by_nobody() -> None:
     async def scenario() -> None:
-        engine = make_engine(runner_type(), page_size=4)
+        engine = make_engine(Launching(), page_size=4)
         await engine.start()
         await read_all(Reader(engine, "a", PROMPTS[0], max_tokens=40, on_token=stop_at(5)))
         full = [*PROMPTS[0], *answer(PROMPTS[0], 6)]
@@ -155,11 +148,10 @@ def test_what_was_computed_in_vain_is_found_by_nobody(runner_type) -> None:
     run(scenario)
 
 
-@both
 @pytest.mark.parametrize("after", [3.0, 3.5, 4.0, 7.5])
-def test_an_abort_takes_effect_behind_the_step_under_way(runner_type, after) -> None:
+def test_an_abort_takes_effect_behind_the_step_under_way(after) -> None:
     async def scenario() -> None:
-        engine = make_engine(runner_type())
+        engine = make_engine(Launching())
         await engine.start()
         readers = [Reader(engine, name, PROMPTS[i], max_tokens=20) for i, name in enumerate("ab")]
         await asyncio.sleep(after)
@@ -174,10 +166,9 @@ def test_an_abort_takes_effect_behind_the_step_under_way(runner_type, after) -> 
     run(scenario)
 
 
-@both
-def test_a_deadline_ends_a_request_in_the_middle(runner_type) -> None:
+def test_a_deadline_ends_a_request_in_the_middle() -> None:
     async def scenario() -> None:
-        engine = make_engine(runner_type())
+        engine = make_engine(Launching())
         await engine.start()
         late = Reader(engine, "late", PROMPTS[0], max_tokens=20, deadline=5.5)
         other = Reader(engine, "other", PROMPTS[1], max_tokens=20)
@@ -190,10 +181,9 @@ def test_a_deadline_ends_a_request_in_the_middle(runner_type) -> None:
     run(scenario)
 
 
-@both
-def test_an_id_is_free_at_once_when_its_request_has_ended(runner_type) -> None:
+def test_an_id_is_free_at_once_when_its_request_has_ended() -> None:
     async def scenario() -> None:
-        engine = make_engine(runner := runner_type())
+        engine = make_engine(runner := Launching())
         await engine.start()
         other = Reader(engine, "other", PROMPTS[5], max_tokens=60)
         for index, prompt in enumerate(PROMPTS):
@@ -212,25 +202,6 @@ def test_an_id_is_free_at_once_when_its_request_has_ended(runner_type) -> None:
 # -- who comes ------------------------------------------------------------------------------------
 
 
-def test_a_newcomer_does_not_wait_for_a_step_that_was_not_begun() -> None:
-    async def scenario() -> None:
-        engine = make_engine(runner := Ahead())
-        await engine.start()
-        first = Reader(engine, "first", PROMPTS[0], max_tokens=20)
-        await asyncio.sleep(5.5)
-        assert engine._step_executor.planned_ahead is not None
-        second = Reader(engine, "second", PROMPTS[1], max_tokens=20)
-        assert engine._step_executor.planned_ahead is None
-        await read_all(first, second)
-        assert second.times[0] == 8.0, "the step under way, and one of its own"
-        assert first.times == [float(2 + each) for each in range(20)], "which cost nobody a step"
-        assert (first.tokens, second.tokens) == tuple(answer(p, 20) for p in PROMPTS[:2])
-        assert runner.num_ahead > 20
-        await come_to_rest(engine)
-
-    run(scenario)
-
-
 def test_a_newcomer_waits_for_a_step_that_was_launched() -> None:
     async def scenario() -> None:
         engine = make_engine(Launching())
@@ -247,8 +218,7 @@ def test_a_newcomer_waits_for_a_step_that_was_launched() -> None:
     run(scenario)
 
 
-@both
-def test_whoever_comes_and_goes_charges_their_tenant_as_without(runner_type) -> None:
+def test_whoever_comes_and_goes_charges_their_tenant_as_without() -> None:
     def charged(overlap: bool, runner: Ahead) -> float:
         async def scenario() -> float:
             engine = make_engine(runner, overlap=overlap)
@@ -265,13 +235,12 @@ def test_whoever_comes_and_goes_charges_their_tenant_as_without(runner_type) -> 
         found: float = run(scenario)
         return found
 
-    assert charged(True, runner_type()) == charged(False, Ahead())
+    assert charged(True, Launching()) == charged(False, Ahead())
 
 
-@both
-def test_an_audit_finds_everything_in_order_at_any_time(runner_type) -> None:
+def test_an_audit_finds_everything_in_order_at_any_time() -> None:
     async def scenario() -> None:
-        engine = make_engine(runner := runner_type(), num_pages=16)
+        engine = make_engine(runner := Launching(), num_pages=16)
         await engine.start()
         readers = []
         for index, prompt in enumerate(PROMPTS):

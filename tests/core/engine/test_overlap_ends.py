@@ -13,8 +13,8 @@ from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import FinishReason
 from support import virtual_time
 from support.fake_model import answer
-from support.overlap_fixture import PROMPTS, Reader, both, come_to_rest, make_engine, read_all, run
-from support.virtual_thread import a_second
+from support.overlap_fixture import PROMPTS, Reader, come_to_rest, make_engine, read_all, run
+from support.virtual_thread import Launching, a_second
 
 
 def hangs_at(number: int) -> Callable[[str], float | None]:
@@ -29,11 +29,10 @@ def hangs_at(number: int) -> Callable[[str], float | None]:
     return seconds
 
 
-@both
 @pytest.mark.parametrize("number", [2, 3, 4])
-def test_a_step_that_hangs_ends_the_engine_in_time_whatever_follows_it(runner_type, number) -> None:
+def test_a_step_that_hangs_ends_the_engine_in_time_whatever_follows_it(number) -> None:
     async def scenario() -> None:
-        engine = make_engine(runner_type(), seconds=hangs_at(number), step_timeout=16.0)
+        engine = make_engine(Launching(), seconds=hangs_at(number), step_timeout=16.0)
         await engine.start()
         readers = [Reader(engine, str(i), PROMPTS[i]) for i in range(2)]
         await read_all(*readers)
@@ -48,13 +47,12 @@ def test_a_step_that_hangs_ends_the_engine_in_time_whatever_follows_it(runner_ty
     run(scenario)
 
 
-@both
-def test_long_steps_that_overlap_are_no_step_that_hangs(runner_type) -> None:
+def test_long_steps_that_overlap_are_no_step_that_hangs() -> None:
     async def scenario() -> None:
         def seconds(name: str) -> float:
             return 7.9 * a_second(name)
 
-        engine = make_engine(runner_type(), seconds=seconds, step_timeout=8.0)
+        engine = make_engine(Launching(), seconds=seconds, step_timeout=8.0)
         await engine.start()
         reader = Reader(engine, "a", PROMPTS[0], max_tokens=20)
         await read_all(reader)
@@ -64,10 +62,9 @@ def test_long_steps_that_overlap_are_no_step_that_hangs(runner_type) -> None:
     run(scenario)
 
 
-@both
-def test_each_step_takes_as_long_as_the_thread_was_in_it(runner_type) -> None:
+def test_each_step_takes_as_long_as_the_thread_was_in_it() -> None:
     async def scenario() -> None:
-        engine = make_engine(runner_type())
+        engine = make_engine(Launching())
         await engine.start()
         await read_all(Reader(engine, "a", PROMPTS[0], max_tokens=8))
         assert [note.seconds for note in engine._watchdog.records] == [1.0] * 8
@@ -81,11 +78,10 @@ def test_each_step_takes_as_long_as_the_thread_was_in_it(runner_type) -> None:
 # -- the end --------------------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("after", [2.0, 4.5, 6.0])
-def test_an_engine_that_is_closed_ends_everybody_and_loses_no_page(runner_type, after) -> None:
+def test_an_engine_that_is_closed_ends_everybody_and_loses_no_page(after) -> None:
     async def scenario() -> None:
-        engine = make_engine(runner_type())
+        engine = make_engine(Launching())
         await engine.start()
         readers = [Reader(engine, str(i), PROMPTS[i], max_tokens=50) for i in range(2)]
         await asyncio.sleep(after)
@@ -100,10 +96,9 @@ def test_an_engine_that_is_closed_ends_everybody_and_loses_no_page(runner_type, 
     run(scenario)
 
 
-@both
-def test_an_engine_that_is_drained_lets_everybody_finish(runner_type) -> None:
+def test_an_engine_that_is_drained_lets_everybody_finish() -> None:
     async def scenario() -> None:
-        engine = make_engine(runner_type(), seconds=a_second)
+        engine = make_engine(Launching(), seconds=a_second)
         await engine.start()
         reader = Reader(engine, "a", PROMPTS[0], max_tokens=20)
         await asyncio.sleep(3.5)

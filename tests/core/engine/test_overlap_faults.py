@@ -16,7 +16,6 @@ from support.fake_model import answer
 from support.overlap_fixture import (
     PROMPTS,
     Reader,
-    both,
     come_to_rest,
     is_ahead,
     make_engine,
@@ -45,7 +44,6 @@ def always(name: str, length: int) -> Callable[[StepPlan], Exception | None]:
 
 
 RUNNERS: dict[str, Callable[..., Ahead]] = {
-    "computes": Ahead,
     "launches": Launching,
     "fails late": lambda fault: Launching(fault, is_late=True),
 }
@@ -129,10 +127,10 @@ def test_a_failure_charges_nobody_for_steps_that_were_not_made() -> None:
         found: float = run(scenario)
         return found
 
-    assert charged(Ahead(at(4)), overlap=True) == charged(Ahead(), overlap=False)
+    assert charged(Launching(at(4)), overlap=True) == charged(Ahead(), overlap=False)
 
 
-class NotFinite(Ahead):
+class NotFinite(Launching):
     """The logits of one request are no numbers, from its third token on."""
 
     def __init__(self, name: str) -> None:
@@ -232,14 +230,13 @@ def test_what_a_launch_that_nobody_looks_at_held_is_free_when_steps_are_run_agai
         gc.enable()
 
 
-@both
 @pytest.mark.parametrize("failing", [False, True])
-def test_an_engine_of_which_every_step_fails_ends(runner_type, failing) -> None:
+def test_an_engine_of_which_every_step_fails_ends(failing) -> None:
     async def scenario() -> None:
         def fault(plan: StepPlan) -> Exception | None:
             return FAILED if is_ahead(plan) or failing else None
 
-        engine = make_engine(runner_type(fault), max_running=1)
+        engine = make_engine(Launching(fault), max_running=1)
         await engine.start()
         readers = [Reader(engine, str(i), PROMPTS[i]) for i in range(5)]
         await read_all(*readers)

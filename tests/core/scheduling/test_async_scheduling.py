@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.core.execution.launch_behind import Finished, launch_behind
-from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.protocols import NO_SPECULATION, Speculator
 from foretoken.core.interface.request import Request
 from foretoken.core.scheduling.async_scheduling import plan_next, replan
@@ -62,29 +61,13 @@ def test_each_row_goes_on_by_one_token_where_the_step_under_way_will_stop() -> N
     assert ahead.is_decode_only
 
 
-def test_the_tokens_are_those_of_the_request_and_the_one_that_is_chosen_meanwhile() -> None:
+def test_the_tokens_are_those_of_the_request_while_one_more_is_chosen() -> None:
     scene = Scene("a")
     plan = scene.begin()
-    (row,) = (ahead := scene.ahead(plan)).requests  # type: ignore[union-attr]
+    (row,) = scene.ahead(plan).requests  # type: ignore[union-attr]
     assert list(row.tokens[: row.stop - 1]) == [*PROMPTS["a"], *answer(PROMPTS["a"], 1)]
-    output = scene.runner.step(plan)
-
-    def known() -> ScheduledRequest:
-        rows: list[ScheduledRequest] = []
-
-        def launch(plan: StepPlan) -> Finished:
-            rows.extend(plan.requests)
-            return Finished(output)
-
-        launch_behind(launch, ahead, output)
-        return rows[0]
-
-    found = [known()]
-    scene._note(scene.scheduler.commit(plan, output, NOW))
-    found.append(known())  # the request has one more token now
-    for each in found:
-        assert list(each.tokens) == [*PROMPTS["a"], *answer(PROMPTS["a"], 2)]
-        assert (each.samples, each.is_ahead, each.stop) == (True, False, row.stop)
+    scene.end(plan)
+    assert list(row.tokens[: row.stop]) == [*PROMPTS["a"], *answer(PROMPTS["a"], 2)]
 
 
 def test_the_page_table_reaches_the_new_token_and_is_nobodys_but_the_plans() -> None:

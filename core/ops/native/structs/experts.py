@@ -1,118 +1,62 @@
-"""ExpertStructs: a mixture of experts as the structs of experts.h."""
+"""A mixture of experts as the structs of experts.h."""
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import POINTER, Structure, pointer
 
 from ....errors import ModelLoadError
-from ...weights import SILU, ExpertWeights, MlpWeights, PackedLinear, Routing
-from .declared import ActivationStruct, activation_struct
-from .linear import LinearStruct, NativeLinear
+from ...weights import ExpertWeights, MlpWeights, Routing
+from ..declarations import STRUCTS
+from ..library import address
+from .declared import activation_struct
+from .linear import linear_pointer, native
 
 MAX_EXPERTS = 1024  # as in experts.h
-_I32, _I64, _PTR, _F32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-_LINEAR = ctypes.POINTER(LinearStruct)
 
 
-class RoutingStruct(ctypes.Structure):
-    """``ft_routing``."""
-
-    _fields_ = (
-        ("num_experts", _I64),
-        ("top_k", _I64),
-        ("num_groups", _I64),
-        ("kept_groups", _I64),
-        ("is_sigmoid", _I32),
-        ("of_chosen", _I32),
-        ("groups_by_two", _I32),
-        ("renorms", _I32),
-        ("least", _F32),
-        ("factor", _F32),
-    )
-
-
-class MlpStruct(ctypes.Structure):
-    """``ft_mlp``."""
-
-    _fields_ = (("first", _LINEAR), ("second", _LINEAR), ("activation", ActivationStruct))
-
-
-class MixtureStruct(ctypes.Structure):
-    """``ft_experts``; lends the weights' memory."""
-
-    _fields_ = (
-        ("routing", RoutingStruct),
-        ("router", _LINEAR),
-        ("choice_bias", _PTR),
-        ("factors", _PTR),
-        ("first", ctypes.POINTER(_LINEAR)),
-        ("second", ctypes.POINTER(_LINEAR)),
-        ("activation", ActivationStruct),
-        ("shared", MlpStruct),
-        ("shared_gate", _LINEAR),
-    )
-
-
-class ExpertStructs:
-    """Lends the C side a layer's experts; keeps alive what it points to.
+def experts_struct(weights: ExpertWeights) -> Structure:
+    """Return the ``ft_experts`` of a layer; it must not outlive the weights.
 
     Raises `ModelLoadError` for more experts than the kernels have room for.
     """
-
-    def __init__(self, weights: ExpertWeights) -> None:
-        assert isinstance(weights.router, NativeLinear)
-        count = weights.router.out_features
-        if count > MAX_EXPERTS:
-            raise ModelLoadError(f"the native kernels support {MAX_EXPERTS} experts, not {count}")
-        array = _LINEAR * count
-        first, second = array(), array()  # NULL: of those that another rank has
-        for number, mlp in enumerate(weights.experts, start=weights.first):
-            first[number], second[number] = _lent(mlp.gate_up), _lent(mlp.down)
-        vectors = (weights.choice_bias, weights.factors)
-        self._struct = MixtureStruct(
-            _routing(weights.routing, count),
-            _lent(weights.router),
-            *(None if each is None else each.data_ptr() for each in vectors),
-            first,
-            second,
-            activation_struct(weights.experts[0].activation),
-            _mlp(weights.shared),
-            None if weights.shared_gate is None else _lent(weights.shared_gate),
-        )
-        self._lends = (weights, first, second)
-
-    @property
-    def pointer(self) -> object:
-        """Pointer for an argument of a C function."""
-        return ctypes.byref(self._struct)
-
-    @property
-    def address(self) -> int:
-        """Address for a field of another struct."""
-        return ctypes.addressof(self._struct)
-
-
-def _routing(routing: Routing, num_experts: int) -> RoutingStruct:
-    return RoutingStruct(
-        num_experts,
-        routing.top_k,
-        routing.num_groups,
-        routing.kept_groups,
-        routing.score == "sigmoid",
-        routing.of_chosen,
-        routing.groups_by == "best two",
-        routing.renorm is not None,
-        routing.renorm or 0.0,
-        routing.factor,
+    count = native(weights.router).out_features
+    if count > MAX_EXPERTS:
+        raise ModelLoadError(f"the native kernels support {MAX_EXPERTS} experts, not {count}")
+    array = POINTER(STRUCTS.ft_linear_weight) * count
+    first, second = array(), array()  # NULL for the experts of another rank
+    for number, mlp in enumerate(weights.experts, start=weights.first):
+        first[number] = pointer(native(mlp.gate_up).struct)
+        second[number] = pointer(native(mlp.down).struct)
+    return STRUCTS.ft_experts(
+        routing=_routing(weights.routing, count),
+        router=linear_pointer(weights.router),
+        choice_bias=address(weights.choice_bias),
+        factors=address(weights.factors),
+        first=first,
+        second=second,
+        activation=activation_struct(weights.experts[0].activation),
+        shared=_mlp(weights.shared),
+        shared_gate=linear_pointer(weights.shared_gate),
     )
 
 
-def _mlp(mlp: MlpWeights | None) -> MlpStruct:
+def _routing(routing: Routing, num_experts: int) -> Structure:
+    return STRUCTS.ft_routing(
+        num_experts=num_experts,
+        top_k=routing.top_k,
+        num_groups=routing.num_groups,
+        kept_groups=routing.kept_groups,
+        is_sigmoid=routing.score == "sigmoid",
+        of_chosen=routing.of_chosen,
+        groups_by_two=routing.groups_by == "best two",
+        renorms=routing.renorm is not None,
+        least=routing.renorm or 0.0,
+        factor=routing.factor,
+    )
+
+
+def _mlp(mlp: MlpWeights | None) -> Structure:
     if mlp is None:
-        return MlpStruct(None, None, activation_struct(SILU))
-    return MlpStruct(*map(_lent, mlp.linears), activation_struct(mlp.activation))
-
-
-def _lent(weight: PackedLinear) -> ctypes._Pointer[LinearStruct]:
-    assert isinstance(weight, NativeLinear)
-    return ctypes.pointer(weight.struct)
+        return STRUCTS.ft_mlp()
+    first, second = map(linear_pointer, mlp.linears)
+    return STRUCTS.ft_mlp(first=first, second=second, activation=activation_struct(mlp.activation))

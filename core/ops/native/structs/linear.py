@@ -1,9 +1,10 @@
-"""NativeLinear: a weight in the layout that linear.c streams (linear.h has the layouts)."""
+"""NativeLinear: a weight in the layout that linear.c streams (linear_weight.h has the layouts)."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_void_p
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, TypeAlias
@@ -22,7 +23,8 @@ from ...quantize import (
     quantize_weight,
 )
 from ...weights import PackedLinear
-from ..library import DTYPES, NativeLibrary
+from ..declarations import STRUCTS
+from ..library import DTYPES, NativeLibrary, address
 from ..memory import HugeArena
 
 Products: TypeAlias = Literal["bfloat16", "float32"]
@@ -42,40 +44,7 @@ _ROUNDED_KINDS = (
     *(_QUANTIZED_KINDS[k] for k in ("int8", "int8_group")),
 )
 _APART, _PLAIN = 64, 65  # forms of pack.c; those of blocks are ggml's numbers
-_I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _ARENA = HugeArena()  # of all weights: small ones share a page
-
-
-class LinearStruct(ctypes.Structure):
-    """``ft_linear_weight`` of linear.h; lends the tensors' memory."""
-
-
-LinearStruct._fields_ = (
-    ("kind", _I32),
-    ("out_features", _I32),
-    ("in_features", _I32),
-    ("weight", _PTR),
-    ("scale", _PTR),
-    ("bias", _PTR),
-    ("is_rough", _I32),
-    ("num_own", _I32),
-    ("others", ctypes.POINTER(LinearStruct)),
-)
-
-
-class SourceStruct(ctypes.Structure):
-    """``ft_source`` of pack.c; lends the memory of a weight that is to be packed."""
-
-    _fields_ = (
-        ("form", _I32),
-        ("rows", _PTR),
-        ("data", _PTR),
-        ("row_bytes", _I64),
-        ("scale", _PTR),
-        ("minimum", _PTR),
-        ("factor", _PTR),
-        ("min_factor", _PTR),
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +59,7 @@ class NativeLinear(PackedLinear):
     out_features: int
     in_features: int
     panel: int  # outputs that lie side by side
-    struct: LinearStruct
+    struct: Structure
     others: NativeLinear | None = None
 
     @property
@@ -182,31 +151,57 @@ def _linear(
     is_rough: bool = False,
 ) -> NativeLinear:
     out_features = num_own + (0 if others is None else others.out_features)
-    pointers = (t.data_ptr() if t is not None else None for t in (values, scale, bias))
-    behind = None if others is None else ctypes.pointer(others.struct)
-    struct = LinearStruct(kind, out_features, in_features, *pointers, is_rough, num_own, behind)
+    struct = STRUCTS.ft_linear_weight(
+        kind=kind,
+        out_features=out_features,
+        in_features=in_features,
+        weight=values.data_ptr(),
+        scale=address(scale),
+        bias=address(bias),
+        is_rough=is_rough,
+        num_own=num_own,
+        others=linear_pointer(others),
+    )
     return NativeLinear(values, bias, True, scale, out_features, in_features, panel, struct, others)
 
 
-def _source(weight: Source) -> tuple[SourceStruct, object]:
-    """The place of a weight, and what must stay alive while the struct is read."""
+def native(weight: PackedLinear) -> NativeLinear:
+    """Return the weight, which `pack_linear` or `rough_copy` made."""
+    assert isinstance(weight, NativeLinear)
+    return weight
+
+
+def linear_pointer(weight: PackedLinear | None) -> ctypes._Pointer[Structure] | None:
+    """Return a pointer to the ``ft_linear_weight`` of a packed weight, or None without one."""
+    return None if weight is None else ctypes.pointer(native(weight).struct)
+
+
+def _source(weight: Source) -> tuple[Structure, object]:
+    """Return the ``ft_source`` of a weight, and what must stay alive while C reads it."""
     if isinstance(weight, BlockWeight):
         rows = weight.addresses
-        return SourceStruct(weight.type.number, rows.ctypes.data), (rows, weight)
+        at = rows.ctypes.data_as(POINTER(c_void_p))
+        return STRUCTS.ft_source(form=weight.type.number, rows=at), (rows, weight)
     if isinstance(weight, Tensor):
-        weight = weight.contiguous()
-        return SourceStruct(
-            _PLAIN, None, weight.data_ptr(), weight.stride(0) * weight.itemsize
-        ), weight
-    assert isinstance(weight, UnpackedWeight)
-    values = weight.values.contiguous()
-    place = (None, values.data_ptr(), values.shape[1])
-    if weight.kind == "int8":
-        return SourceStruct(_PLAIN, *place), values
-    numbers = [weight.scale, weight.minimum, *weight.factors]
-    numbers = [None if each is None else each.contiguous() for each in numbers]
-    at = [None if each is None else each.data_ptr() for each in numbers]
-    return SourceStruct(_APART, *place, *at), (values, numbers)
+        values, form, numbers = weight.contiguous(), _PLAIN, {}
+    else:
+        assert isinstance(weight, UnpackedWeight)
+        values, form = weight.values.contiguous(), _PLAIN if weight.kind == "int8" else _APART
+        numbers = {} if form == _PLAIN else _numbers(weight)
+    source = STRUCTS.ft_source(
+        form=form,
+        data=values.data_ptr(),
+        row_bytes=values.stride(0) * values.itemsize,
+        **{name: each.data_ptr() for name, each in numbers.items()},
+    )
+    return source, (values, numbers)
+
+
+def _numbers(weight: UnpackedWeight) -> dict[str, Tensor]:
+    """Return the scales, minima and factors that a weight has, by the names of ``ft_source``."""
+    numbers = (weight.scale, weight.minimum, *weight.factors)
+    named = zip(("scale", "minimum", "factor", "min_factor"), numbers, strict=False)
+    return {name: each.contiguous() for name, each in named if each is not None}
 
 
 def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:

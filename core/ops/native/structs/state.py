@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 from torch import Tensor
 
@@ -11,77 +9,10 @@ from ....errors import ModelLoadError
 from ...batch import RaggedBatch
 from ...state_pool import StatePool
 from ...weights import ConvWeights, DeltaWeights, RecurrentWeights
-from .linear import LinearStruct
+from ..declarations import STRUCTS
+from ..library import address
 
 MAX_TAPS = 8  # as in state.h
-_I64, _PTR, _F32 = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-
-
-class RuleStruct(ctypes.Structure):
-    """``ft_recurrence``; lends the weights' memory."""
-
-    _fields_ = (
-        ("num_key_heads", _I64),
-        ("num_heads", _I64),
-        ("key_dim", _I64),
-        ("value_dim", _I64),
-        ("num_taps", _I64),
-        ("is_tiled", _I64),
-        ("taps", _PTR),
-        ("decay", _PTR),
-        ("dt_bias", _PTR),
-        ("norm", _PTR),
-        ("eps", _F32),
-        ("layer", _I64),
-        ("skip", _PTR),
-        ("taps_bias", _PTR),
-        ("num_norms", _I64),
-    )
-
-
-class RecurrentStruct(ctypes.Structure):
-    """``ft_recurrent`` of step.c."""
-
-    _fields_ = (
-        ("first", ctypes.POINTER(LinearStruct)),
-        ("gates", ctypes.POINTER(LinearStruct)),
-        ("second", ctypes.POINTER(LinearStruct)),
-        ("rule", RuleStruct),
-    )
-
-
-class ConvStruct(ctypes.Structure):
-    """``ft_conv``; lends the weights' memory."""
-
-    _fields_ = (
-        ("channels", _I64),
-        ("num_taps", _I64),
-        ("taps", _PTR),
-        ("bias", _PTR),
-        ("layer", _I64),
-    )
-
-
-class StatesStruct(ctypes.Structure):
-    """``ft_states``; lends the pool's memory and the pass's arrays."""
-
-    _fields_ = (
-        ("page_size", _I64),
-        ("ring", _I64),
-        ("num_layers", _I64),
-        ("slots", _PTR),
-        ("logs", _PTR),
-        ("slot_bytes", _I64),
-        ("log_bytes", _I64),
-        ("slot_fields", _PTR),
-        ("log_fields", _PTR),
-        ("at", _PTR),
-        ("slot_of", _PTR),
-        ("log_of", _PTR),
-        ("final_stops", _PTR),
-        ("first_keeps", _PTR),
-        ("keeps", _PTR),
-    )
 
 
 class RecurrentStructs:
@@ -93,36 +24,24 @@ class RecurrentStructs:
     def __init__(self, weights: RecurrentWeights) -> None:
         shape, taps = weights.shape, _taps_of(weights.conv)
         self._lends = (weights, taps)
-        vectors = (taps, weights.decay, weights.dt_bias, weights.norm)
-        self._struct = RuleStruct(
-            shape.num_key_heads,
-            shape.num_value_heads,
-            shape.key_dim,
-            shape.value_dim,
-            shape.conv_len,
-            shape.is_tiled,
-            *(None if vector is None else vector.data_ptr() for vector in vectors),
-            weights.norm_eps,
-            weights.layer,
-            *_of_mamba2(weights),
+        self.struct = STRUCTS.ft_recurrence(
+            num_key_heads=shape.num_key_heads,
+            num_heads=shape.num_value_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            num_taps=shape.conv_len,
+            is_tiled=shape.is_tiled,
+            taps=taps.data_ptr(),
+            decay=weights.decay.data_ptr(),
+            dt_bias=weights.dt_bias.data_ptr(),
+            norm=address(weights.norm),
+            eps=weights.norm_eps,
+            layer=weights.layer,
         )
-
-    @property
-    def pointer(self) -> object:
-        """Pointer for an argument of a C function."""
-        return ctypes.byref(self._struct)
-
-    def recurrent(self, *linears: LinearStruct) -> RecurrentStruct:
-        """The layer as a decoder's."""
-        return RecurrentStruct(*map(ctypes.pointer, linears), self._struct)
-
-
-def _of_mamba2(weights: RecurrentWeights) -> tuple[int | None, int | None, int]:
-    """The fields that only Mamba-2 has."""
-    if isinstance(weights, DeltaWeights):
-        return None, None, 0
-    bias = None if weights.conv_bias is None else weights.conv_bias.data_ptr()
-    return weights.skip.data_ptr(), bias, weights.num_norms
+        if not isinstance(weights, DeltaWeights):
+            self.struct.skip = weights.skip.data_ptr()
+            self.struct.taps_bias = address(weights.conv_bias)
+            self.struct.num_norms = weights.num_norms
 
 
 class ConvStructs:
@@ -134,11 +53,12 @@ class ConvStructs:
     def __init__(self, weights: ConvWeights) -> None:
         taps, bias = _taps_of(weights.conv), weights.bias
         self._lends = (weights, taps)
-        self.struct = ConvStruct(
-            *weights.shape,
-            taps.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            weights.layer,
+        self.struct = STRUCTS.ft_conv(
+            channels=weights.shape.channels,
+            num_taps=weights.shape.conv_len,
+            taps=taps.data_ptr(),
+            bias=address(bias),
+            layer=weights.layer,
         )
 
 
@@ -159,24 +79,25 @@ class StatesStructs:
         states = batch.states
         assert states is not None
         first_keeps = np.concatenate(([0], np.cumsum(states.keep_counts)))
-        own = (states.slots, states.logs, states.final_stops, first_keeps, states.keeps)
-        arrays = [np.ascontiguousarray(values, dtype=np.int64) for values in own]
+        own = {
+            "slot_of": states.slots,
+            "log_of": states.logs,
+            "final_stops": states.final_stops,
+            "first_keeps": first_keeps,
+            "keeps": states.keeps,
+        }
+        arrays = {name: np.ascontiguousarray(each, dtype=np.int64) for name, each in own.items()}
         self._lends = (pool, arrays)
-        self._struct = StatesStruct(
-            pool.page_size,
-            pool.ring,
-            len(pool.shapes),
-            pool.slots.data_ptr(),
-            pool.logs.data_ptr(),
-            pool.bytes_per_slot,
-            pool.bytes_per_log,
-            pool.slot_offsets.ctypes.data,
-            pool.log_offsets.ctypes.data,
-            pool.at.data_ptr(),
-            *(values.ctypes.data for values in arrays),
+        self.struct = STRUCTS.ft_states(
+            page_size=pool.page_size,
+            ring=pool.ring,
+            num_layers=len(pool.shapes),
+            slots=pool.slots.data_ptr(),
+            logs=pool.logs.data_ptr(),
+            slot_bytes=pool.bytes_per_slot,
+            log_bytes=pool.bytes_per_log,
+            slot_fields=pool.slot_offsets.ctypes.data,
+            log_fields=pool.log_offsets.ctypes.data,
+            at=pool.at.data_ptr(),
+            **{name: each.ctypes.data for name, each in arrays.items()},
         )
-
-    @property
-    def address(self) -> int:
-        """Address for a field of another struct."""
-        return ctypes.addressof(self._struct)

@@ -156,5 +156,5 @@ def test_the_engines_operations_pack_the_chosen_kind(monkeypatch):
     monkeypatch.setenv(SETTING, "float32")
     ops = choose_ops("cpu", backend="native", dtype=torch.bfloat16)
     assert isinstance(ops, NativeOps)
-    assert ops.pack_linear(torch.ones(3, 4).bfloat16()).struct.kind == 6  # as in linear.h
+    assert ops.pack_linear(torch.ones(3, 4).bfloat16()).struct.kind == 6  # as in linear_weight.h
     assert ops.pack_linear(torch.ones(3, 4)).struct.kind == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from foretoken.core.ops.native import native_library, variants
+from foretoken.core.ops.native.declarations import STRUCTS
 from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.native.structs.linear import linear, pack_linear
 
@@ -82,43 +83,27 @@ def test_a_forked_child_computes_without_its_parents_workers(library):
     assert expected
 
 
-class Times(ctypes.Structure):
-    """``ft_times`` of threads.c."""
+def windows(
+    crew: ctypes.Structure,
+    library: NativeLibrary,
+    count: int,
+    cores: Mapping[int, tuple[float, float]],
+) -> list[int]:
+    """Threads that take part after each window.
 
-    _fields_ = (("ran", ctypes.c_int64), ("delayed", ctypes.c_int64))
-
-
-class Crew(ctypes.Structure):
-    """``ft_crew`` of threads.c."""
-
-    _fields_ = (
-        ("threads", ctypes.c_int32),
-        ("active", ctypes.c_int32),
-        ("before", ctypes.c_int32),
-        ("direction", ctypes.c_int32),
-        ("patience", ctypes.c_int32),
-        ("calm", ctypes.c_int32),
-        ("rate", ctypes.c_int64),
-    )
-
-    def windows(
-        self, library: NativeLibrary, count: int, cores: Mapping[int, tuple[float, float]]
-    ) -> list[int]:
-        """Threads that take part after each window.
-
-        ``cores``: by threads that take part, those that run and those that wait for a core.
-        """
-        span, found = 100_000_000, []
-        for _ in range(count):
-            ran, delayed = cores[self.active]
-            times = Times(int(ran * span), int(delayed * span))
-            library.c.ft_crew_judge(ctypes.byref(self), ctypes.c_int64(span), times)
-            found.append(self.active)
-        return found
+    ``cores``: by threads that take part, those that run and those that wait for a core.
+    """
+    span, found = 100_000_000, []
+    for _ in range(count):
+        ran, delayed = cores[crew.active]
+        times = STRUCTS.ft_times(ran=int(ran * span), delayed=int(delayed * span))
+        library.c.ft_crew_judge(ctypes.byref(crew), span, times)
+        found.append(crew.active)
+    return found
 
 
-def crew_of(threads: int) -> Crew:
-    return Crew(threads=threads, active=threads, direction=-1, patience=2)
+def crew_of(threads: int) -> ctypes.Structure:
+    return STRUCTS.ft_crew(threads=threads, active=threads, direction=-1, patience=2)
 
 
 # Two cores: nothing else runs, or one busy process, or two. As measured.
@@ -128,30 +113,30 @@ TWO_BUSY = {1: (0.68, 0.36), 2: (0.92, 0.94)}
 
 
 def test_where_nothing_else_runs_every_thread_takes_part(library):
-    assert set(crew_of(2).windows(library, 200, QUIET)) == {2}
+    assert set(windows(crew_of(2), library, 200, QUIET)) == {2}
 
 
 def test_a_thread_that_adds_little_beside_a_busy_process_is_left_out(library):
     """All the others would wait for it at each layer."""
     crew = crew_of(2)
-    assert crew.windows(library, 6, ONE_BUSY) == [2, 1, 1, 1, 2, 1]
-    assert crew.windows(library, 400, ONE_BUSY).count(2) < 20  # tried again, ever more rarely
+    assert windows(crew, library, 6, ONE_BUSY) == [2, 1, 1, 1, 2, 1]
+    assert windows(crew, library, 400, ONE_BUSY).count(2) < 20  # tried again, ever more rarely
 
 
 def test_a_thread_that_wins_a_share_of_the_cores_stays_beside_busy_processes(library):
     crew = crew_of(2)
-    assert crew.windows(library, 3, TWO_BUSY) == [2, 1, 2]
-    assert crew.windows(library, 400, TWO_BUSY).count(1) < 20
+    assert windows(crew, library, 3, TWO_BUSY) == [2, 1, 2]
+    assert windows(crew, library, 400, TWO_BUSY).count(1) < 20
 
 
 def test_threads_come_back_when_the_neighbours_have_gone(library):
     crew = crew_of(8)
     busy = {active: (min(active, 4) + 0.01 * active, max(0, active - 4)) for active in range(1, 9)}
-    assert crew.windows(library, 100, busy)[-1] in (4, 5)
+    assert windows(crew, library, 100, busy)[-1] in (4, 5)
     free = {active: (0.95 * active, 0.0) for active in range(1, 9)}
-    assert crew.windows(library, 60, free)[-1] == 8
-    assert set(crew.windows(library, 100, free)) == {8}
+    assert windows(crew, library, 60, free)[-1] == 8
+    assert set(windows(crew, library, 100, free)) == {8}
 
 
 def test_a_system_that_tells_nothing_changes_nothing(library):
-    assert set(crew_of(4).windows(library, 100, {4: (0.0, 0.0)})) == {4}
+    assert set(windows(crew_of(4), library, 100, {4: (0.0, 0.0)})) == {4}

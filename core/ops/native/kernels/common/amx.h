@@ -2,7 +2,7 @@
  *
  * A thread has eight tiles of up to 16 rows of up to 64 bytes. A dot instruction adds A times B to
  * the sums of C: C[m][n] += sum over k and i of A[m][k][i] * B[k][n][i], where k counts groups of 4
- * bytes (2 bf16 or 4 bytes) and i the numbers in a group. So B is laid out as linear.h's panels and
+ * bytes (2 bf16 or 4 bytes) and i the numbers in a group. So B is laid out as linear_weight.h's panels and
  * attention's turned keys are, and a row of A is a row of activations as it lies in memory. A row of
  * C depends on its own row of A alone.
  *

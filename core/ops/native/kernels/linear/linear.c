@@ -7,39 +7,8 @@
  * The weights stream once from memory. The first tile of a panel prefetches a little ahead; where
  * more tiles follow, each of them fetches its share of the next panel into the second-level cache.
  */
+#include "linear.h"
 #include "linear_tile.h"
-
-/* ---- results ---- */
-
-static void store_tail(const ft_linear_job *job, int64_t at, int64_t count, vf value) {
-    float wide[FT_LANES];
-    vf_store(wide, value);
-    for (int64_t i = 0; i < count; i++) {
-        if (job->y_dtype == FT_BFLOAT16) ((bf16 *)job->y)[at + i] = ft_to_bf16(wide[i]);
-        else ((float *)job->y)[at + i] = wide[i];
-    }
-}
-
-/* Half a panel, of which perhaps some outputs do not exist. */
-FT_INLINE void finish_half(const ft_linear_job *job, int64_t row, int64_t column,
-                           const float *sums) {
-    const int64_t at = row * job->y_stride + column;
-    const int64_t left = job->weight->num_own - column;
-    vf value = vf_load(sums);
-    if (job->weight->bias) value = vf_add(value, vf_load(job->weight->bias + column));
-    if (left < FT_LANES) store_tail(job, at, ft_max(left, 0), value);
-    else if (job->y_dtype == FT_BFLOAT16) vf_store_bf16((bf16 *)job->y + at, value);
-    else vf_store((float *)job->y + at, value);
-}
-
-/* Not inlined into every tile: there are a hundred of them. */
-__attribute__((noinline)) void ft_finish_rows(const ft_linear_job *job, int64_t row,
-                                              int64_t column, const float *sums, int64_t count) {
-    for (int64_t r = 0; r < count; r++, sums += PANEL) {
-        finish_half(job, row + r, column, sums);
-        finish_half(job, row + r, column + FT_LANES, sums + FT_LANES);
-    }
-}
 
 /* ---- tiles; `count` is a constant wherever they are inlined ---- */
 
@@ -404,7 +373,7 @@ int ft_linear_many(const ft_linear_weight *const *weights, const int64_t *firsts
     return 0;
 }
 
-/* Outputs of a panel: L of the layouts in linear.h. */
+/* Outputs of a panel: L of the layouts in linear_weight.h. */
 FT_EXPORT int ft_lanes(void) { return FT_LANES; }
 
 /* Rows of a full tile: one more than a multiple of them costs a step more than those before it. */

@@ -1,4 +1,4 @@
-/* Groups of 32 columns of a panel: what they hold, by kind of weight (linear.h has the layouts). */
+/* Groups of 32 columns of a panel: what they hold, by kind of weight (linear_weight.h has the layouts). */
 #ifndef FT_LINEAR_GROUPS_H
 #define FT_LINEAR_GROUPS_H
 

@@ -1,11 +1,11 @@
 /* What linear.c or linear_amx.c computes in one call, the rows that linear_rows.c prepares for it,
- * and what becomes of its sums. */
+ * and what linear_finish.c makes of its sums. */
 #ifndef FT_LINEAR_JOB_H
 #define FT_LINEAR_JOB_H
 
 #include "common/amx.h"
-#include "linear.h"
 #include "common/simd.h"
+#include "linear_weight.h"
 
 /* Where no instruction multiplies bytes in quads, linear_words.h multiplies 16-bit numbers in pairs. */
 #if !defined(FT_AVX512) && !defined(FT_AMX)

@@ -4,7 +4,7 @@
  * the bin in which the weight reaches its limit is found, and only its tokens go on to the next
  * bits. What surely lies beyond the limit is left out at first, which is nearly all of a row.
  */
-#include "sample.h"
+#include "row.h"
 #include "common/simd.h"
 
 enum { FIRST_SHIFT = 20, DIGIT = 10 };

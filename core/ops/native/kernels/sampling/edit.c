@@ -1,5 +1,5 @@
 /* Edits of a row before the temperature, in the order of core/sampling/logits_processors.py. */
-#include "sample.h"
+#include "row.h"
 
 int ft_is_edited(const ft_sampling *sampling, const ft_path *path) {
     return ft_path_len(path) - sampling->prompt_len < sampling->edited_until;

@@ -4,6 +4,7 @@
  * hash bound its noise from above; only a token that could beat the best so far is computed in full.
  */
 #include "sample.h"
+#include "row.h"
 
 #include <stdatomic.h>
 
