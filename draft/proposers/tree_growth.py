@@ -171,9 +171,11 @@ class TreeGrowth:
 
         ``least``: what one more node must bring, beyond the price of its keys. ``level``: those of
         one level alone. The best come first, each with those before it on its path that must be
-        computed, too.
+        computed, too. None before the first pass: KV of the request itself may be missing.
         """
         least, chosen, found = least + self.plan.key_price, set[int](), list[Growing]()
+        if ROOT not in self.rankings:
+            return found
         if len(self.nodes) >= self.plan.max_draft:
             survival = sorted((node.survival for node in self.nodes), reverse=True)
             least = max(least, survival[self.plan.max_draft - 1])

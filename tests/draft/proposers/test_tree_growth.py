@@ -382,6 +382,16 @@ def test_trees_are_those_of_a_newcomer_whatever_path_was_taken_before(pair, num_
     assert sum(request.usage.accepted_tokens for request in requests) > 60
 
 
+def test_what_was_looked_up_is_not_computed_before_its_request_is_caught_up(pair) -> None:
+    """Its KV would stand behind a hole, and be counted for positions that have none."""
+    _, draft = pair
+    proposer = LmProposer(draft, draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE), window=3)
+    row = looked_up(9, 10, survival=(0.9, 0.8), num_tokens=20, max_draft=6)
+    (found,) = proposer.propose([row])
+    assert list(found.token_ids) == [9, 10]
+    assert found.note == DraftNote((), num_uncached=16)
+
+
 def test_a_tree_is_accepted_further_than_a_chain_of_as_many_nodes(pair) -> None:
     target, draft = pair
     steps = {}
