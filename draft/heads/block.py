@@ -24,6 +24,7 @@ from ...core.ops.layers import run_layers
 from ...core.ops.weights import AttentionWeights, DecoderWeights, LayerWeights
 from ..proposers.tree_grower import Scored
 from .block_network import BlockConfig, BlockFrame, BlockHead, BlockLayer, MarkovHead, MarkovKind
+from .block_training import BLOCK_RECIPE
 from .common.base import HeadKind, PackedHead, ParsedHead, Tensors
 from .common.files import (
     OWN_KEY,
@@ -398,4 +399,5 @@ BLOCK = HeadKind(
     load=_load,
     to_json=_to_json,
     pack=_pack,
+    recipe=BLOCK_RECIPE,
 )

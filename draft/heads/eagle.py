@@ -52,6 +52,7 @@ from .common.packing import (
     plain_norm,
 )
 from .eagle_network import EagleConfig, EagleFrame, EagleHead
+from .eagle_training import EAGLE_RECIPE
 
 _NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _BEHIND_LAYER: Taps = (1,)
@@ -288,4 +289,5 @@ EAGLE = HeadKind(
     to_json=_to_json,
     pack=_pack,
     guess=_guess,
+    recipe=EAGLE_RECIPE,
 )
