@@ -13,17 +13,11 @@ from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.execution.proposer import Proposer
 from ...core.interface.protocols import NO_SPECULATION, Speculator
-from ...core.model.decoder import Decoder, OwnDecoder, sequence_pool
-from ...core.model.drafting.mtp import count_mtp_layers
-from ...core.model.drafting.rough_copy import NoRoughCopyError, rough_decoder
-from ...core.model.formats.checkpoint import OnRead
-from ...core.model.opening import open_model
+from ...core.model.decoder import Decoder
 from ...draft.control.controller import Controller
-from ...draft.control.cost_model import CostModel, StepProfile, best_chain
+from ...draft.control.cost_model import CostModel
 from ...draft.control.estimators import AcceptanceModel
-from ...draft.control.profiler import guess_pass, profile_draft
-from ...draft.heads.joined import JoinedHead
-from ...draft.heads.mtp import load_mtp
+from ...draft.drafters import NAMED, SELF
 from ...draft.proposers.vocab_check import OtherTokensError, check_same_tokens
 from ...draft.sources.grammar import GrammarSource
 from ...draft.sources.prediction import PredictionSource
@@ -41,14 +35,6 @@ FREE: dict[str, Callable[[], Source]] = {
     "suffix": SuffixSource,
     "ngram": partial(SuffixSource, own_only=True),
 }
-SELF = "self"  # the target in 4 bits
-MTP = "mtp"  # its layer that predicts a further token
-NAMED = (SELF, MTP)  # proposers without a path
-LEAST_BYTES = 64 << 20  # of weights: fewer stay in caches, and 4 bits are read as fast as 16
-MEMORY_SHARE = 0.2  # of the free memory, that `auto` may take for a rough copy
-LIKELY = 0.7  # odds of its tokens: less than any model is known to have
-LEAST_GAIN = 1.05  # over steps without drafts
-NUM_TRIED_PAGES = 5
 AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
 
 
@@ -71,7 +57,7 @@ class DraftSpec:
 
 def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
     """Parse ``draft``; "auto": all model-free sources, and the draft model beside the target, else
-    `MTP` where the checkpoint has it (`has_mtp`), else `SELF` where that pays.
+    the MTP layer of the checkpoint (`has_mtp`), else the model itself in 4 bits where that pays.
 
     In a list "auto" means all model-free sources; the draft model is the one listed. Raises
     `InvalidRequest` for an empty name, a source named twice, or two draft models.
@@ -83,7 +69,7 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
             return DraftSpec(AUTO, str(own_draft))
         has_prices = config.speculation == "auto"
         is_plain = config.quantize == "none"
-        return DraftSpec(AUTO, SELF if has_prices and is_plain else None, may_lack_model=True)
+        return DraftSpec(AUTO, SELF.name if has_prices and is_plain else None, may_lack_model=True)
     names = [name.strip() for name in config.draft.split(",")]
     for name in names:
         if name in ("", "none"):
@@ -101,14 +87,19 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
         raise InvalidRequest(
             f"draft takes one model, not {len(models)}: {', '.join(models)}", param="draft"
         )
-    if models == [SELF] and config.quantize == "int4":
-        message = "draft 'self' rounds weights of 8 bits or more, not int4 (--quantize)"
-        raise InvalidRequest(message, param="draft")
+    for name in models:
+        if name in NAMED:
+            NAMED[name].check(config)
     return DraftSpec(sources, models[0] if models else None)
 
 
-def find_draft(name: str) -> Path:
-    """The folder or file of a draft model. Raises `ModelLoadError`, with the names of drafters."""
+def find_draft(name: str | None) -> Path | None:
+    """Find the folder or file of a draft model; None for a drafter that needs none.
+
+    Raises `ModelLoadError`, with the names of drafters.
+    """
+    if name is None or name in NAMED:
+        return None
     try:
         return find_model(name).path
     except ModelLoadError as error:
@@ -121,70 +112,6 @@ def _sources(name: str) -> tuple[str, ...]:
     if name == "auto":
         return AUTO
     return (name,) if name in FREE else ()
-
-
-def rough_copy(target: Decoder, spec: DraftSpec) -> Decoder | str:
-    """The target in 4 bits, which drafts for it; or why `auto` goes on without.
-
-    Raises `ModelLoadError` where ``spec`` names it and it cannot be had.
-    """
-    if not spec.may_lack_model:
-        try:
-            return rough_decoder(target)
-        except NoRoughCopyError as reason:
-            raise ModelLoadError(
-                f"draft '{SELF}' {reason}: leave it out, and look-ups draft, a draft model or a "
-                "trained head"
-            ) from None
-    try:
-        copy = rough_decoder(
-            target, least_item=2, least_bytes=LEAST_BYTES, memory_share=MEMORY_SHARE
-        )
-    except NoRoughCopyError as reason:
-        return str(reason)
-    pass_s, gain = self_draft_price(target, copy)
-    return copy if gain >= LEAST_GAIN else f"would not pay: a pass takes {pass_s:.2f} of a step"
-
-
-def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
-    """Price of a pass of a rough copy as a share of a step; and gain of chains at `LIKELY` odds.
-
-    Measured for one request, with few tokens behind it.
-    """
-    page_size = EngineConfig().sizes(target.device.type).page_size  # has kernels of its own
-    pool = sequence_pool(target, NUM_TRIED_PAGES, 1, page_size=page_size)
-    forward, _ = guess_pass(target, pool)
-    draft = profile_draft(copy, pool, (1,))
-    return draft[1] / forward[1], best_chain(StepProfile(forward, draft), LIKELY)
-
-
-def has_mtp(path: Path, target: Decoder) -> bool:
-    """Whether `auto` can draft with an MTP layer of the target's checkpoint.
-
-    A layer that is not whole is named in the log.
-    """
-    if not isinstance(target, OwnDecoder) or target.config.mtp is None:
-        return False
-    try:
-        return count_mtp_layers(*open_model(path)) > 0
-    except ModelLoadError as problem:
-        logger.warning("auto drafts without '%s': %s", MTP, problem)
-        return False
-
-
-def mtp_head(
-    path: Path, target: Decoder, config: EngineConfig, on_read: OnRead | None
-) -> JoinedHead:
-    """The MTP layer of a target's checkpoint. Raises `InvalidRequest` where it has none."""
-    try:
-        return load_mtp(path, target, keeps_packed=keeps_packed(config), on_read=on_read)
-    except ModelLoadError as problem:
-        raise InvalidRequest(f"draft '{MTP}': {problem}", param="draft") from None
-
-
-def keeps_packed(config: EngineConfig) -> bool:
-    """Whether quantised matrices of a head stay as they are stored, as the target's do."""
-    return config.dtype == "auto" and config.quantize == "none"
 
 
 def make_sources(spec: DraftSpec) -> list[Source]:

@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -36,16 +36,13 @@ from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...core.startup import timed
 from ...draft.control.outcome import NUM_BEST
-from ...draft.control.profiler import TriedProposer
-from ...draft.heads.common.proposer import HeadProposer
-from ...draft.heads.joined import JoinedHead
 from ..text.gguf_tokenizer import check_vocabulary
 from ..types.sampling_params import SamplingDefaults
 from .adapter_loader import OwnAdapters
-from .beside.drafter import Drafter, Model, load_drafter
+from .beside.drafter import Drafter, load_drafter
 from .beside.kept_kv import KeptKV, check_places, page_keys, prefix_cache, refuse_tiers
 from .built import Built
-from .drafts import NAMED, find_draft, make_speculator, parse_draft
+from .drafts import find_draft, make_speculator, parse_draft
 from .kv_events import events_of
 from .kv_pools import make_pools, model_len, out_of_memory_told
 from .model_files import ModelSource, find_model
@@ -99,8 +96,8 @@ def _build(
     models = _load_models(source, config, undo, wants_keys=wants_keys)
     target, drafter, sizes = models.target, models.drafter, models.sizes
     pool, *own_pools = make_pools(target, drafter.with_pool, config, sizes)
-    _say_what_computes(target, drafter.with_pool, pool)
-    proposer, measured = drafter.make_proposer(pool, own_pools)
+    proposer = drafter.make_proposer(pool, own_pools)
+    _say_what_computes(target, proposer, pool)
     runner = ModelRunner(
         target,
         pool,
@@ -124,11 +121,10 @@ def _build(
         warm_up=partial(
             _warm_up,
             (target, pool),
-            measured,
+            proposer,
             scheduler.limits,
             kept_costs,
             threads=num_threads(config, target.ops),
-            taps=() if proposer is None else proposer.taps,
         ),
         supervision=_supervision(config, settings),
         overlap=overlaps,
@@ -167,7 +163,7 @@ def _load_models(
     spec = parse_draft(config, own_draft=source.draft)
     device = device_of(config)
     sizes = config.sizes(device.type)
-    found = None if spec.model in (None, *NAMED) else find_draft(spec.model)
+    found = find_draft(spec.model)
     check_places(config)
     has_keys = wants_keys or config.has_tiers or config.kv_transfer is not None
     digests = _make_digests() if has_keys else None
@@ -246,7 +242,7 @@ def _built(parts: _Parts, source: ModelSource, config: EngineConfig) -> LocalBui
         eos_token_ids=frozenset(target.config.eos_token_ids),
         exact=target.exact,
         drafters=(*models.drafter.spec.sources, *([] if proposer is None else [proposer.source])),
-        no_self_draft=models.drafter.no_self_draft,
+        no_self_draft=models.drafter.left_out,
         model_path=target.path,
         sampling_defaults=models.sampling_defaults,
         pooling=models.pooling,
@@ -270,10 +266,9 @@ def _make_digests() -> ModelDigests:
     return ModelDigests()
 
 
-def _say_what_computes(
-    target: Decoder, drafts: Sequence[Decoder | JoinedHead], pool: KVPool
-) -> None:
-    models = [target, *(draft for draft in drafts if not isinstance(draft, JoinedHead))]
+def _say_what_computes(target: Decoder, proposer: Proposer | None, pool: KVPool) -> None:
+    drafting = () if proposer is None else proposer.models
+    models = [target, *(decoder for decoder, own_pool in drafting if own_pool is not pool)]
     names = [type(decoder.ops).__name__.removesuffix("Ops").lower() for decoder in models]
     by = " and ".join(dict.fromkeys(names))
     num_tokens = pool.num_pages * pool.page_size
@@ -282,22 +277,23 @@ def _say_what_computes(
 
 @timed("warm-up")
 def _warm_up(
-    target: Model,
-    draft: Model | TriedProposer | None,
+    target: tuple[Decoder, KVPool],
+    proposer: Proposer | None,
     limits: SchedulerLimits,
     costs: KeptCosts | None,
     *,
     threads: int,
-    taps: Taps = (),
 ) -> None:
     """Prepare the first request in the model thread: make a GPU ready, price steps.
 
-    ``threads``: that compute. ``taps``: what the proposer observes of the target's passes.
+    ``threads``: that compute.
     """
+    taps: Taps = () if proposer is None else proposer.taps
+    drafting = () if proposer is None else proposer.models
     chosen = 1 if costs is None else NUM_BEST  # tokens of each place that a draft's pass chooses
     remedy = "lower --kv-memory, --max-batch-tokens or --max-running"
     with out_of_memory_told("while preparing the first step", remedy):
-        for decoder, pool in (target, draft) if isinstance(draft, tuple) else (target,):
+        for decoder, pool in (target, *drafting):
             is_target = decoder is target[0]
             if decoder.device.type != "cpu":
                 warm_up(
@@ -309,10 +305,10 @@ def _warm_up(
                     wanted=Wanted(taps=taps) if is_target else Wanted(SamplingPlan((), (), chosen)),
                     num_best=0 if is_target else NUM_BEST,
                 )
-        if isinstance(draft, HeadProposer) and draft.device.type != "cpu":
-            draft.warm_up(limits.max_model_len, chosen)
+        if proposer is not None and proposer.device.type != "cpu":
+            proposer.warm_up(limits.max_model_len, chosen)
         if costs is not None:
-            costs.prepare(target, draft, num_threads=threads)
+            costs.prepare(target, proposer, num_threads=threads)
 
 
 def _settings(

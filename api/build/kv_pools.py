@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from ...core.config import EngineConfig, Sizes, format_size
 from ...core.errors import InvalidRequest, ModelLoadError, is_out_of_memory
 from ...core.model.decoder import Decoder
-from ...core.ops.kv_pool import KvDtype, KVPool
+from ...core.ops.kv_pool import KVPool
 from ...core.ops.machine.device import free_memory
 from ...core.ops.state_pool import STATE_PAGE_SIZES, StatePool, bytes_per_log, bytes_per_slot
 from ...core.options.settings import parse_size
 from ...core.startup import timed
+from ...draft.proposers.kind import Pooled
 
 HOST_KV_BYTES = 2 * 2**30
 LEAST_TOKENS = 256  # of a pool of the default size: a smaller one serves no usual request
@@ -26,16 +27,6 @@ LEAST_TOKENS = 256  # of a pool of the default size: a smaller one serves no usu
 # and its draft model each 256 MiB for the sums of attention and 128 MiB for the logits that graphs
 # of few rows keep.
 WORKSPACE_BYTES = 11 * 2**28
-
-
-class Pooled(Protocol):
-    """A model with a KV pool: a decoder or a head."""
-
-    def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype) -> KVPool:
-        """Make a pool of its shape."""
-
-    def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype) -> int:
-        """Bytes of one page."""
 
 
 @timed("KV pools")

@@ -12,12 +12,13 @@ from typing import TypeAlias
 import msgspec
 
 from ..._version import __version__
+from ...core.execution.proposer import Proposer
 from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.machine.cache_folder import cache_folder
 from ...core.ops.machine.identity import machine_identity
 from ...draft.control.cost_model import CostModel, StepProfile
-from ...draft.control.profiler import TriedProposer, guess_step, profile_step
+from ...draft.control.profiler import guess_step, profile_step
 
 logger = logging.getLogger(__name__)
 Model: TypeAlias = tuple[Decoder, KVPool]
@@ -42,7 +43,7 @@ class KeptCosts:
     def prepare(
         self,
         target: Model,
-        draft: Model | TriedProposer | None,
+        proposer: Proposer | None,
         *,
         num_threads: int,
     ) -> None:
@@ -52,12 +53,12 @@ class KeptCosts:
         kernels must be called once anyway.
         """
         if target[0].device.type != "cpu":
-            self.costs.load(profile_step(target, draft))
+            self.costs.load(profile_step(target, proposer))
             return
-        self._file = _file_of(target, draft, num_threads)
+        self._file = _file_of(target, proposer, num_threads)
         profile = self._load()
         if profile is None:
-            profile = guess_step(target, draft)
+            profile = guess_step(target, proposer)
             self._save(profile)
         self.costs.load(profile)
 
@@ -94,13 +95,12 @@ class KeptCosts:
             logger.info("costs of steps cannot be saved: %s", error)
 
 
-def _file_of(target: Model, draft: Model | TriedProposer | None, num_threads: int) -> Path | None:
+def _file_of(target: Model, proposer: Proposer | None, num_threads: int) -> Path | None:
     """A file named by all that shapes what a step takes; None where no folder can be written."""
     parts = [__version__, str(num_threads), *_described(*target)]
-    if isinstance(draft, tuple):
-        parts += _described(*draft)
-    elif draft is not None:
-        parts.append(type(draft).__name__)
+    if proposer is not None:
+        described = [part for model in proposer.models for part in _described(*model)]
+        parts += described or [type(proposer).__name__]
     parts += [f"{name}={value}" for name, value in machine_identity(target[0].device).items()]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     try:

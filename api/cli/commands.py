@@ -179,7 +179,7 @@ COMMANDS = (
     Command(
         "train-draft",
         "train a draft for a model on your own data",
-        "--target MODEL --data PATH... --kind block|eagle3|lm --out DIR [flags]",
+        "--target MODEL --data PATH... --kind KIND --out DIR [flags]",
         "train_draft:train_draft",
         "train_draft:add_flags",
     ),

@@ -16,12 +16,10 @@ from ...core.errors import ForetokenError, InvalidRequest
 if TYPE_CHECKING:
     from ...draft.training.conversations import Conversation, Messages
     from ...draft.training.evaluator import Acceptance
-    from ...draft.training.new_drafts import Target
-    from ...draft.training.trainer import TrainOptions
+    from ...draft.training.new_drafts import Target, TrainOptions
     from ..text.tokenizer import Tokenizer
 
 DEFAULT_MINUTES = 10.0
-DEFAULT_INIT = {"block": None, "eagle3": "target", "lm": "target"}
 LAYERS, BLOCK = 2, 7
 ANSWER_TOKENS = 384  # of an answer that is given anew, at most
 NUM_TIMED, TIMED_TOKENS = 8, 96  # prompts and tokens of each by which a draft is timed in service
@@ -49,7 +47,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
+    from ...draft.training.new_drafts import TRAINED
+
     add = parser.add_argument
+    kinds = "; ".join(f"{name}: {kind.about}" for name, kind in TRAINED.items())
     add("--target", required=True, metavar="MODEL", help="model that the draft is for")
     add(
         "--data",
@@ -61,9 +62,8 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     add(
         "--kind",
         required=True,
-        choices=("block", "eagle3", "lm"),
-        help="kind of draft; block: a head that drafts several tokens in one pass; eagle3: a head "
-        "that drafts one token a pass; lm: a small language model",
+        choices=tuple(TRAINED),
+        help=f"kind of draft; {kinds}",
     )
     add("--out", required=True, metavar="DIR", help="folder that receives the draft")
     add("--resume", action="store_true", help="resume the stopped run in OUT")
@@ -85,8 +85,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add(
         "--init",
         metavar="target|DIR",
-        help="initial weights: the target's layers (target; default for eagle3 and lm), or the "
-        "draft in a folder; default for block: random",
+        help="initial weights: the target's layers (target), or the draft in a folder; by default "
+        f"target for {_begun('target')}, random for {_begun(None)}",
     )
     add(
         "--regenerate",
@@ -106,20 +106,16 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _add_head(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--layers", type=_count, metavar="N", help=f"layers of a block head or lm ({LAYERS})")
-    add(
-        "--block",
-        type=_count,
-        metavar="N",
-        help=f"tokens that a block head drafts in one pass ({BLOCK})",
-    )
-    add(
-        "--draft-vocab",
-        type=_count,
-        metavar="N",
-        help="vocabulary of a head: the N most frequent tokens, for a smaller and faster head "
-        "(all)",
-    )
+    for name, does in (
+        ("layers", f"number of layers ({LAYERS})"),
+        ("block", f"tokens drafted in one pass ({BLOCK})"),
+        (
+            "draft_vocab",
+            "vocabulary, the N most frequent tokens: a smaller head is faster (all)",
+        ),
+    ):
+        flag, kinds = f"--{name.replace('_', '-')}", " or ".join(_kinds_with(name))
+        add(flag, type=_count, metavar="N", help=f"of a draft of kind {kinds}: {does}")
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
@@ -205,18 +201,28 @@ def _check(parsed: argparse.Namespace) -> None:
             raise InvalidRequest(f"data: {each} does not exist", param="data")
     if parsed.init not in (None, "target") and not Path(parsed.init).is_dir():
         raise InvalidRequest(f"init: {parsed.init} is not a folder", param="init")
-    for name, kinds in (("layers", ("block", "lm")), ("block", ("block",))):
+    for name in ("layers", "block", "draft_vocab"):
+        kinds = _kinds_with(name)
         if getattr(parsed, name) is not None and parsed.kind not in kinds:
             raise InvalidRequest(f"{name} is for {' and '.join(kinds)} alone", param=name)
-    if parsed.kind == "lm" and parsed.draft_vocab is not None:
-        raise InvalidRequest(
-            "draft-vocab is supported for heads only: an lm has the target's whole vocabulary",
-            param="draft_vocab",
-        )
+
+
+def _begun(init: str | None) -> str:
+    """List the kinds of drafts whose weights begin so by default."""
+    from ...draft.training.new_drafts import TRAINED
+
+    return " and ".join(name for name, kind in TRAINED.items() if kind.init == init)
+
+
+def _kinds_with(option: str) -> list[str]:
+    """Return the kinds of drafts that have an option which not all have."""
+    from ...draft.training.new_drafts import TRAINED
+
+    return [name for name, kind in TRAINED.items() if option in kind.options]
 
 
 def _options(parsed: argparse.Namespace) -> TrainOptions:
-    from ...draft.training.trainer import TrainOptions
+    from ...draft.training.new_drafts import TRAINED, TrainOptions
 
     minutes = parsed.minutes
     if minutes is None and parsed.tokens is None:
@@ -225,7 +231,7 @@ def _options(parsed: argparse.Namespace) -> TrainOptions:
         kind=parsed.kind,
         minutes=minutes,
         tokens=parsed.tokens,
-        init=parsed.init or DEFAULT_INIT[parsed.kind],
+        init=parsed.init or TRAINED[parsed.kind].init,
         layers=parsed.layers or LAYERS,
         block=parsed.block or BLOCK,
         draft_vocab=parsed.draft_vocab,

@@ -14,13 +14,16 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 
 from ..interface.draft import Draft
 from ..interface.output import RequestOutput
 from ..interface.plan import ScheduledRequest
 from ..interface.protocols import ProposerTraits
+from ..model.decoder import Decoder
 from ..ops.batch import ForwardOutput, RaggedBatch, Taps
+from ..ops.kv_pool import KVPool
 
 
 class VerifiedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -81,9 +84,30 @@ class Proposer(Protocol):
     @property
     def stored(self) -> Sequence[PageRows]:
         """Rows that tiers keep beside the target's KV; fixed. None, if the proposer catches up."""
+        return ()
 
     def adopt(self, page_ids: array[int]) -> None:
         """Take pages that came from a tier, rows of `stored` with them; called after `forget`."""
+        del page_ids  # without rows of its own, none come back
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """Forget requests that released their pages, and pages that were allocated anew."""
+        del request_ids, newly_allocated_pages  # nothing is kept
+
+    # -- before the first request ---------------------------------------------------------------
+
+    device: torch.device  # that computes its passes
+    models: Sequence[tuple[Decoder, KVPool]] = ()  # decoders of its passes, and their pools
+
+    def warm_up(self, max_len: int, num_best: int) -> None:
+        """Be ready for passes over texts of up to ``max_len`` tokens, beside those of `models`.
+
+        ``num_best``: tokens that will be chosen of each place.
+        """
+        del max_len, num_best
+
+    def try_draft(self, num_requests: int, num_tokens: int) -> None:
+        """Compute one pass of so many drafts, behind ``num_tokens`` tokens of void KV each.
+
+        It is called to be timed, before any `propose`; the pools of `models` are zeroed before.
+        """

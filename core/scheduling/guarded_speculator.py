@@ -1,14 +1,16 @@
 """GuardedSpeculator: drafting may fail, the step may not.
 
+`Guarded` wraps what may fail in the event loop: a speculator, or one of its sources.
 `CircuitBreaker` is the rule by which every drafter is given up that keeps failing.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from typing_extensions import override
 
@@ -19,6 +21,7 @@ from ..interface.request import Request
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 MAX_FAILURES = 20  # in close succession, until a drafter is given up
 FORGIVEN = 0.05  # of a failure, for each call that succeeds
 ALL_DRAFTERS = "all"  # the name of drafting as a whole among the names of drafters
@@ -29,7 +32,6 @@ class CircuitBreaker:
 
     One rule for all drafters: each success takes off `FORGIVEN` of a failure, so failures that lie
     far apart never add up. The owner reads ``is_open`` after each failure and drops the drafter.
-    A drafter has a breaker for each of its methods where a success of one says nothing of another.
     """
 
     def __init__(self) -> None:
@@ -50,41 +52,71 @@ class CircuitBreaker:
             self._num_failures = max(0.0, self._num_failures - FORGIVEN)
 
 
-def _guard(
-    method: Callable[Concatenate[Speculator, P], R], *, if_failed: R
-) -> Callable[Concatenate[GuardedSpeculator, P], R]:
-    """Make a method that calls the speculator's and returns ``if_failed`` where that raises."""
+class Guarded(Generic[T]):
+    """Wraps a drafter: a failure costs the call's result, and repeated failures the drafter.
+
+    ``idle`` takes its place then. A success of one method says nothing of another: each has a
+    breaker of its own.
+    """
+
+    def __init__(self, inner: T, idle: T, title: str) -> None:
+        self.inner, self._idle, self._title = inner, idle, title
+        self.breakers = defaultdict[str, CircuitBreaker](CircuitBreaker)  # by method
+
+    @property
+    def works(self) -> bool:
+        """Whether the drafter is still used."""
+        return self.inner is not self._idle
+
+    def failed(self, call: str) -> None:
+        """Log the exception that is being handled, and count it."""
+        logger.exception("%s failed to %s; the step continues without it", self._title, call)
+        self.count_failure(call)
+
+    def count_failure(self, call: str) -> None:
+        """Count a failure of a method, and give the drafter up after too many."""
+        breaker = self.breakers[call]
+        breaker.record_failure()
+        if breaker.is_open:
+            logger.error("%s failed repeatedly and is no longer used", self._title)
+            self.inner = self._idle
+
+
+def guard(
+    method: Callable[Concatenate[T, P], R], *, if_failed: R
+) -> Callable[Concatenate[Guarded[T], P], R]:
+    """Make a method that calls that of `Guarded.inner`, and returns ``if_failed`` if it raises."""
     name = method.__name__
 
-    def call(self: GuardedSpeculator, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Guarded[T], /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             found: R = getattr(self.inner, name)(*args, **kwargs)
         except Exception:
-            self._failed()
+            self.failed(name)
             return if_failed
+        self.breakers[name].record_success()
         return found
 
     return wraps(method)(call)
 
 
-class GuardedSpeculator(Speculator):
-    """Wraps a speculator: if a call fails, the step goes on without drafts and the error is logged.
+class GuardedSpeculator(Guarded[Speculator], Speculator):
+    """Wraps a speculator: if a call fails, the step goes on without drafts.
 
     After repeated failures drafting is turned off. A plan that exceeds its limits or its budget is
     a failure, too. A failed flush is raised, because the caller relies on the flush.
     """
 
     def __init__(self, speculator: Speculator) -> None:
-        self.inner = speculator
-        self._breaker = CircuitBreaker()
+        super().__init__(speculator, NO_SPECULATION, "drafting")
 
-    drafts_nothing = _guard(Speculator.drafts_nothing, if_failed=True)
-    observe = _guard(Speculator.observe, if_failed=None)
-    observe_step = _guard(Speculator.observe_step, if_failed=None)
-    join = _guard(Speculator.join, if_failed=None)
-    leave = _guard(Speculator.leave, if_failed=None)
-    has_work = _guard(Speculator.has_work, if_failed=False)
-    work = _guard(Speculator.work, if_failed=None)
+    drafts_nothing = guard(Speculator.drafts_nothing, if_failed=True)
+    observe = guard(Speculator.observe, if_failed=None)
+    observe_step = guard(Speculator.observe_step, if_failed=None)
+    join = guard(Speculator.join, if_failed=None)
+    leave = guard(Speculator.leave, if_failed=None)
+    has_work = guard(Speculator.has_work, if_failed=False)
+    work = guard(Speculator.work, if_failed=None)
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
@@ -94,9 +126,9 @@ class GuardedSpeculator(Speculator):
             plans = self.inner.plan(requests, limits, budget=budget, num_prefill=num_prefill)
             _check(plans, limits, budget)
         except Exception:
-            self._failed()
+            self.failed("plan")
             return [NO_DRAFT_PLAN] * len(requests)
-        self._breaker.record_success()
+        self.breakers["plan"].record_success()
         return plans
 
     @override
@@ -113,22 +145,15 @@ class GuardedSpeculator(Speculator):
 
     def drafters(self) -> Mapping[str, bool]:
         """Return the speculator's drafters, and whether drafting as a whole is still on."""
-        return {**self.inner.drafters(), ALL_DRAFTERS: self.inner is not NO_SPECULATION}
+        return {**self.inner.drafters(), ALL_DRAFTERS: self.works}
 
     @override
     def broke_step(self) -> None:
-        self._count("steps fail with drafts and succeed without them")
+        self.count_failure("step")
 
-    def _failed(self) -> None:
-        """Log the exception that is being handled, and count it."""
-        logger.exception("the speculator failed; this step continues without drafts")
-        self._count("the speculator fails")
-
-    def _count(self, what: str) -> None:
-        self._breaker.record_failure()
-        if self._breaker.is_open:
-            logger.error("%s repeatedly: drafting is turned off", what)
-            self.inner = NO_SPECULATION
+    @override
+    def count_failure(self, call: str) -> None:
+        super().count_failure("plan")  # whichever call it was: a plan alone makes up for it
 
 
 def guarded(speculator: Speculator) -> Speculator:

@@ -12,21 +12,19 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import islice
 from math import inf
-from typing import Protocol
 
 import torch
 
+from ...core.execution.proposer import Proposer
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder, OwnDecoder
-from ...core.ops.batch import SamplingPlan, Segment, Wanted
+from ...core.ops.batch import Segment
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.machine.device import make_stopwatch
 from ...core.ops.row_extras import RowExtras, SegmentState
 from ...core.ops.state_pool import DRAFT_ROOM
 from ...core.ops.weights import MlpWeights, PackedLinear
-from ...core.sampling.drafted_row import DraftedRow
 from .cost_model import StepProfile
-from .outcome import NUM_BEST
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 HEAD_REQUESTS = (1, 2, 4, 8, 16, 32)
@@ -44,32 +42,17 @@ SAMPLED_BYTES = 48 << 20  # of matrices: more than caches hold
 SAMPLED_TURNS = 4  # of which the best counts: a start has a machine to itself only in part
 OTHERS_GROWTH = 0.05  # that one more row adds to what a pass of one takes besides its matrices
 ATTENTION_SHARE = 0.5  # of the rate of matrix products, that attention reaches
+TRIED_PRICE = 1e-9  # of a row in drafts that are timed: tokens are raced for, none is too dear
 TRIED_SAMPLING = SamplingMetadata(params=TokenSamplingParams(temperature=1.0), seed=0, prompt_len=1)
 
 
-class TriedProposer(Protocol):
-    """A proposer, as far as its passes can be timed."""
-
-    device: torch.device
-
-    def try_draft(self, num_requests: int, num_tokens: int) -> None:
-        """Compute drafts of one pass for so many requests with ``num_tokens`` behind them."""
-
-
-def profile_step(
-    target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | TriedProposer | None
-) -> StepProfile:
-    """Measure both models on the pages of their own pools, whose content is void afterwards."""
+def profile_step(target: tuple[Decoder, KVPool], proposer: Proposer | None) -> StepProfile:
+    """Measure the target and a proposer on their pools, whose content is void afterwards."""
     forward, key_s = profile_pass(*target)
-    if draft is None:
-        return StepProfile(forward, {}, key_s)
-    by_draft = profile_draft(*draft) if isinstance(draft, tuple) else profile_head(draft)
-    return StepProfile(forward, by_draft, key_s)
+    return StepProfile(forward, {} if proposer is None else profile_proposer(proposer), key_s)
 
 
-def guess_step(
-    target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | TriedProposer | None
-) -> StepProfile:
+def guess_step(target: tuple[Decoder, KVPool], proposer: Proposer | None) -> StepProfile:
     """Guess what `profile_step` would measure, in a small part of the time.
 
     A pass of one row is timed, and some matrices of the model at several widths: they are most of
@@ -77,12 +60,9 @@ def guess_step(
     of more rows. Content of the pools is void afterwards.
     """
     forward, key_s = guess_pass(*target)
-    if draft is None:
+    if proposer is None:
         return StepProfile(forward, {}, key_s)
-    if not isinstance(draft, tuple):
-        return StepProfile(forward, profile_head(draft, TRIED_REQUESTS, repeats=1), key_s)
-    by_draft = profile_draft(*draft, requests=TRIED_REQUESTS, repeats=1)
-    return StepProfile(forward, by_draft, key_s)
+    return StepProfile(forward, profile_proposer(proposer, TRIED_REQUESTS, repeats=1), key_s)
 
 
 def guess_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], float]:
@@ -151,64 +131,32 @@ def _linear_seconds(
     return best
 
 
-def profile_head(
-    head: TriedProposer, requests: Sequence[int] = HEAD_REQUESTS, *, repeats: int = REPEATS
+def profile_proposer(
+    proposer: Proposer, requests: Sequence[int] = HEAD_REQUESTS, *, repeats: int = REPEATS
 ) -> dict[int, float]:
-    """Seconds of a pass of a head by the requests that draft, each behind `NEAR` tokens.
+    """Seconds of a proposer's pass by the requests that draft, each behind `NEAR` tokens.
 
-    Of a block head's pass, a whole block.
+    Of a block head's pass, a whole block. With the choice of the tokens.
     """
-    watch = make_stopwatch(head.device)
+    for _, pool in proposer.models:
+        _write_pages(pool, max(requests) * -(-(NEAR + 1) // pool.page_size))
+    logs = [pool.states.num_logs for _, pool in proposer.models if pool.states is not None]
+    watch = make_stopwatch(proposer.device)
     best: dict[int, float] = {}
     for num_requests in requests:
-        head.try_draft(num_requests, NEAR)
+        if num_requests > min(logs, default=num_requests):
+            break
+        proposer.try_draft(num_requests, NEAR)
         spent, seconds = 0.0, float("inf")
         for _ in range(repeats):
             if spent > SECONDS:
                 break
             watch.start()
-            head.try_draft(num_requests, NEAR)
+            proposer.try_draft(num_requests, NEAR)
             watch.stop()
             spent, seconds = spent + watch.seconds(), min(seconds, watch.seconds())
         best[num_requests] = seconds
     return best
-
-
-def profile_draft(
-    decoder: Decoder,
-    pool: KVPool,
-    requests: Sequence[int] = HEAD_REQUESTS,
-    *,
-    repeats: int = REPEATS,
-) -> dict[int, float]:
-    """Seconds of a pass of a draft model by its rows, each one request's behind `NEAR` tokens.
-
-    With the choice of the tokens behind them, in one call where the backend has that.
-    """
-    longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
-    near = min(NEAR, longest)
-    most = max(requests) if pool.states is None else pool.states.num_logs
-    counts = [n for n in requests if n <= most]
-    batches = [[(near, 1)] * n for n in counts]
-    passes, sampler = decoder.row_passes(pool), decoder.sampler
-
-    def compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
-        rows = [DraftedRow(array("q", (0, 0)), TRIED_SAMPLING) for _ in segments]
-        if passes is not None:
-            passes.best(segments, rows, NUM_BEST)
-        else:
-            for segment in segments:
-                _place_state(pool, segment)
-            batch = decoder.batch(segments, page_size=pool.page_size)
-            draws = SamplingPlan(rows, [1] * len(rows), NUM_BEST)
-            found = decoder.forward(batch, pool, Wanted(draws))
-            if found.best is None:
-                sampler.best(found.logits, rows, NUM_BEST)
-            else:
-                found.best.bests()
-
-    seconds = _measure(decoder, pool, batches, compute, repeats=repeats)
-    return dict(zip(counts, seconds, strict=True))
 
 
 def profile_pass(
@@ -280,7 +228,8 @@ def _measure(
     """
     vocab_size = decoder.config.vocab_size
     cases = [_segments(pool, requests, vocab_size) for requests in batches]
-    _write_pages(pool, cases)
+    page_ids = (page_id for segments in cases for each in segments for page_id in each.page_ids)
+    _write_pages(pool, max(page_ids, default=-1) + 1)
     watch = make_stopwatch(decoder.device)
     for segments in cases[:1] if decoder.device.type == "cpu" else cases:
         compute(decoder, pool, segments)  # a GPU compiles kernels when they are first called
@@ -320,17 +269,13 @@ def _drafting(index: int, start: int, num_rows: int) -> SegmentState:
     return SegmentState(index, index, start + num_rows - num_drafts)
 
 
-def _write_pages(pool: KVPool, cases: Sequence[Sequence[Segment]]) -> None:
-    """Write the pages that passes will read.
+def _write_pages(pool: KVPool, num_pages: int) -> None:
+    """Write the first pages, which passes will read.
 
     Until then the system maps all of them to one page of zeros, which stays in the processor's
     cache: keys would seem to cost nothing.
     """
-    most = max(
-        (page_id for segments in cases for each in segments for page_id in each.page_ids),
-        default=-1,
-    )
-    pool.data[: most + 1].zero_()
+    pool.data[:num_pages].zero_()
 
 
 def _compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:

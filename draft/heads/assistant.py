@@ -19,18 +19,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...core.config import format_size
-from ...core.errors import ModelLoadError
+from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.execution.proposer import PageRows
 from ...core.model.decoder import Decoder, OwnDecoder
-from ...core.model.drafting.assistant import Assistant, load_assistant
+from ...core.model.drafting.assistant import Assistant, is_assistant, load_assistant
 from ...core.model.formats.checkpoint import OnRead
 from ...core.ops.batch import IntArray, SamplingPlan
 from ...core.ops.kv_pool import KVPool
+from ..proposers.kind import Beside, LoadedDrafter, ProposerKind
+from ..proposers.tree_grower import Scored
 from .common.base import PackedHead
 from .common.head_kv import Written
 from .common.layers import MOST_PASSES, Head, TapConfig
 from .common.packing import PassLayout, PassRows, filled, seen_kv
-from .common.proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
+from .common.proposer import Drafting, DraftStart, HeadProposer, Query, features_of
 from .joined import JoinedHead
 
 logger = logging.getLogger(__name__)
@@ -164,3 +166,17 @@ def join_assistant(
     )  # fmt: skip
     make = partial(AssistantProposer, assistant, head)
     return JoinedHead(head.config, target, PackedHead(make, reads_target=True))
+
+
+def _load(beside: Beside) -> LoadedDrafter:
+    found = beside.found
+    assert found is not None
+    if beside.config.tp > 1:
+        why = f"draft {found.name} reads the target's KV, of which --tp leaves a part here"
+        raise InvalidRequest(why, param="draft")
+    return join_assistant(
+        found, beside.target, keeps_packed=beside.keeps_packed, on_read=beside.on_read
+    ).loaded
+
+
+ASSISTANT = ProposerKind(name=AssistantHeadConfig.kind, recognises=is_assistant, load=_load)

@@ -22,7 +22,9 @@ from ...core.ops.batch import IntArray, SamplingPlan, Wanted
 from ...core.ops.kv_pool import KvPlace, KVPool
 from ...core.ops.layers import run_layers
 from ...core.ops.weights import AttentionWeights, DecoderWeights, LayerWeights
+from ..proposers.tree_grower import Scored
 from .block_network import BlockConfig, BlockFrame, BlockHead, BlockLayer, MarkovHead, MarkovKind
+from .block_training import BLOCK_RECIPE
 from .common.base import HeadKind, PackedHead, ParsedHead, Tensors
 from .common.files import (
     OWN_KEY,
@@ -45,7 +47,7 @@ from .common.packing import (
     plain_norm,
     seen_kv,
 )
-from .common.proposer import Drafting, DraftStart, HeadProposer, Query, Scored
+from .common.proposer import Drafting, DraftStart, HeadProposer, Query
 
 _HIDDEN = Wanted(hidden_alone=True)  # logits are made of them for each level
 BLOCKS_A_PASS = 16  # requests of one pass; more draft one pass after another
@@ -397,4 +399,5 @@ BLOCK = HeadKind(
     load=_load,
     to_json=_to_json,
     pack=_pack,
+    recipe=BLOCK_RECIPE,
 )

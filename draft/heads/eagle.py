@@ -27,6 +27,7 @@ from ...core.ops.weights import (
     LayerWeights,
     PackedLinear,
 )
+from ..proposers.tree_grower import Scored
 from .common.base import HeadKind, PackedHead, ParsedHead, Tensors
 from .common.columns import ColumnProposer, Columns
 from .common.files import (
@@ -50,8 +51,8 @@ from .common.packing import (
     packed_output,
     plain_norm,
 )
-from .common.proposer import Scored
 from .eagle_network import EagleConfig, EagleFrame, EagleHead
+from .eagle_training import EAGLE_RECIPE
 
 _NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _BEHIND_LAYER: Taps = (1,)
@@ -288,4 +289,5 @@ EAGLE = HeadKind(
     to_json=_to_json,
     pack=_pack,
     guess=_guess,
+    recipe=EAGLE_RECIPE,
 )

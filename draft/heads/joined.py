@@ -6,6 +6,7 @@ import logging
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,18 +15,21 @@ from torch import Tensor
 from ...core.errors import ModelLoadError
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder, OwnDecoder, sequence_pool
+from ...core.model.description.shapes import LM_HEAD
 from ...core.model.formats.checkpoint import OnRead
+from ...core.model.opening import open_model
 from ...core.ops.batch import Segment, Taps, Wanted
 from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
 from ...core.ops.row_extras import RowExtras, SegmentState, fresh_state
 from ...core.ops.weights import table_rows
 from ...core.sampling.drafted_row import DraftedRow
 from ..proposers.gap_model import GapNumbers
+from ..proposers.kind import Beside, LoadedDrafter, ProposerKind
 from .common.base import PackedHead
 from .common.layers import Head, TapConfig
 from .common.packing import LentOutput
 from .common.proposer import HeadProposer
-from .kinds import HeadFolder, kind_of, open_head
+from .kinds import HeadFolder, head_kind, kind_of, open_head
 
 logger = logging.getLogger(__name__)
 NUM_DRAWN, NUM_SCORED = 32, 64  # tokens that distinguish two readings of tap ids
@@ -51,9 +55,9 @@ class JoinedHead:
         self.device = target.device
 
     @property
-    def reads_target(self) -> bool:
-        """Whether it has no pool of its own, and its proposers get the target's."""
-        return self._packed.reads_target
+    def loaded(self) -> LoadedDrafter:
+        """What is made of it; it has a pool of its own unless its proposers get the target's."""
+        return LoadedDrafter(self.proposer, None if self._packed.reads_target else self)
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
         """A pool for the head's KV, with a page for each of the target's.
@@ -197,3 +201,22 @@ def _own_text(target: OwnDecoder, taps: Taps) -> tuple[Tensor, Tensor]:
         tokens.append(max(0, choice.token_id))
     ids = torch.tensor([tokens.tolist()], device=target.device)
     return ids, torch.cat(found).unsqueeze(0)
+
+
+def _is_head(found: Path) -> bool:
+    return head_kind(found) is not None
+
+
+def _load(beside: Beside) -> LoadedDrafter:
+    assert beside.found is not None
+    read_output = partial(_output_matrix, beside.path)
+    return load_head(beside.found, beside.target, read_output, beside.on_read).loaded
+
+
+def _output_matrix(path: Path) -> Tensor:
+    """Read the output layer of a checkpoint, [vocab, hidden]."""
+    found = open_model(path).checkpoint.read(LM_HEAD)
+    return found if isinstance(found, Tensor) else found.dequantize()
+
+
+HEAD = ProposerKind(name="head", recognises=_is_head, load=_load)

@@ -21,12 +21,13 @@ from ...core.model.description.config import DecoderConfig
 from ...core.model.description.fields import Fields
 from ...core.ops.batch import SamplingPlan
 from ...core.ops.kv_pool import KVPool
+from ..proposers.tree_grower import Scored
 from .common.base import HeadKind, PackedHead, ParsedHead, Tensors
 from .common.files import fill
 from .common.head_kv import Written
 from .common.layers import Head, OutputLayer, TapConfig
 from .common.packing import pack_linears
-from .common.proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
+from .common.proposer import Drafting, DraftStart, HeadProposer, Query, features_of
 
 
 @dataclass(frozen=True, kw_only=True)

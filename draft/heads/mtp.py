@@ -17,20 +17,22 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...core.config import format_size
-from ...core.errors import ModelLoadError
+from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.model.description.config import DecoderConfig
-from ...core.model.drafting.mtp import MtpLayer, load_mtp_layer
+from ...core.model.drafting.mtp import MtpLayer, count_mtp_layers, load_mtp_layer
 from ...core.model.formats.checkpoint import OnRead
+from ...core.model.opening import open_model
 from ...core.ops.base import RoughOps
 from ...core.ops.batch import SamplingPlan
 from ...core.ops.kv_pool import KVPool, KvShape
+from ..proposers.kind import Beside, LoadedDrafter, ProposerKind
+from ..proposers.tree_grower import Scored
 from .common.base import PackedHead
 from .common.columns import ColumnProposer, Columns
 from .common.head_kv import Written
 from .common.layers import MOST_PASSES, Head, TapConfig
 from .common.packing import PassLayout, PassRows, filled
-from .common.proposer import Scored
 from .joined import JoinedHead
 
 logger = logging.getLogger(__name__)
@@ -166,3 +168,30 @@ def frequent_ids(config: DecoderConfig) -> Tensor | None:
         return None
     first = torch.arange(NUM_DRAFT_IDS - NUM_LAST_IDS)
     return torch.cat((first, torch.arange(config.vocab_size - NUM_LAST_IDS, config.vocab_size)))
+
+
+def has_mtp(path: Path, target: Decoder) -> bool:
+    """Whether `auto` can draft with an MTP layer of the target's checkpoint.
+
+    A layer that is not whole is named in the log.
+    """
+    if not isinstance(target, OwnDecoder) or target.config.mtp is None:
+        return False
+    try:
+        return count_mtp_layers(*open_model(path)) > 0
+    except ModelLoadError as problem:
+        logger.warning("auto drafts without '%s': %s", MTP.name, problem)
+        return False
+
+
+def _load(beside: Beside) -> LoadedDrafter:
+    """Load the MTP layer of the target's checkpoint. Raises `InvalidRequest` where it has none."""
+    try:
+        return load_mtp(
+            beside.path, beside.target, keeps_packed=beside.keeps_packed, on_read=beside.on_read
+        ).loaded
+    except ModelLoadError as problem:
+        raise InvalidRequest(f"draft '{MTP.name}': {problem}", param="draft") from None
+
+
+MTP = ProposerKind(name=MtpConfig.kind, load=_load)

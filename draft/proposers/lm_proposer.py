@@ -13,17 +13,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from ...core.execution.proposer import PageRows, VerifiedRequest
+from ...core.execution.proposer import VerifiedRequest
 from ...core.interface.draft import Draft
 from ...core.interface.plan import ScheduledRequest
 from ...core.interface.protocols import ProposerTraits
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Segment, Taps
 from ...core.ops.kv_pool import KVPool
-from .step_trees import StepTrees
-from .tree_grower import Opened, TreeGrower
-from .tree_growth import ROOT, TreeGrowth, judge_trees
+from .kind import Beside, LoadedDrafter, ProposerKind
+from .text_proposer import TextProposer
+from .tree_grower import DecoderProposer, Opened
+from .tree_growth import ROOT, TreeGrowth
 
 SOURCE = "lm"
 
@@ -36,7 +39,7 @@ class _DraftKV:
     num_marked: int = 0  # whole pages among them that carry the ready mark
 
 
-class LmProposer:
+class LmProposer(DecoderProposer):
     """Drafts by running ``decoder`` on the request's tokens.
 
     ``window``: tokens of missing KV that one step may catch up over the whole batch.
@@ -47,39 +50,28 @@ class LmProposer:
     traits = ProposerTraits(tokens_per_pass=1, catches_up=True, weighs=True)
 
     def __init__(self, decoder: Decoder, pool: KVPool, *, window: int = 256) -> None:
+        super().__init__(decoder, pool)
         self._pool = pool
-        self._grower = TreeGrower(decoder, pool, SOURCE)
         self._window = window
         self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
         self._draft_kvs: dict[str, _DraftKV] = {}
-        self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
-
-    @property
-    def stored(self) -> tuple[PageRows, ...]:
-        """Nothing: what a new page lacks is computed."""
-        return ()
-
-    def adopt(self, page_ids: array[int]) -> None:
-        """Do nothing: it keeps nothing that could come back."""
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """Forget the KV of these requests and the ready marks of these pages."""
+        self._grower.forget(request_ids)
         for request_id in request_ids:
             self._draft_kvs.pop(request_id, None)
-            self._trees.pop(request_id, None)
         for page_id in newly_allocated_pages:
             self._ready[page_id] = 0
 
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
         """Catch up within the window, then grow the drafts of requests whose KV is whole."""
-        self._trees = {}  # those of a step that failed are void
+        self._grower.begin()
         draft_kvs = [self._follow(scheduled) for scheduled in requests]
         trees = [self._grower.tree(scheduled) for scheduled in requests]
         self._grower.grow(trees, self._catch_up(draft_kvs, trees))
-        self._trees = {tree.scheduled.request_id: tree for tree in trees if tree.rankings}
-        return StepTrees(trees).drafts(
-            [self._owed(*each) for each in zip(draft_kvs, requests, strict=True)]
-        )
+        owed = [self._owed(*each) for each in zip(draft_kvs, requests, strict=True)]
+        return self._grower.drafts(trees, owed)
 
     def _owed(self, draft_kv: _DraftKV, scheduled: ScheduledRequest) -> int:
         """Tokens to catch up with; where the context ends nothing ever will be: no backlog."""
@@ -94,7 +86,7 @@ class LmProposer:
     ) -> None:
         """Learn from verified trees; move accepted KV to the slots of its positions."""
         moves: list[tuple[int, int]] = []
-        for request_id, computed in judge_trees(self._trees, verified):
+        for request_id, computed in self._grower.judge(verified):
             self._draft_kvs[request_id].num_computed += len(computed)
             moves += [(slot, home) for slot, home in computed if slot != home]
         if moves:
@@ -140,7 +132,7 @@ class LmProposer:
             )
             if is_whole:
                 whole.append((trees[index], ROOT))
-        opened = self._grower.compute(segments, whole)
+        opened = self._grower.run(segments, whole)
         for index, stop in stops.items():  # not before: a pass that fails computes nothing
             draft_kvs[index].num_computed = stop
             self._mark_ready(trees[index].scheduled, draft_kvs[index])
@@ -159,3 +151,25 @@ class LmProposer:
                 stops[index] = draft_kvs[index].num_computed + count
                 room -= count
         return stops
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+def _is_model(found: Path) -> bool:  # noqa: ARG001
+    """Whether a folder or file may hold a draft model: any that no other kind recognises."""
+    return True
+
+
+def _load(beside: Beside) -> LoadedDrafter:
+    """Load a draft model; one with other tokens than the target's drafts by text."""
+    assert beside.found is not None
+    decoder = beside.load_decoder(beside.found)
+    texts = beside.texts_between(beside.found, decoder)
+    if texts is None:
+        return LoadedDrafter(partial(LmProposer, decoder), decoder)
+    theirs, own = texts
+    return LoadedDrafter(partial(TextProposer, decoder, target=theirs, own=own), decoder)
+
+
+LM = ProposerKind(name=SOURCE, recognises=_is_model, load=_load)

@@ -9,65 +9,48 @@ request's log, as long as none of them is folded into its state: drafts end with
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
+from functools import partial
 
-from ...core.execution.proposer import PageRows, VerifiedRequest
+from ...core.config import EngineConfig
+from ...core.errors import InvalidRequest, ModelLoadError
+from ...core.execution.proposer import VerifiedRequest
 from ...core.interface.draft import Draft
 from ...core.interface.plan import ScheduledRequest
 from ...core.interface.protocols import ProposerTraits
-from ...core.model.decoder import Decoder
-from ...core.ops.batch import ForwardOutput, RaggedBatch, Segment, Taps
-from ...core.ops.kv_pool import KVPool
-from .step_trees import StepTrees
-from .tree_grower import TreeGrower
-from .tree_growth import ROOT, TreeGrowth, judge_trees
+from ...core.model.decoder import Decoder, sequence_pool
+from ...core.model.drafting.rough_copy import NoRoughCopyError, rough_decoder
+from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
+from ..control.cost_model import StepProfile, best_chain
+from ..control.profiler import guess_pass, profile_proposer
+from .kind import Beside, LeftOutError, LoadedDrafter, ProposerKind
+from .tree_grower import DecoderProposer
+from .tree_growth import ROOT
 
 SOURCE = "self"
+LEAST_BYTES = 64 << 20  # of weights: fewer stay in caches, and 4 bits are read as fast as 16
+MEMORY_SHARE = 0.2  # of the free memory, that `auto` may take for a rough copy
+LIKELY = 0.7  # odds of its tokens: less than any model is known to have
+LEAST_GAIN = 1.05  # over steps without drafts
+NUM_TRIED_PAGES = 5
 
 
-class SelfProposer:
+class SelfProposer(DecoderProposer):
     """Drafts with ``decoder``, a rough copy of the target, on the target's ``pool``."""
 
     source = SOURCE
     taps: Taps = ()
-
-    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
-        self._grower = TreeGrower(decoder, pool, SOURCE)
-        self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
-
-    @property
-    def traits(self) -> ProposerTraits:
-        """Traits for prices: there is nothing to catch up with."""
-        return ProposerTraits(tokens_per_pass=1, catches_up=False, weighs=True)
-
-    @property
-    def stored(self) -> tuple[PageRows, ...]:
-        """Nothing of its own: it drafts on the target's KV."""
-        return ()
-
-    def adopt(self, page_ids: array[int]) -> None:
-        """Do nothing: it keeps nothing that could come back."""
-
-    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
-        """Nothing of a request is kept."""
+    traits = ProposerTraits(tokens_per_pass=1, catches_up=False, weighs=True)
 
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
         """Grow the drafts of requests of which all but the last token has KV."""
-        self._trees = {}  # those of a step that failed are void
+        self._grower.begin()
         trees = [self._grower.tree(scheduled) for scheduled in requests]
         begun = [tree for tree in trees if self._may_draft(tree.scheduled)]
         if begun:
-            each_last = [
-                Segment(
-                    s.tokens[-1:], s.start, s.page_ids, 1, extras=self._grower.extras(s, s.start)
-                )
-                for s in (tree.scheduled for tree in begun)
-            ]
-            first = self._grower.compute(each_last, [(tree, ROOT) for tree in begun])
+            first = self._grower.compute([(tree, ROOT) for tree in begun])
             self._grower.grow(begun, first)
-        self._trees = {tree.scheduled.request_id: tree for tree in begun if tree.rankings}
-        return StepTrees(trees).drafts()
+        return self._grower.drafts(trees)
 
     def _may_draft(self, scheduled: ScheduledRequest) -> bool:
         return self._grower.has_room(scheduled) and scheduled.start == len(scheduled.tokens) - 1
@@ -79,4 +62,55 @@ class SelfProposer:
         verified: Sequence[VerifiedRequest],
     ) -> None:
         """Learn from verified trees; the runner has moved the KV, which is the target's."""
-        judge_trees(self._trees, verified)
+        self._grower.judge(verified)
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+def _load(beside: Beside) -> LoadedDrafter:
+    """Round the target to 4 bits; one that is optional only where that pays."""
+    return LoadedDrafter(partial(SelfProposer, _rough_copy(beside)))
+
+
+def _rough_copy(beside: Beside) -> Decoder:
+    target = beside.target
+    if not beside.is_optional:
+        try:
+            return rough_decoder(target)
+        except NoRoughCopyError as reason:
+            raise ModelLoadError(
+                f"draft '{SOURCE}' {reason}: leave it out, and look-ups draft, a draft model or a "
+                "trained head"
+            ) from None
+    try:
+        copy = rough_decoder(
+            target, least_item=2, least_bytes=LEAST_BYTES, memory_share=MEMORY_SHARE
+        )
+    except NoRoughCopyError as reason:
+        raise LeftOutError(str(reason)) from None
+    pass_s, gain = self_draft_price(target, copy)
+    if gain < LEAST_GAIN:
+        raise LeftOutError(f"would not pay: a pass takes {pass_s:.2f} of a step")
+    return copy
+
+
+def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
+    """Price of a pass of a rough copy as a share of a step; and gain of chains at `LIKELY` odds.
+
+    Measured for one request, with few tokens behind it.
+    """
+    page_size = EngineConfig().sizes(target.device.type).page_size  # has kernels of its own
+    pool = sequence_pool(target, NUM_TRIED_PAGES, 1, page_size=page_size)
+    forward, _ = guess_pass(target, pool)
+    draft = profile_proposer(SelfProposer(copy, pool), (1,))
+    return draft[1] / forward[1], best_chain(StepProfile(forward, draft), LIKELY)
+
+
+def _check(config: EngineConfig) -> None:
+    if config.quantize == "int4":
+        message = f"draft '{SOURCE}' rounds weights of 8 bits or more, not int4 (--quantize)"
+        raise InvalidRequest(message, param="draft")
+
+
+SELF = ProposerKind(name=SOURCE, load=_load, check=_check)

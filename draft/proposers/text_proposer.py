@@ -17,12 +17,11 @@ import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
-from ...core.execution.proposer import PageRows, VerifiedRequest
+from ...core.execution.proposer import VerifiedRequest
 from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ...core.interface.plan import ScheduledRequest
 from ...core.interface.protocols import ProposerTraits
@@ -34,7 +33,8 @@ from ...radix_cache import PrefixCache
 from ...radix_cache.node import KVLease
 from ..control.outcome import DraftNote
 from ..sources.merge import common_len
-from .tree_grower import Opened, TreeGrower
+from .kind import TokenText
+from .tree_grower import DecoderProposer, Opened
 from .tree_growth import ROOT, TreeGrowth
 
 SOURCE = "text"
@@ -44,24 +44,6 @@ NUM_KNOWN = 8  # tokens of the target in front of a draft that are encoded along
 WORD_START = re.compile(r"(?<=\S) (?=\w)")  # most tokenizers begin a token there
 PRIOR, PRIOR_WEIGHT, MOST_WEIGHT = 0.6, 8.0, 200.0  # chance of a token; tokens that it counts for
 GREEDY = SamplingMetadata(params=TokenSamplingParams(temperature=0.0), seed=0, prompt_len=1)
-
-
-class TokenText(Protocol):
-    """Text of token ids and back. Calls come from the model thread."""
-
-    @property
-    def first_ids(self) -> Sequence[int]:
-        """Ids in front of any text, such as that of BOS."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that stand for no text."""
-
-    def piece(self, token_id: int) -> bytes:
-        """The bytes of a token, empty where it stands for no text that the other side reads."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, as it stands behind other text. Raises `InvalidRequest`."""
 
 
 @dataclass(slots=True)
@@ -82,7 +64,7 @@ class _Reading:
         return self.ids + array("q", self.last_ids)
 
 
-class TextProposer:
+class TextProposer(DecoderProposer):
     """Drafts by running ``decoder`` on the text of requests.
 
     ``target`` and ``own``: the texts of the target's tokens and of the decoder's. ``window``:
@@ -102,22 +84,14 @@ class TextProposer:
         own: TokenText,
         window: int = 256,
     ) -> None:
+        super().__init__(decoder, pool)
         self._target, self._own = target, own
         self._window = window
-        self._grower = TreeGrower(decoder, pool, SOURCE)
         self.cache = PrefixCache(pool.num_pages, pool.page_size)
         self._readings: dict[str, _Reading] = {}  # by request
         self._spaces: dict[int, str] = {}  # by the first page of the requests that share one
         self._num_spaces = 0  # ever, for their names
         self._chances = {False: _Chance(), True: _Chance()}  # by whether tokens are sampled
-
-    @property
-    def stored(self) -> tuple[PageRows, ...]:
-        """Nothing: it keeps nothing under the target's page ids."""
-        return ()
-
-    def adopt(self, page_ids: array[int]) -> None:
-        """Do nothing: its pages are not the target's."""
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """End the leases of these requests; drop what is cached behind these pages of the target.
@@ -258,7 +232,7 @@ class TextProposer:
                 whole.append((tree, ROOT))
         if not segments:
             return None
-        opened = self._grower.compute(segments, whole)
+        opened = self._grower.run(segments, whole)
         for reading, tokens in computed:  # not before: a pass that fails computes nothing
             reading.computed = tokens
         return opened

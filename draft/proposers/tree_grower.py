@@ -1,76 +1,246 @@
-"""TreeGrower: grows the draft trees of requests with a decoder, a pass for each level.
+"""TreeGrower: grows the draft trees of requests together, pass by pass.
 
-It chooses tokens with the target's noise, and knows nothing of who keeps the KV of the history.
+It chooses tokens with the target's noise. A drafter says what a pass computes: `DecoderGrower` is
+that of drafters with a decoder; trained heads have their own (draft/heads/common/proposer.py).
 """
 
 from __future__ import annotations
 
+import random
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
+from typing_extensions import override
 
-from ...core.interface.plan import ScheduledRequest
+from ...core.execution.proposer import Proposer, VerifiedRequest
+from ...core.interface.draft import Draft, DraftPlan
+from ...core.interface.plan import ScheduledExtras, ScheduledRequest, StateUse
 from ...core.model.decoder import Decoder
-from ...core.ops.base import RowPasses
 from ...core.ops.batch import DeviceTokens, ForwardOutput, SamplingPlan, Segment, Wanted
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.row_extras import RowExtras, SegmentState
 from ...core.sampling.drafted_row import DraftedRow
-from ...core.sampling.sampler import DeviceSampler, PendingTokens
-from ...core.sampling.verifier import Best
+from ...core.sampling.sampler import (
+    DeviceSampler,
+    DraftVocab,
+    PendingBest,
+    PendingTokens,
+    Sampler,
+)
+from ...core.sampling.verifier import Best, SampledToken
 from ..control.outcome import NUM_BEST
+from ..control.profiler import TRIED_PRICE, TRIED_SAMPLING
 from .gap_model import default_gap_models
 from .step_trees import StepTrees
-from .tree_growth import (
-    ANY_LEVEL,
-    ROOT,
-    TreeGrowth,
-    TreeNodes,
-    choose,
-    drawn_alone,
-    draws_of,
-    sample_rows,
-)
+from .tree_growth import ANY_LEVEL, ROOT, TreeGrowth, TreeNodes
 
 
-class TreeGrower:
-    """Passes of ``decoder`` over ``pool``, which has the KV of what stands before each draft.
+class Scored(NamedTuple):
+    """Logits of what follows some nodes, and the tokens, where the pass chose them itself."""
 
-    ``source``: name of the drafter.
+    logits: Tensor  # [num_nodes, draft_vocab]
+    tokens: PendingTokens | None = None
+    best: PendingBest | None = None
+
+    @classmethod
+    def of(cls, output: ForwardOutput) -> Scored:
+        """Take them from a decoder's pass with a row of logits for each node."""
+        return cls(output.logits, output.tokens, output.best)
+
+
+class Opened(NamedTuple):
+    """Nodes that a pass computed, and what may follow each, which may be on the device still."""
+
+    nodes: TreeNodes
+    found: PendingTokens | Sequence[Best]  # [len(nodes)]
+
+    def read(self) -> None:
+        """Give the tokens to the trees; waits for the device if they are there still."""
+        for (tree, node), best in zip(self.nodes, self.bests(), strict=True):
+            tree.expand(node, best)
+
+    def bests(self) -> Sequence[Best]:
+        """Return what may follow each node, as `read` gives it to the trees."""
+        found = self.found
+        return found if isinstance(found, Sequence) else _drawn_alone(found.choices())
+
+
+class TreeGrower(ABC):
+    """Grows trees, and keeps those of the step under way until their step is verified.
+
+    ``source``: the drafter's name. ``page_size``: of the pool where nodes have KV; 0 if they have
+    none. ``tokens_per_pass``: levels that one pass finds, of a drafter that goes from level to
+    level; 0: each pass computes nodes of any level. ``draft_vocab``: the tokens that logits are of,
+    unless they are the whole vocabulary.
     """
 
-    def __init__(self, decoder: Decoder, pool: KVPool, source: str) -> None:
-        self._decoder, self._pool, self._source = decoder, pool, source
-        self._sampler = sampler = decoder.sampler
-        self._gap_models = default_gap_models()  # by whether tokens are sampled
+    def __init__(
+        self,
+        source: str,
+        sampler: Sampler,
+        *,
+        page_size: int,
+        tokens_per_pass: int = 0,
+        draft_vocab: DraftVocab | None = None,
+    ) -> None:
+        self._source, self._page_size, self._sampler = source, page_size, sampler
+        self._tokens_per_pass, self._draft_vocab = tokens_per_pass, draft_vocab
         # Asked once: whether an object keeps a protocol takes as long as a small matrix.
         self._device_sampler = sampler if isinstance(sampler, DeviceSampler) else None
-        self._row_passes = decoder.row_passes(pool)
-        self._draws = SamplingPlan((), ())  # of the last pass that chose tokens
+        self.gap_models = default_gap_models()  # by whether tokens are sampled
+        self._num_best = 1  # tokens that the last pass with nodes chose of each
+        self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
+
+    # -- what drafters do -----------------------------------------------------------------------
+
+    def most_levels(self, scheduled: ScheduledRequest) -> int:  # noqa: ARG002
+        """Return how many tokens a path of a request's draft has at most."""
+        return ANY_LEVEL
+
+    @abstractmethod
+    def compute(self, nodes: TreeNodes) -> Opened:
+        """Compute what may follow nodes, which come in the order of their trees.
+
+        Each stands behind a node that was computed. With ``tokens_per_pass`` all are of one level,
+        one deeper than those of the call before.
+        """
+
+    # -- trees ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a step: trees of a step that failed are void."""
+        self._trees = {}
 
     def tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
-        """The draft of a request, still empty."""
-        gap_model = self._gap_models[scheduled.sampling.params.temperature > 0.0]
-        return TreeGrowth(
-            scheduled,
-            gap_model,
-            self._source,
-            self._pool.page_size,
-            most_levels=self._most_levels(scheduled),
-        )
+        """Return the draft of a request, still empty."""
+        gap_model = self.gap_models[scheduled.sampling.params.temperature > 0.0]
+        most = self.most_levels(scheduled)
+        return TreeGrowth(scheduled, gap_model, self._source, self._page_size, most_levels=most)
 
-    def _most_levels(self, scheduled: ScheduledRequest) -> int:
-        """Tokens of a path at most.
+    def grow(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
+        """Grow trees behind their ``first`` pass until no other pass pays for itself.
 
-        A row behind a page's end folds the page's log into the state: drafts must not be in it.
+        Whether one does is decided for all of them at once.
         """
-        page_size = self._pool.page_size
-        in_page = (len(scheduled.tokens) - 1) % page_size
-        return ANY_LEVEL if self._pool.states is None else page_size - in_page
+        first.read()
+        together = StepTrees(trees)
+        for level in count(1):
+            nodes = self._open_next(together, level)
+            if not nodes:
+                return
+            self.compute(nodes).read()
 
-    def extras(self, scheduled: ScheduledRequest, position: int) -> RowExtras | None:
+    def _open_next(self, trees: StepTrees, level: int) -> TreeNodes:
+        if not self._tokens_per_pass:
+            return trees.open()
+        return trees.open(level, takes_pass=level % self._tokens_per_pass == 0)
+
+    def drafts(self, trees: Sequence[TreeGrowth], owed: Sequence[int] | None = None) -> list[Draft]:
+        """Return the draft of each grown tree, for `judge` to learn from when it is verified.
+
+        ``owed``: tokens of each whose KV the drafter lacks.
+        """
+        self._trees = {tree.scheduled.request_id: tree for tree in trees if tree.rankings}
+        return StepTrees(trees).drafts(owed)
+
+    def judge(self, verified: Sequence[VerifiedRequest]) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Let the trees of a step learn from its outcome.
+
+        Returns, for each request with a tree that was verified, its id and what `TreeGrowth.judge`
+        found.
+        """
+        judged = []
+        for each in verified:
+            request_id, takes_part = each.scheduled.request_id, each.scheduled.draft_plan.max_draft
+            tree = self._trees.pop(request_id, None) if takes_part else None
+            if tree is not None and each.output.error is None:
+                judged.append((request_id, tree.judge(each.output.token_ids)))
+        return judged
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Forget the trees of requests that ended."""
+        for request_id in request_ids:
+            self._trees.pop(request_id, None)
+
+    # -- what a pass chooses --------------------------------------------------------------------
+
+    def draws(self, rows: Sequence[DraftedRow], num_best: int) -> SamplingPlan | None:
+        """Describe the tokens that a pass chooses itself; None: its backend leaves that to us."""
+        if self._device_sampler is None:
+            return None
+        return SamplingPlan(rows, [1] * len(rows), num_best, self._draft_vocab)
+
+    def draws_of(self, nodes: TreeNodes, rows: Sequence[DraftedRow]) -> SamplingPlan | None:
+        """Describe the tokens that a pass with a row for each node chooses, as `choose` would.
+
+        A pass without nodes has the graph of the one before.
+        """
+        if nodes:
+            self._num_best = NUM_BEST if _wants_best(nodes) else 1
+        return self.draws(rows, self._num_best)
+
+    def choose(self, nodes: TreeNodes, rows: Sequence[DraftedRow], scored: Scored) -> Opened:
+        """Choose what may follow each node, unless the pass has; none where logits are not sound.
+
+        It may be on the device still.
+        """
+        if scored.tokens is not None or not nodes:
+            return Opened(nodes, scored.tokens or ())
+        has_scores, logits = _wants_best(nodes), scored.logits
+        if scored.best is not None:
+            found = scored.best.bests()
+        elif has_scores or self._draft_vocab is not None:
+            num_best = NUM_BEST if has_scores else 1
+            found = self._sampler.best(logits, rows, num_best, draft_vocab=self._draft_vocab)
+        elif self._device_sampler is not None:
+            return Opened(nodes, self._device_sampler.begin(logits.float(), rows))
+        else:
+            found = _drawn_alone(self._sampler.sample(logits.float(), rows))
+        return Opened(nodes, found if has_scores else _without_scores(found))
+
+
+def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[DraftedRow]:
+    """Return the rows that the logits behind each node decide."""
+    return [
+        DraftedRow(tree.scheduled.tokens, tree.scheduled.sampling, tree.tail(node), (), num_ahead)
+        for tree, node in nodes
+    ]
+
+
+def _wants_best(nodes: TreeNodes) -> bool:
+    return any(tree.wants_best for tree, _ in nodes)
+
+
+def _without_scores(found: Sequence[Best]) -> list[Best]:
+    return [best._replace(scores=()) for best in found]
+
+
+def _drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:
+    """Tokens that were drawn alone, without others to compare them with."""
+    return [Best((each.token_id,) if each.error is None else (), ()) for each in choices]
+
+
+class DecoderGrower(TreeGrower):
+    """Passes of ``decoder`` over ``pool``, which has the KV of what stands before each draft."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, source: str) -> None:
+        super().__init__(source, decoder.sampler, page_size=pool.page_size)
+        self._decoder, self._pool = decoder, pool
+        self._row_passes = decoder.row_passes(pool)
+        self._tried: tuple[tuple[int, int], list[Segment], TreeNodes] | None = None
+
+    @override
+    def most_levels(self, scheduled: ScheduledRequest) -> int:
+        # A row behind a page's end folds the page's log into the state: drafts must not be in it.
+        in_page = (len(scheduled.tokens) - 1) % self._page_size
+        return ANY_LEVEL if self._pool.states is None else self._page_size - in_page
+
+    def _extras(self, scheduled: ScheduledRequest, position: int) -> RowExtras | None:
         """Return the state of a request for a row at a position; None if the decoder has none."""
         state = scheduled.extras.state
         if self._pool.states is None or state is None:
@@ -82,130 +252,124 @@ class TreeGrower:
         longest = len(scheduled.tokens) + scheduled.draft_plan.max_draft
         return longest <= self._decoder.config.max_model_len
 
-    def grow(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
-        """Expand the trees, level by level, behind their first one."""
-        needs_history = any(tree.scheduled.sampling.needs_history for tree, _ in first.nodes)
-        if isinstance(first.found, Sequence) or needs_history:
-            first.read()
-            while any(found := StepTrees(trees).frontiers()):
-                self._advance(trees, found).read()
-        else:
-            self._grow_on_device(first)
-
-    def _advance(self, trees: Sequence[TreeGrowth], found: Sequence[Sequence[int]]) -> Opened:
-        """Compute some nodes of each tree, and what may follow them."""
-        pairs = zip(trees, found, strict=True)
-        nodes = [(tree, node) for tree, opened in pairs for node in tree.open(opened)]
-        segments = [self._segment(tree, node) for tree, node in nodes]
-        return self.compute(segments, nodes)
+    @override
+    def compute(self, nodes: TreeNodes) -> Opened:
+        return self.run([self._segment(tree, node) for tree, node in nodes], nodes)
 
     def _segment(self, tree: TreeGrowth, node: int) -> Segment:
-        start = len(tree.scheduled.tokens) + tree.nodes[node].level - 1
+        found = tree.at(node)
+        start = len(tree.scheduled.tokens) + found.level - 1
         return Segment(
-            token_ids=array("q", [tree.nodes[node].token_id]),
+            token_ids=array("q", [found.token_id]),
             start=start,
             page_ids=tree.scheduled.page_ids,
             num_logits=1,
             tail=array("q", tree.slots(node)),
-            extras=self.extras(tree.scheduled, start),
+            extras=self._extras(tree.scheduled, start),
         )
 
-    def _grow_on_device(self, first: Opened) -> None:
-        """Chains of a given length: launch all passes, each with the tokens of the one before it.
+    @override
+    def grow(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
+        needs_history = any(tree.scheduled.sampling.needs_history for tree, _ in first.nodes)
+        if isinstance(first.found, Sequence) or needs_history:
+            super().grow(trees, first)
+        else:  # chains of a given length
+            self._grow_ahead(first)
 
-        The host waits once: when it reads the last pass, the others are over.
+    def _grow_ahead(self, first: Opened) -> None:
+        """Launch all passes of chains, each with the tokens of the one before it.
+
+        The host waits once: when it has read the last pass, the others are over.
         """
         passes = [first]
         while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.most_levels]:
-            passes.append(self._advance_on_device(trees, passes[-1], len(passes)))
+            passes.append(self._compute_ahead(trees, passes[-1], len(passes)))
         for level, each in enumerate(passes):
-            assert not isinstance(each.found, Sequence)
-            for (tree, _), best in zip(each.nodes, drawn_alone(each.found.choices()), strict=True):
+            for (tree, _), best in zip(each.nodes, each.bests(), strict=True):
                 if len(tree.nodes) == level:  # else a token before could not be drawn
                     tree.open(range(level - 1, level) if level else ())
                     tree.expand(level - 1, best)  # ROOT, then each token behind the one before
 
-    def _advance_on_device(
-        self, trees: Sequence[TreeGrowth], before: Opened, num_ahead: int
-    ) -> Opened:
+    def _compute_ahead(self, trees: Sequence[TreeGrowth], before: Opened, num_ahead: int) -> Opened:
         """Draw one more token for each chain, of which the device alone knows ``num_ahead``."""
         segments = [self._segment_ahead(tree.scheduled, num_ahead) for tree in trees]
         assert not isinstance(before.found, Sequence)
-        rows_before = {id(tree): row for row, (tree, _) in enumerate(before.nodes)}
-        sources = np.array([rows_before[id(tree)] for tree in trees], np.int32)
+        rows_before = {tree: row for row, (tree, _) in enumerate(before.nodes)}
+        sources = np.array([rows_before[tree] for tree in trees], np.int32)
         tokens = DeviceTokens(before.found.words, sources, self._decoder.config.vocab_size)
-        roots = [(tree, ROOT) for tree in trees]
-        return self.compute(segments, roots, tokens, num_ahead)
+        return self.run(segments, [(tree, ROOT) for tree in trees], tokens, num_ahead)
 
     def _segment_ahead(self, scheduled: ScheduledRequest, num_ahead: int) -> Segment:
         start = len(scheduled.tokens) + num_ahead - 1
-        extras = self.extras(scheduled, start)
+        extras = self._extras(scheduled, start)
         return Segment([0], start, scheduled.page_ids, 1, extras=extras)
 
-    def compute(
+    def run(
         self,
         segments: Sequence[Segment],
         nodes: TreeNodes,
         device_tokens: DeviceTokens | None = None,
         num_ahead: int = 0,
     ) -> Opened:
-        """One pass, a row of logits for each node, and what may follow these."""
+        """Run a pass with a row of logits for each node, and choose what may follow these."""
         rows = sample_rows(nodes, num_ahead)
         if self._row_passes is not None and len(nodes) == len(segments) == _num_rows(segments):
-            return Opened(nodes, self._best_of_rows(self._row_passes, segments, nodes, rows))
-        page_size = self._pool.page_size
-        batch = self._decoder.batch(segments, page_size=page_size, device_tokens=device_tokens)
-        draws = self._draws_of(nodes, rows) if self._device_sampler is not None else None
-        output = self._decoder.forward(batch, self._pool, Wanted(draws))
-        return self._choose(nodes, rows, output)
+            has_scores = _wants_best(nodes)
+            found = self._row_passes.best(segments, rows, NUM_BEST if has_scores else 1)
+            return Opened(nodes, found if has_scores else _without_scores(found))
+        batch = self._decoder.batch(
+            segments, page_size=self._page_size, device_tokens=device_tokens
+        )
+        output = self._decoder.forward(batch, self._pool, Wanted(self.draws_of(nodes, rows)))
+        return self.choose(nodes, rows, Scored.of(output))
 
-    def _draws_of(self, nodes: TreeNodes, rows: Sequence[DraftedRow]) -> SamplingPlan:
-        """The tokens that a pass chooses; one that chooses none has the graph of others."""
-        if nodes:
-            self._draws = draws_of(nodes, rows)
-            return self._draws
-        return SamplingPlan((), (), self._draws.num_best)
+    def try_draft(self, num_requests: int, num_tokens: int) -> None:
+        """Run the first pass of so many drafts, behind ``num_tokens`` tokens of void KV each."""
+        if self._tried is None or self._tried[0] != (num_requests, num_tokens):
+            roots = [(self.tree(each), ROOT) for each in self._tries(num_requests, num_tokens)]
+            segments = [self._segment(*root) for root in roots]
+            self._tried = (num_requests, num_tokens), segments, roots
+        _, segments, nodes = self._tried
+        if (states := self._pool.states) is not None:
+            for index, each in enumerate(segments):
+                states.stand_in(index, index, each.start)
+        self.run(segments, nodes).bests()
 
-    def _best_of_rows(
-        self,
-        passes: RowPasses,
-        segments: Sequence[Segment],
-        nodes: TreeNodes,
-        rows: Sequence[DraftedRow],
-    ) -> list[Best]:
-        if any(tree.wants_best for tree, _ in nodes):
-            return passes.best(segments, rows, NUM_BEST)
-        return [best._replace(scores=()) for best in passes.best(segments, rows, 1)]
+    def _tries(self, num_requests: int, num_tokens: int) -> Iterator[ScheduledRequest]:
+        """Make requests for `try_draft`, with less text where the pool is small.
 
-    def _choose(
-        self, nodes: TreeNodes, rows: Sequence[DraftedRow], output: ForwardOutput
-    ) -> Opened:
-        """Choose what may follow each node; it may be on the device still."""
-        if output.tokens is not None or not nodes:
-            return Opened(nodes, output.tokens or ())
-        if output.best is not None:
-            return Opened(nodes, output.best.bests())
-        wants_best = any(tree.wants_best for tree, _ in nodes)
-        if self._device_sampler is not None and not wants_best:
-            begun = self._device_sampler.begin(output.logits, rows)
-            return Opened(nodes, begun)
-        return Opened(nodes, choose(nodes, output.logits, rows, self._sampler))
+        Each has pages of its own, where there are enough: read twice they would come from a near
+        cache. Their last tokens differ: equal ones would choose the same experts.
+        """
+        pool, config, rng = self._pool, self._decoder.config, random.Random(0)
+        most = min(pool.num_pages * pool.page_size, config.max_model_len)
+        num_tokens = min(num_tokens + 1, most)
+        count = -(-num_tokens // pool.page_size)
+        for index in range(num_requests):
+            pages = (page % pool.num_pages for page in range(index * count, (index + 1) * count))
+            yield ScheduledRequest(
+                request_id="",
+                tokens=array("q", [rng.randrange(config.vocab_size)]) * num_tokens,
+                start=num_tokens - 1,
+                stop=num_tokens,
+                page_ids=array("q", pages),
+                sampling=TRIED_SAMPLING,
+                draft_plan=DraftPlan(max_draft=1, row_prices=(TRIED_PRICE,)),
+                extras=ScheduledExtras(state=StateUse(index, index)),
+            )
 
 
 def _num_rows(segments: Sequence[Segment]) -> int:
     return sum(len(segment.token_ids) for segment in segments)
 
 
-class Opened(NamedTuple):
-    """Nodes that a pass computed, and what may follow each, which may be on the device still."""
+class DecoderProposer(Proposer):
+    """A proposer that drafts by passes of ``decoder`` over ``pool``."""
 
-    nodes: TreeNodes
-    found: PendingTokens | Sequence[Best]  # [len(nodes)]
+    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+        self._grower = DecoderGrower(decoder, pool, self.source)
+        self.models, self.device = ((decoder, pool),), decoder.device
 
-    def read(self) -> None:
-        """Give the tokens to the trees; waits for the device if they are there still."""
-        found = (
-            self.found if isinstance(self.found, Sequence) else drawn_alone(self.found.choices())
-        )
-        for (tree, node), best in zip(self.nodes, found, strict=True):
-            tree.expand(node, best)
+    @override
+    def try_draft(self, num_requests: int, num_tokens: int) -> None:
+        self._grower.try_draft(num_requests, num_tokens)

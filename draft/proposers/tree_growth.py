@@ -14,17 +14,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from msgspec.structs import replace
-from torch import Tensor
 
-from ...core.execution.proposer import VerifiedRequest
 from ...core.execution.step_layout import spare_slots, table_slots
 from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ...core.interface.plan import ScheduledRequest
-from ...core.ops.batch import SamplingPlan
-from ...core.sampling.drafted_row import DraftedRow
-from ...core.sampling.sampler import DraftVocab, PendingBest, Sampler
-from ...core.sampling.verifier import Best, SampledToken
-from ..control.outcome import NUM_BEST, DraftNote
+from ...core.sampling.verifier import Best
+from ..control.outcome import DraftNote
 from .gap_model import GapModel
 
 MOST_EXPANDED = 6  # nodes of one tree that a pass computes
@@ -106,7 +101,7 @@ class TreeGrowth:
     def _add(
         self, token_id: int, parent: int, source: str, survival: float, own_survival: float
     ) -> int:
-        before, index = self._at(parent), len(self.nodes)
+        before, index = self.at(parent), len(self.nodes)
         is_first = before.is_first and not any(self.nodes[i].is_first for i in before.children)
         self.nodes.append(
             _Node(token_id, parent, before.level + 1, source, survival, own_survival, is_first)
@@ -114,7 +109,8 @@ class TreeGrowth:
         before.children.append(index)
         return index
 
-    def _at(self, node: int) -> _Node:
+    def at(self, node: int) -> _Node:
+        """Return a node, or what stands for the request's last token."""
         return self._root if node == ROOT else self.nodes[node]
 
     @property
@@ -136,7 +132,7 @@ class TreeGrowth:
             return
         if node == ROOT:
             self.pass_rows.append(1)
-        before = self._at(node)
+        before = self.at(node)
         known = {self.nodes[index].token_id: index for index in before.children}
         chances = self.gap_model.chances(best.scores) if best.scores else [1.0]
         kept = len(chances) if self.is_tree else 1
@@ -175,9 +171,11 @@ class TreeGrowth:
 
         ``least``: what one more node must bring, beyond the price of its keys. ``level``: those of
         one level alone. The best come first, each with those before it on its path that must be
-        computed, too.
+        computed, too. None before the first pass: KV of the request itself may be missing.
         """
         least, chosen, found = least + self.plan.key_price, set[int](), list[Growing]()
+        if ROOT not in self.rankings:
+            return found
         if len(self.nodes) >= self.plan.max_draft:
             survival = sorted((node.survival for node in self.nodes), reverse=True)
             least = max(least, survival[self.plan.max_draft - 1])
@@ -302,7 +300,7 @@ class TreeGrowth:
         """
         found, node = list[tuple[int, int]](), ROOT
         for at, token_id in enumerate(token_ids, len(self.scheduled.tokens)):
-            ranking, children = self.rankings.get(node), self._at(node).children
+            ranking, children = self.rankings.get(node), self.at(node).children
             right = next((i for i in children if self.nodes[i].token_id == token_id), None)
             if ranking is not None and ranking.scores:
                 rank = ranking.ranked.index(right) if right in ranking.ranked else None
@@ -316,76 +314,5 @@ class TreeGrowth:
         return found
 
 
-# -- several requests ------------------------------------------------------------------------------
-
 TreeNodes: TypeAlias = Sequence[tuple[TreeGrowth, int]]
 """Nodes of trees, ROOT for the last of a request's tokens."""
-
-
-def judge_trees(
-    trees: dict[str, TreeGrowth], verified: Sequence[VerifiedRequest]
-) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Let the trees of a step, by request, learn from its outcome; they leave ``trees``.
-
-    Returns, for each request with a tree that was verified, its id and what `TreeGrowth.judge`
-    found.
-    """
-    judged = []
-    for each in verified:
-        request_id = each.scheduled.request_id
-        tree = trees.pop(request_id, None) if each.scheduled.draft_plan.max_draft else None
-        if tree is not None and each.output.error is None:
-            judged.append((request_id, tree.judge(each.output.token_ids)))
-    return judged
-
-
-def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[DraftedRow]:
-    """The rows that the logits behind each node decide."""
-    return [
-        DraftedRow(
-            tree.scheduled.tokens,
-            tree.scheduled.sampling,
-            tree.tail(node),
-            num_ahead=num_ahead,
-        )
-        for tree, node in nodes
-    ]
-
-
-def choose(
-    nodes: TreeNodes,
-    logits: Tensor,
-    rows: Sequence[DraftedRow],
-    sampler: Sampler,
-    *,
-    draft_vocab: DraftVocab | None = None,
-) -> list[Best]:
-    """Choose what may follow each node, by its logits; nothing where these are not sound.
-
-    ``draft_vocab``: the tokens that the logits are of, unless they are the whole vocabulary.
-    """
-    if any(tree.wants_best for tree, _ in nodes):
-        return sampler.best(logits, rows, NUM_BEST, draft_vocab=draft_vocab)
-    if draft_vocab is not None:
-        first = sampler.best(logits, rows, 1, draft_vocab=draft_vocab)
-        return [Best(each.token_ids, (), each.error) for each in first]
-    return drawn_alone(sampler.sample(logits.float(), rows))
-
-
-def draws_of(
-    nodes: TreeNodes, rows: Sequence[DraftedRow], draft_vocab: DraftVocab | None = None
-) -> SamplingPlan:
-    """The tokens that a pass with a row for each node may choose itself, as `choose` would."""
-    num_best = NUM_BEST if any(tree.wants_best for tree, _ in nodes) else 1
-    return SamplingPlan(rows, [1] * len(rows), num_best, draft_vocab)
-
-
-def read_best(best: PendingBest, *, has_scores: bool) -> list[Best]:
-    """Wait for what a pass chose; without scores it drew tokens alone."""
-    found = best.bests()
-    return found if has_scores else [each._replace(scores=()) for each in found]
-
-
-def drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:
-    """Tokens that were drawn alone, without others to compare them with."""
-    return [Best((each.token_id,) if each.error is None else (), ()) for each in choices]

@@ -10,15 +10,13 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 
 from ...core.interface.request import Request
-from ...core.scheduling.guarded_speculator import CircuitBreaker
+from ...core.scheduling.guarded_speculator import Guarded, guard
 
 logger = logging.getLogger(__name__)
-R = TypeVar("R")
 INDEX_CHUNK = 2048  # tokens that one call of `Source.index` indexes at most
 MAX_ENDED = 8  # ended requests whose tokens one call keeps, a tenth of a millisecond each
 BUCKETS = (0, 1, 2, 4, 8, 16)  # first draft position of each class of positions
@@ -85,58 +83,24 @@ class Source:
         """Forget the tokens of these namespaces, of all when none is named."""
 
 
-class GuardedSource:
+class GuardedSource(Guarded[Source], Source):
     """Wraps a source: a failure costs its guesses, and repeated failures the source."""
 
     def __init__(self, source: Source) -> None:
-        self.name = source.name
-        self.priors = source.priors
-        self._inner: Source | None = source
-        self._breakers = {name: CircuitBreaker() for name in ("propose", "index", "leave")}
+        super().__init__(source, Source(), f"draft source {source.name}")
+        self.name, self.priors = source.name, source.priors
 
-    @property
-    def works(self) -> bool:
-        """Whether the source is still used."""
-        return self._inner is not None
-
-    def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """Call the source; no guesses if it fails."""
-        return self._call("propose", (), request, most)
-
-    def index(self, request: Request, *, for_others: bool = False) -> int:
-        """Call the source; 0 if it fails."""
-        return self._call("index", 0, request, for_others=for_others)
-
-    def leave(self, request: Request) -> None:
-        """Call the source."""
-        self._call("leave", None, request)
+    propose = guard(Source.propose, if_failed=())
+    index = guard(Source.index, if_failed=0)
+    leave = guard(Source.leave, if_failed=None)
 
     def flush(self, *namespaces: str | None) -> None:
         """Call the source; if it cannot forget, it is dropped with all that it holds."""
-        if self._inner is None:
-            return
         try:
-            self._inner.flush(*namespaces)
+            self.inner.flush(*namespaces)
         except Exception:
             logger.exception("draft source %s failed to flush and is no longer used", self.name)
-            self._inner = None
-
-    def _call(self, what: str, if_failed: R, *args: object, **kwargs: object) -> R:
-        """Call a method of the source, unless it was given up; count whether that succeeds."""
-        if self._inner is None:
-            return if_failed
-        breaker = self._breakers[what]
-        try:
-            found: R = getattr(self._inner, what)(*args, **kwargs)
-        except Exception:
-            logger.exception("draft source %s failed to %s", self.name, what)
-            breaker.record_failure()
-            if breaker.is_open:
-                logger.error("draft source %s failed repeatedly and is no longer used", self.name)
-                self._inner = None
-            return if_failed
-        breaker.record_success()
-        return found
+            self.inner = self._idle
 
 
 class SourceIndexer:

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from ..heads.common.losses import gumbel
+from ..heads.common.training import Student, TeacherOutput
 from ..proposers.gap_model import GapNumbers
 from .conversations import Conversation
-from .losses import gumbel
-from .students import Student
-from .teacher import Teacher, TeacherOutput
+from .teacher import Teacher
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 BEST = 4  # candidates of a position that a tree may hold

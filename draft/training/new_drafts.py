@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ...core.errors import InvalidRequest
 from ...core.model.decoder import OwnDecoder
@@ -22,20 +22,22 @@ from ...core.model.description.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, lay
 from ...core.model.opening import open_model
 from ...core.ops.batch import Taps
 from ...core.ops.weights import whole_table
-from ..heads.block_network import BlockConfig, BlockHead
 from ..heads.common.layers import Vocabulary
+from ..heads.common.losses import kl_overlap_loss
+from ..heads.common.training import MLP, Recipe, Student, TeacherOutput, TrainedKind, rows_behind
 from ..heads.eagle import default_taps
-from ..heads.eagle_network import EagleConfig, EagleHead
-from ..heads.kinds import open_head, save_head
-from .students import BlockStudent, EagleStudent, LmStudent, Student
+from ..heads.kinds import KINDS, open_head, save_head
 
-Kind: TypeAlias = Literal["block", "eagle3", "lm"]
-MARKOV_RANK = 64
-SMOOTHING = 1.0  # pairs that every token is given, spread as all tokens are
-QUIET = 0.3  # the share of its scale with which the layers' output begins beside the Markov head's
+LM = "lm"
+RECIPES: dict[str, Recipe] = {
+    name: kind.recipe for name, kind in KINDS.items() if kind.recipe is not None
+}
+TRAINED: dict[str, TrainedKind] = {
+    **RECIPES,
+    LM: TrainedKind(about="a small language model", options=("layers",)),
+}
 LM_DEPTH = 4  # tokens of a chain that is measured; a language model drafts any number
 _LEAST_LAYERS = 8  # with fewer the default boundaries coincide
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,22 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The choices for a draft. ``draft_ids``: the ids that a head can draft; None: all."""
+class TrainOptions:
+    """The options of `foretoken train-draft`. One of ``minutes`` and ``tokens`` is the budget.
 
-    kind: Kind
+    ``kind``: a name of `TRAINED`. ``tokens`` counts all tokens that the target computes for the
+    draft to learn from. ``init``: "target", a folder with a draft of its kind, or None.
+    """
+
+    kind: str
+    minutes: float | None = None
+    tokens: int | None = None
+    init: str | None = "target"
     layers: int = 2
     block: int = 7
-    draft_ids: Tensor | None = None
-    pairs: Tensor | None = None  # [num, 2] neighbouring tokens of answers, see `_begin_with_pairs`
+    draft_vocab: int | None = None  # ids that a head can draft, the most frequent; None: all
+    resume: bool = False
+    seed: int = 0
 
 
 class Weights:
@@ -79,26 +89,31 @@ class Weights:
         return self(EMBEDDING if self._config.tie_embeddings else LM_HEAD)
 
 
-def make_student(target: Target, shape: Shape, init: str | None) -> Student:
-    """A draft that begins as ``init`` names: "target", a folder with one of its kind, or None.
+def make_student(
+    target: Target,
+    options: TrainOptions,
+    draft_ids: Tensor | None = None,
+    pairs: Tensor | None = None,
+) -> Student:
+    """Make the draft that is to be trained.
 
-    Raises `InvalidRequest` for a folder that holds another kind or shape, and for a target whose
-    layers are not those of a draft.
+    ``draft_ids``: the ids that a head can draft; None: all. ``pairs`` [num, 2]: neighbouring tokens
+    of answers, see `Recipe.begin_with_pairs`. Raises `InvalidRequest` for a folder that holds
+    another kind or shape, and for a target whose layers are not those of a draft.
     """
+    init, is_new = options.init, options.init in (None, "target")
+    recipe = RECIPES.get(options.kind)
     if init == "target":
-        _check_layers(target.config, is_head=shape.kind != "lm")
+        _check_layers(target.config, is_head=recipe is not None)
     weights = Weights(target.path)
-    if shape.kind == "lm":
-        return LmStudent(_language_model(target, shape, weights, init), LM_DEPTH)
-    recipe = RECIPES[shape.kind]
-    head = (
-        _new_head(target, shape) if init in (None, "target") else _saved_head(shape, init, target)
-    )
+    if recipe is None:
+        return LmStudent(_language_model(target, options.layers, weights, init))
+    head = _new_head(target, recipe, options, draft_ids) if is_new else _saved_head(target, options)
     with torch.no_grad():
         if init == "target":
             recipe.begin_as_target(head, weights, target.config.num_layers)
-        if init in (None, "target") and shape.pairs is not None:
-            recipe.begin_with_pairs(head, shape.pairs)
+        if is_new and pairs is not None and recipe.begin_with_pairs is not None:
+            recipe.begin_with_pairs(head, pairs)
     device = target.decoder.device
     head.float().to(device)
     table = whole_table(target.decoder.weights.embedding)
@@ -114,16 +129,19 @@ def taps_of(num_layers: int) -> Taps:
 
 
 def _heads_of(config: DecoderConfig) -> tuple[int, int]:
-    """KV heads of a draft and their size: the target's, or its values' where these are made of
-    latents.
+    """Return the KV heads of a draft and their size.
+
+    They are the target's, or its values' where these are made of latents.
     """
     if config.latent is None:
         return config.num_kv_heads, config.head_dim
     return config.num_heads, config.latent.value_dim
 
 
-def _new_head(target: Target, shape: Shape) -> Vocabulary:
-    config, ids = target.config, shape.draft_ids
+def _new_head(
+    target: Target, recipe: Recipe, options: TrainOptions, ids: Tensor | None
+) -> Vocabulary:
+    config = target.config
     num_kv_heads, head_dim = _heads_of(config)
     same: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -140,26 +158,10 @@ def _new_head(target: Target, shape: Shape) -> Vocabulary:
         "max_model_len": config.max_model_len,
         "norm_eps": config.norm_eps,
     }
-    head: Vocabulary = RECIPES[shape.kind].make(shape, same)
+    head: Vocabulary = recipe.make(same, options.layers, options.block)
     if ids is not None:
         head.set_draft_ids(ids)
     return head
-
-
-def _new_block(shape: Shape, same: dict[str, Any]) -> BlockHead:
-    config = BlockConfig(
-        **same,
-        num_layers=shape.layers,
-        block_size=shape.block,
-        mask_token_id=same["vocab_size"] - 1,
-        markov_rank=MARKOV_RANK,
-        markov_vocab_size=same["draft_vocab_size"],
-    )
-    return BlockHead(config)
-
-
-def _new_eagle(shape: Shape, same: dict[str, Any]) -> EagleHead:  # noqa: ARG001
-    return EagleHead(EagleConfig(**same, num_layers=1))
 
 
 def _check_layers(config: DecoderConfig, *, is_head: bool) -> None:
@@ -181,148 +183,57 @@ def _check_layers(config: DecoderConfig, *, is_head: bool) -> None:
         )
 
 
-def _saved_head(shape: Shape, init: str | None, target: Target) -> Any:  # noqa: ANN401 - of any kind
+def _saved_head(target: Target, options: TrainOptions) -> Any:  # noqa: ANN401 - of any kind
     """A head from a folder, which brings its own shape and vocabulary."""
-    path = Path(str(init))
+    path = Path(str(options.init))
     if not path.is_dir():
         raise InvalidRequest(f"init: {path} is not a folder", param="init")
     folder = open_head(path, target.config)
-    if folder.kind.name != shape.kind:
+    if folder.kind.name != options.kind:
         message = f"init: {path} contains a head of kind {folder.kind.name}"
         raise InvalidRequest(message, param="init")
     return folder.load()
 
 
-# -- beginning as the target ----------------------------------------------------------------------
-
-
-def _block_from_target(head: BlockHead, weights: Weights, num_layers: int) -> None:
-    """The target's last layers; the context begins as its last tap.
-
-    Their queries and keys have norms here: these begin with the scales that the target's have.
-    """
-    count = head.config.num_layers
-    first = max(0, num_layers - count)
-    for index, layer in enumerate(head.layers):
-        prefix = layer_prefix(min(first + index, num_layers - 1))
-        norm = weights(f"{prefix}input_layernorm.weight")
-        attention: Any = layer.self_attn
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            matrix = weights(f"{prefix}self_attn.{name}.weight")
-            getattr(attention, name).weight.copy_(matrix)
-        for name in ("q", "k"):
-            matrix = getattr(attention, f"{name}_proj").weight
-            getattr(attention, f"{name}_norm").weight.fill_(_scale(matrix, norm))
-        _copy_rest(layer, weights, prefix)
-        layer.input_layernorm.weight.copy_(norm)  # type: ignore[union-attr, operator]
-    head.hidden_norm.weight.copy_(weights(f"{layer_prefix(first)}input_layernorm.weight"))
-    head.norm.weight.copy_(weights(FINAL_NORM))
-    _pass_last_tap(head.fc, head.config.hidden_size)
-
-
-def _begin_with_pairs(head: BlockHead, pairs: Tensor) -> None:
-    """The Markov head begins with the counts of neighbouring tokens in the data.
-
-    Its first rank holds the frequency of each id, the others the strongest directions of how much
-    likelier an id is behind another one than anywhere, both weighted by how often they occur.
-    """
-    markov, config = head.markov_head, head.config
-    if markov is None or markov.kind != "vanilla":
-        return
-    size, rank = config.draft_vocab_size, config.markov_rank
-    before, behind = (head.markov_ids(each) for each in pairs.T)
-    is_known = (before >= 0) & (behind >= 0)
-    counts = torch.zeros(size, size)
-    counts.index_put_((before[is_known], behind[is_known]), torch.ones(()), accumulate=True)
-    total = counts.sum()
-    behind_share = (counts.sum(dim=0) + 0.1) / (total + 0.1 * size)
-    before_share = (counts.sum(dim=1) + 0.1) / (total + 0.1 * size)
-    seen = counts.sum(dim=1, keepdim=True)
-    likelier = (counts + SMOOTHING * behind_share) / ((seen + SMOOTHING) * behind_share)
-    rows, columns = before_share.sqrt().unsqueeze(1), behind_share**0.75
-    u, strength, v = torch.svd_lowrank(likelier.log() * rows * columns, q=rank - 1, niter=3)
-    log_share = behind_share.log()
-    markov.markov_w1.weight[:size, :1] = 1.0
-    markov.markov_w2.weight[:, :1] = (log_share - log_share.mean()).unsqueeze(1)
-    markov.markov_w1.weight[:size, 1:] = u * strength.sqrt() / rows
-    markov.markov_w2.weight[:, 1:] = v * strength.sqrt() / columns.unsqueeze(1)
-    head.norm.weight.mul_(QUIET)
-
-
-def _eagle_from_target(head: EagleHead, weights: Weights, num_layers: int) -> None:
-    """The target's last layer on its last tap; the embedding's half begins at random."""
-    hidden, prefix = head.config.hidden_size, layer_prefix(num_layers - 1)
-    attention = head.midlayer.self_attn
-    for name in ("q_proj", "k_proj", "v_proj"):
-        matrix = weights(f"{prefix}self_attn.{name}.weight")
-        getattr(attention, name).weight[:, hidden:] = matrix
-    attention.o_proj.weight.copy_(weights(f"{prefix}self_attn.o_proj.weight"))
-    _copy_rest(head.midlayer, weights, prefix)
-    head.midlayer.hidden_norm.weight.copy_(weights(f"{prefix}input_layernorm.weight"))
-    head.norm.weight.copy_(weights(FINAL_NORM))
-    head.fc.weight.zero_()
-    _pass_last_tap(head.fc, hidden)
-
-
-def _copy_rest(layer: Any, weights: Weights, prefix: str) -> None:  # noqa: ANN401
-    for name in _MLP:
-        getattr(layer.mlp, name).weight.copy_(weights(f"{prefix}mlp.{name}.weight"))
-    norm = weights(f"{prefix}post_attention_layernorm.weight")
-    layer.post_attention_layernorm.weight.copy_(norm)
-
-
-def _pass_last_tap(fc: nn.Linear, hidden: int) -> None:
-    fc.weight[:, -hidden:] += torch.eye(hidden)
-
-
-def _scale(matrix: Tensor, norm: Tensor) -> float:
-    """Root mean square of what a matrix makes of normed inputs, ``norm`` the norm's weights."""
-    return math.sqrt(float((matrix * norm).square().sum(dim=1).mean()))
-
-
-def _ignore_pairs(head: EagleHead, pairs: Tensor) -> None:
-    """An EAGLE-3 head has no part that sees the token before alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """Functions that make and train heads of one kind.
-
-    ``make``: a head of random weights; the fields of its config that all kinds have are given.
-    ``begin_as_target``: copies the target's last layers, by the number of its layers.
-    ``begin_with_pairs``: uses neighbouring tokens of answers. ``brings_output``: whether the files
-    of a head of a part of the vocabulary have its rows of the target's output: other engines expect
-    them beside the map of ids.
-    """
-
-    make: Callable[[Shape, dict[str, Any]], Any]
-    begin_as_target: Callable[[Any, Weights, int], None]
-    begin_with_pairs: Callable[[Any, Tensor], None]
-    student: Callable[[Any], Student]
-    brings_output: bool = False
-
-
-RECIPES = {
-    "block": Recipe(
-        make=_new_block,
-        begin_as_target=_block_from_target,
-        begin_with_pairs=_begin_with_pairs,
-        student=BlockStudent,
-    ),
-    "eagle3": Recipe(
-        make=_new_eagle,
-        begin_as_target=_eagle_from_target,
-        begin_with_pairs=_ignore_pairs,
-        student=EagleStudent,
-        brings_output=True,
-    ),
-}
-
-
 # -- a language model -----------------------------------------------------------------------------
 
 
-def _language_model(target: Target, shape: Shape, weights: Weights, init: str | None) -> nn.Module:
+class LmStudent(Student):
+    """A small language model of the target's vocabulary; it reads tokens alone."""
+
+    kind = LM
+    taps: Taps = ()
+    depth = LM_DEPTH
+    rate = 0.3  # it begins as trained layers
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = model
+
+    @override
+    def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:
+        is_used = taught.rows >= 0
+        losses = kl_overlap_loss(self._logits(taught)[is_used], taught.p, taught.rows[is_used])
+        return losses.mean()
+
+    def _logits(self, taught: TeacherOutput) -> Tensor:
+        logits: Tensor = self.module(input_ids=taught.token_ids, use_cache=False).logits
+        return logits
+
+    @override
+    def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
+        # Along an answer, a draft has seen its own earlier tokens.
+        width = taught.token_ids.shape[1]
+        anchors = torch.arange(width, device=taught.rows.device).expand(len(taught.rows), -1)
+        rows = rows_behind(taught.rows, anchors, self.depth)
+        fits = (rows >= 0).all(dim=-1)
+        logits = self._logits(taught)
+        padded = nn.functional.pad(logits, (0, 0, 0, self.depth))
+        batch, places = fits.nonzero(as_tuple=True)
+        spans = places.unsqueeze(-1) + torch.arange(self.depth, device=places.device)
+        return padded[batch.unsqueeze(-1), spans], rows[fits]
+
+
+def _language_model(target: Target, layers: int, weights: Weights, init: str | None) -> nn.Module:
     """A decoder of the target's width with fewer layers; its embedding and output stay."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -332,7 +243,7 @@ def _language_model(target: Target, shape: Shape, weights: Weights, init: str | 
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": min(shape.layers, config.num_layers),
+        "num_hidden_layers": min(layers, config.num_layers),
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -375,7 +286,7 @@ def _lm_tensors(
         return found
     last = config.num_layers - 1
     names = ["input_layernorm", "post_attention_layernorm"]
-    names += [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}" for n in _MLP]
+    names += [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}" for n in MLP]
     names += ["self_attn.q_norm", "self_attn.k_norm"] if config.head_norm == "each" else []
     for index in range(count):
         source = round(index * last / max(1, count - 1))

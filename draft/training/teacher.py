@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,32 +15,12 @@ from torch import Tensor
 from ...core.model.decoder import OwnDecoder, sequence_pool
 from ...core.ops.batch import Segment, Taps, Wanted
 from ...core.ops.row_extras import fresh_state
+from ..heads.common.training import TeacherOutput
 from .conversations import Conversation
 
 PAGE_SIZE = 16
 PASS_ROWS = 1024  # of one forward pass
 LOGIT_ROWS = 256  # whose logits over the whole vocabulary are held at a time
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherOutput:
-    """The target's outputs for a batch of conversations, padded at their ends to one length T.
-
-    ``p[i]`` is the target's distribution of the token *behind* one row, over the draft's ids:
-    ``rows`` [b, T] says which ``i`` belongs to a position, -1 where there is none: outside answers,
-    and where nothing follows.
-    """
-
-    token_ids: Tensor  # [b, T]
-    lens: Tensor  # [b]
-    taps: Tensor  # [b, T, num_taps * hidden]
-    p: Tensor  # [num_rows, draft_vocab]
-    rows: Tensor  # [b, T]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens, without the padding."""
-        return int(self.lens.sum())
 
 
 class Teacher:

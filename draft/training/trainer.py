@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ...core.errors import InvalidRequest
+from ..heads.common.training import Student
 from ..proposers.gap_model import FIRST_NUMBERS
 from .conversations import Conversation, Shuffler, answer_pairs, frequent_ids, split
 from .evaluator import TEMPERATURES, Acceptance, Evaluator, fit_gaps
-from .new_drafts import Kind, Shape, Target, make_student, save_student
+from .new_drafts import Target, TrainOptions, make_student, save_student
 from .status_line import status_line
-from .students import Student
 from .teacher import Teacher
 
 logger = logging.getLogger(__name__)
@@ -33,30 +33,11 @@ BATCH_TOKENS = 1024  # of small batches there are more: early on, steps count fo
 MAX_LEN = 1024  # tokens of a conversation; what is behind is left out
 WARM_UP, DECAY_FROM = 0.03, 0.4  # shares of the budget
 MUON_RATE, ADAM_RATE, NORM_RATE = 0.01, 2e-3, 1e-2
-LM_RATE = 0.3  # a language model begins as trained layers: both rates are lower
 NUM_SCALED = 8  # conversations by which taps are scaled to one size
 CHECKPOINT_SECONDS, LOG_SECONDS = 60.0, 5.0
 NUM_CHECKS = 10  # evaluations on held-out conversations on the way
 CHECKED, REPORTED = 8, 24  # conversations of each temperature, on the way and at the end
 STATE, LOG, REPORT, PLOT = "state.pt", "log.jsonl", "report.json", "curves.png"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """The options of `foretoken train-draft`. One of ``minutes`` and ``tokens`` is the budget.
-
-    ``tokens`` counts all tokens that the target computes for the draft to learn from.
-    """
-
-    kind: Kind
-    minutes: float | None = None
-    tokens: int | None = None
-    init: str | None = "target"
-    layers: int = 2
-    block: int = 7
-    draft_vocab: int | None = None  # ids that a head can draft, the most frequent; None: all
-    resume: bool = False
-    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -103,15 +84,8 @@ class Trainer:
             raise InvalidRequest("data contains no answer to train on", param="data")
         self.num_train, self.num_held = len(train), len(held)
         torch.manual_seed(options.seed)
-        draft_ids = self._draft_ids(train)
-        shape = Shape(
-            kind=options.kind,
-            layers=options.layers,
-            block=options.block,
-            draft_ids=draft_ids,
-            pairs=answer_pairs(train),
-        )
-        self.student: Student = make_student(target, shape, options.init)
+        draft_ids, pairs = self._draft_ids(train), answer_pairs(train)
+        self.student: Student = make_student(target, options, draft_ids, pairs)
         teacher = Teacher(target.decoder, self.student.taps, self._taught_ids(), max_len)
         self._teacher = teacher
         if options.init is None and self.student.taps:
@@ -119,7 +93,7 @@ class Trainer:
         self._evaluator = Evaluator(teacher, held, seed=options.seed)
         self._shuffler = Shuffler(train, BATCH_TOKENS, options.seed)
         self._generator = torch.Generator().manual_seed(options.seed)
-        self._optimizers = make_optimizers(self.student, options.kind)
+        self._optimizers = make_optimizers(self.student)
         self.progress = Progress()
         self._stopped = False
         work = folder / "training"
@@ -328,20 +302,19 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
     plot(work / LOG, work / PLOT)
 
 
-def make_optimizers(student: Student, kind: Kind) -> list[torch.optim.Optimizer]:
+def make_optimizers(student: Student) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of layers, AdamW for tables, norms and biases."""
     named = [(n, p) for n, p in student.module.named_parameters() if p.requires_grad]
     is_table = {n: any(word in n for word in ("embed", "markov", "lm_head")) for n, _ in named}
     matrices = [p for n, p in named if p.ndim == 2 and not is_table[n]]
     tables = [p for n, p in named if p.ndim == 2 and is_table[n]]
     vectors = [p for _, p in named if p.ndim == 1]
-    scale = LM_RATE if kind == "lm" else 1.0
     muon = torch.optim.Muon(
-        matrices, lr=MUON_RATE * scale, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+        matrices, lr=MUON_RATE * student.rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
     )
     groups: list[dict[str, Any]] = [
-        {"params": tables, "lr": ADAM_RATE * scale},
-        {"params": vectors, "lr": NORM_RATE * scale},
+        {"params": tables, "lr": ADAM_RATE * student.rate},
+        {"params": vectors, "lr": NORM_RATE * student.rate},
     ]
     adam = torch.optim.AdamW(groups, weight_decay=0.0, betas=(0.9, 0.95))
     optimizers: list[torch.optim.Optimizer] = [muon, adam]

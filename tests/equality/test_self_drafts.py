@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.api.build.drafts import self_draft_price
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.model.drafting.rough_copy import rough_decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.weights import RecurrentWeights
+from foretoken.draft.proposers.self_draft import self_draft_price
 from support.checkpoints import make_checkpoint
 from support.draft_trees import TreeDepth
 from support.equality_harness import House, shuffled, tiny_house

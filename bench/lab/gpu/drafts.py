@@ -15,11 +15,12 @@ from ....core.model.drafting.rough_copy import NoRoughCopyError, rough_decoder, 
 from ....core.ops.batch import SamplingPlan, Wanted
 from ....core.ops.weights import whole_table
 from ....draft.control.outcome import NUM_BEST
-from ....draft.control.profiler import profile_draft, profile_head
+from ....draft.control.profiler import profile_proposer
 from ....draft.heads.block_network import BlockConfig, BlockHead
 from ....draft.heads.common.layers import Head
 from ....draft.heads.eagle_network import EagleConfig, EagleHead
 from ....draft.heads.joined import join, lend
+from ....draft.proposers.self_draft import SelfProposer
 from .bed import PAGE_SIZE, Bed
 from .stage import QWEN, SMALL, Stage
 
@@ -78,7 +79,7 @@ def _rough_passes(stage: Stage, target: OwnDecoder, bed: Bed) -> dict[int, float
     )
     stage.note(f"A pass of the copy reads {rough / whole:.3f} of the bytes of the matrices.")
     copy.warm_up(bed.pool, bed.pages_each * PAGE_SIZE, Wanted(SamplingPlan((), (), NUM_BEST)))
-    return profile_draft(copy, bed.pool)
+    return profile_proposer(SelfProposer(copy, bed.pool))
 
 
 def _head_passes(
@@ -108,7 +109,7 @@ def _head_passes(
     joined = join(head, target)
     proposer = joined.proposer(joined.make_pool(bed.pool.num_pages, page_size=PAGE_SIZE))
     proposer.warm_up(bed.pages_each * PAGE_SIZE, NUM_BEST)
-    return profile_head(proposer)
+    return profile_proposer(proposer)
 
 
 def _eagle(config: DecoderConfig, same: dict[str, Any]) -> EagleConfig:

@@ -20,6 +20,7 @@ from ....core.ops.batch import Taps
 from ....core.ops.kv_pool import KVPool
 from .layers import Head, TapConfig
 from .proposer import HeadProposer
+from .training import Recipe
 
 Tensors: TypeAlias = dict[str, Tensor]
 ConfigT = TypeVar("ConfigT", bound=TapConfig)
@@ -79,6 +80,7 @@ class HeadKind(Generic[ConfigT, HeadT]):
     - ``guess``: the token ids that the head expects behind each of ``[b, T]`` token ids with their
       taps, ``[b, T - 1]``, the first behind the second one. For kinds of which `parse` may leave
       the taps open.
+    - ``recipe``: how heads are made and trained; None: heads are loaded only.
     """
 
     name: str
@@ -89,3 +91,4 @@ class HeadKind(Generic[ConfigT, HeadT]):
     to_json: Callable[[ConfigT], dict[str, object]] | None = None
     pack: Callable[[HeadT, OwnDecoder], PackedHead]
     guess: Callable[[HeadT, Tensor, Tensor], Tensor] | None = None
+    recipe: Recipe | None = None

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ....core.execution.step_layout import table_slots
 from ....core.ops.batch import SamplingPlan
+from ...proposers.tree_grower import Scored
 from .head_kv import Written
 from .packing import PassRows, seen_kv
-from .proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
+from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
 
 
 class Columns(NamedTuple):

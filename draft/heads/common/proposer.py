@@ -1,7 +1,7 @@
 """HeadProposer: what proposers with a trained head share.
 
-It follows the target's steps (`HeadKV`) and grows the trees of requests level by level. A kind of
-head derives from it and says how head KV is written and what a pass computes.
+It follows the target's steps (`HeadKV`), and its `HeadGrower` grows the trees of requests level by
+level. A kind of head derives from it and says how head KV is written and what a pass computes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -20,27 +19,16 @@ from ....core.execution.proposer import PageRows, Proposer, VerifiedRequest
 from ....core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ....core.interface.plan import ScheduledRequest
 from ....core.interface.protocols import ProposerTraits
-from ....core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ....core.model.decoder import OwnDecoder
 from ....core.ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Taps, Wanted
 from ....core.ops.kv_pool import KVPool
-from ....core.sampling.sampler import DeviceSampler, DraftVocab, PendingBest, PendingTokens
-from ...proposers.gap_model import GapModel, GapNumbers, default_gap_models
-from ...proposers.step_trees import StepTrees
-from ...proposers.tree_growth import (
-    ROOT,
-    TreeGrowth,
-    choose,
-    drawn_alone,
-    draws_of,
-    judge_trees,
-    read_best,
-    sample_rows,
-)
+from ....core.sampling.sampler import DraftVocab, Sampler
+from ...control.profiler import TRIED_PRICE, TRIED_SAMPLING
+from ...proposers.gap_model import GapModel, GapNumbers
+from ...proposers.tree_grower import Opened, Scored, TreeGrower, sample_rows
+from ...proposers.tree_growth import ROOT, TreeGrowth, TreeNodes
 from .head_kv import HeadKV, Written
-from .layers import Head
-
-TRIED_PRICE = 1e-9  # of a row where passes are timed: tokens are raced for, none is too dear
+from .layers import Head, TapConfig
 
 
 class DraftStart(NamedTuple):
@@ -68,19 +56,6 @@ class Query(NamedTuple):
     slots: Sequence[int] = ()  # of the KV of the draft tokens up to it, if the head keeps that
 
 
-class Scored(NamedTuple):
-    """Logits of what follows some queries, and the tokens, where the pass chose them itself."""
-
-    logits: Tensor  # [num_queries, draft_vocab]
-    tokens: PendingTokens | None = None
-    best: PendingBest | None = None
-
-    @classmethod
-    def of(cls, output: ForwardOutput) -> Scored:
-        """Take them from a decoder's pass with a row for each query."""
-        return cls(output.logits, output.tokens, output.best)
-
-
 class Drafting(ABC):
     """The drafts of some requests, level by level."""
 
@@ -92,6 +67,53 @@ class Drafting(ABC):
         one level, one deeper than those of the call before; in the order of requests, of which
         there are never more than before.
         """
+
+
+class HeadGrower(TreeGrower):
+    """Grows trees with a head, a level a call.
+
+    ``page_size``: of the pool where draft tokens have KV; 0 if they have none.
+    """
+
+    def __init__(
+        self, config: TapConfig, sampler: Sampler, *, page_size: int, draft_vocab: DraftVocab | None
+    ) -> None:
+        super().__init__(
+            config.kind,
+            sampler,
+            page_size=page_size,
+            tokens_per_pass=config.tokens_per_pass,
+            draft_vocab=draft_vocab,
+        )
+        self._longest = config.longest
+        self._drafting: Drafting | None = None  # of the trees that are growing
+        self._requests: dict[TreeGrowth, int] = {}  # places of these trees
+        self._before: dict[tuple[TreeGrowth, int], int] = {}  # places of the nodes one level up
+
+    @override
+    def most_levels(self, scheduled: ScheduledRequest) -> int:
+        return self._longest
+
+    def grow_with(self, trees: Sequence[TreeGrowth], drafting: Drafting) -> None:
+        """Grow trees, one for each request of ``drafting``, in its order."""
+        self._drafting, self._before = drafting, {}
+        self._requests = {tree: at for at, tree in enumerate(trees)}
+        self.grow(trees, self.compute([(tree, ROOT) for tree in trees]))
+        self._drafting, self._before, self._requests = None, {}, {}  # they hold tensors
+
+    @override
+    def compute(self, nodes: TreeNodes) -> Opened:
+        assert self._drafting is not None
+        queries = [self._query(*each) for each in nodes]
+        self._before = {each: at for at, each in enumerate(nodes)}
+        rows = sample_rows(nodes)
+        return self.choose(nodes, rows, self._drafting.score(queries, self.draws_of(nodes, rows)))
+
+    def _query(self, tree: TreeGrowth, node: int) -> Query:
+        found = tree.at(node)
+        parent = -1 if node == ROOT else self._before[tree, found.parent]
+        slots = tree.path_slots(node)
+        return Query(self._requests[tree], found.level, parent, found.token_id, slots)
 
 
 class HeadProposer(Proposer, ABC):
@@ -108,17 +130,19 @@ class HeadProposer(Proposer, ABC):
         config, draft_ids = head.config, head.draft_ids
         self.dtype, self.device = pool.dtype, pool.data.device
         self.head_kv = HeadKV(config, pool, self.write_head_kv)
-        self._sampler = target.sampler
-        self._draws_on_device = isinstance(target.sampler, DeviceSampler)
-        self._draft_vocab = None if draft_ids is None else DraftVocab(draft_ids, config.vocab_size)
-        self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
-        self._gap_models = default_gap_models()  # by whether tokens are sampled
+        self._grower = HeadGrower(
+            config,
+            target.sampler,
+            page_size=pool.page_size if self.keeps_node_kv else 0,
+            draft_vocab=None if draft_ids is None else DraftVocab(draft_ids, config.vocab_size),
+        )
         self._taps: Taps = tuple(dict.fromkeys(config.taps))
         self._order = [self._taps.index(boundary) for boundary in config.taps]
 
     def begin_with(self, numbers: Mapping[bool, GapNumbers]) -> None:
         """Begin with gap models that were fitted before, by whether tokens are sampled."""
-        self._gap_models |= {is_sampled: GapModel(*each) for is_sampled, each in numbers.items()}
+        models = {is_sampled: GapModel(*each) for is_sampled, each in numbers.items()}
+        self._grower.gap_models |= models
 
     @property
     @override
@@ -139,18 +163,10 @@ class HeadProposer(Proposer, ABC):
             weighs=True,
         )
 
-    def warm_up(self, max_len: int, num_best: int) -> None:
-        """Be ready for passes over texts of up to ``max_len`` tokens; some kinds always are.
-
-        ``num_best``: tokens that will be chosen of each place.
-        """
-        del max_len, num_best
-
     def wanted(self, num_best: int) -> Wanted:
         """Describe passes of vectors that choose tokens, to be ready for them."""
         vectors = self.pool.data.new_empty((0, self.config.hidden_size))
-        draws = SamplingPlan((), (), num_best, self._draft_vocab)
-        return Wanted(draws if self._draws_on_device else None, inputs=vectors)
+        return Wanted(self._grower.draws((), num_best), inputs=vectors)
 
     # -- what kinds of heads do -----------------------------------------------------------------
 
@@ -186,7 +202,7 @@ class HeadProposer(Proposer, ABC):
     ) -> None:
         """Judge the trees; write the head KV of what was committed."""
         del batch
-        judge_trees(self._trees, verified)
+        self._grower.judge(verified)
         assert output.taps is not None
         live = [each for each in verified if self.head_kv.is_live(each)]
         if not live:
@@ -207,25 +223,21 @@ class HeadProposer(Proposer, ABC):
     @torch.inference_mode()
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
         """Grow a tree for each request that has head KV, with the verifier's noise."""
-        self._trees = {}  # those of a step that failed are void
+        self._grower.begin()
         self.head_kv.write_waiting([each for each in requests if self.head_kv.waits(each)])
         starts = [start for start in map(self._start, requests) if start is not None]
-        if starts:
-            self._trees = {tree.scheduled.request_id: tree for tree in self._grow(starts)}
-        drafts = StepTrees([*self._trees.values()]).drafts()
-        found = dict(zip(self._trees, drafts, strict=True))
-        return [found.get(scheduled.request_id, NO_DRAFT) for scheduled in requests]
+        trees = self._grow(starts) if starts else []
+        names = [tree.scheduled.request_id for tree in trees]
+        drafts = dict(zip(names, self._grower.drafts(trees), strict=True))
+        return [drafts.get(scheduled.request_id, NO_DRAFT) for scheduled in requests]
 
+    @override
     def try_draft(self, num_requests: int, num_tokens: int) -> None:
-        """Compute what the first tokens of so many drafts cost, over void head KV; to be timed."""
         count = max(1, min(num_tokens // self.pool.page_size, self.pool.num_pages))
         pages = array("q", range(count))
         tokens = array("q", [0] * (count * self.pool.page_size))
-        sampling = SamplingMetadata(
-            params=TokenSamplingParams(temperature=1.0), seed=0, prompt_len=1
-        )
         scheduled = ScheduledRequest(
-            request_id="", tokens=tokens, start=0, stop=0, page_ids=pages, sampling=sampling,
+            request_id="", tokens=tokens, start=0, stop=0, page_ids=pages, sampling=TRIED_SAMPLING,
             draft_plan=DraftPlan(
                 max_draft=self.config.tokens_per_pass, row_prices=(TRIED_PRICE,)
             ),
@@ -244,59 +256,9 @@ class HeadProposer(Proposer, ABC):
     @torch.inference_mode()
     def _grow(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:
         """Grow trees together: whether another pass pays is decided for all of them at once."""
-        trees = [self._tree(start.scheduled) for start in starts]
+        trees = [self._grower.tree(start.scheduled) for start in starts]
         num_drafted = min(
             self.config.longest, max(start.scheduled.draft_plan.max_draft for start in starts)
         )
-        drafting = self.begin(starts, num_drafted)
-        nodes, before = [[ROOT] for _ in trees], dict[tuple[int, int], int]()
-        for level in count():
-            opened = [(index, node) for index, each in enumerate(nodes) for node in each]
-            if not opened:
-                break
-            queries = [self._query(trees[index], index, node, before) for index, node in opened]
-            self._expand([(trees[i], n) for i, n in opened], queries, drafting)
-            before = {each: at for at, each in enumerate(opened)}
-            nodes = self._next_level(trees, level + 1)
+        self._grower.grow_with(trees, self.begin(starts, num_drafted))
         return trees
-
-    def _tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
-        gap_model = self._gap_models[scheduled.sampling.params.temperature > 0.0]
-        page_size = self.pool.page_size if self.keeps_node_kv else 0
-        return TreeGrowth(
-            scheduled, gap_model, self.source, page_size, most_levels=self.config.longest
-        )
-
-    def _query(
-        self, tree: TreeGrowth, request: int, node: int, before: dict[tuple[int, int], int]
-    ) -> Query:
-        if node == ROOT:
-            return Query(request, 0, -1, tree.scheduled.tokens[-1])
-        found = tree.nodes[node]
-        parent = before[request, found.parent]
-        return Query(request, found.level, parent, found.token_id, tree.path_slots(node))
-
-    def _expand(
-        self,
-        nodes: Sequence[tuple[TreeGrowth, int]],
-        queries: Sequence[Query],
-        drafting: Drafting,
-    ) -> None:
-        rows = sample_rows(nodes)
-        draws = draws_of(nodes, rows, self._draft_vocab) if self._draws_on_device else None
-        scored = drafting.score(queries, draws)
-        if scored.best is not None:
-            has_scores = draws is not None and draws.num_best > 1
-            found = read_best(scored.best, has_scores=has_scores)
-        elif scored.tokens is not None:
-            found = drawn_alone(scored.tokens.choices())
-        else:
-            found = choose(nodes, scored.logits, rows, self._sampler, draft_vocab=self._draft_vocab)
-        for (tree, node), best in zip(nodes, found, strict=True):
-            tree.expand(node, best)
-
-    def _next_level(self, trees: Sequence[TreeGrowth], level: int) -> list[list[int]]:
-        """The nodes of each tree that are worth expanding, a pass if they take one."""
-        takes_pass = level % self.config.tokens_per_pass == 0
-        found = StepTrees(trees).frontiers(level, takes_pass=takes_pass)
-        return [tree.open(nodes) for tree, nodes in zip(trees, found, strict=True)]

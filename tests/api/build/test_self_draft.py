@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.api.build import drafts
 from foretoken.api.build.drafts import DraftSpec, parse_draft
 from foretoken.api.build.engine_builder import LocalBuilt, build
 from foretoken.core.config import EngineConfig
 from foretoken.core.model.drafting import rough_copy
+from foretoken.draft.proposers import self_draft
 from support.tiny_pair import write_pair
 
 LOOK_UPS = ("radix", "suffix")
@@ -27,8 +27,8 @@ def priced(monkeypatch: pytest.MonkeyPatch):
     """A model of any size is tried, at this price of a pass and gain."""
 
     def set_price(pass_s: float, gain: float) -> None:
-        monkeypatch.setattr(drafts, "LEAST_BYTES", 0)
-        monkeypatch.setattr(drafts, "self_draft_price", lambda *_: (pass_s, gain))
+        monkeypatch.setattr(self_draft, "LEAST_BYTES", 0)
+        monkeypatch.setattr(self_draft, "self_draft_price", lambda *_: (pass_s, gain))
 
     return set_price
 

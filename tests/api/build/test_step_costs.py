@@ -8,9 +8,11 @@ import pytest
 
 from foretoken.api.build import step_costs
 from foretoken.api.build.step_costs import KeptCosts, Model
+from foretoken.core.execution.proposer import Proposer
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.machine import cache_folder as folders
 from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.proposers.lm_proposer import LmProposer
 from support.tiny_pair import write_pair
 
 
@@ -44,9 +46,9 @@ def guesses(monkeypatch: pytest.MonkeyPatch) -> list[StepProfile]:
     return made
 
 
-def prepared(target: Model, draft: Model | None = None, *, num_threads: int = 2) -> KeptCosts:
+def prepared(target: Model, proposer: Proposer | None = None, *, num_threads: int = 2) -> KeptCosts:
     kept = KeptCosts(CostModel())
-    kept.prepare(target, draft, num_threads=num_threads)
+    kept.prepare(target, proposer, num_threads=num_threads)
     return kept
 
 
@@ -82,7 +84,7 @@ def test_an_engine_that_computed_nothing_keeps_the_file_as_it_is(models, folder,
 def test_another_drafter_or_number_of_threads_has_costs_of_its_own(models, folder, guesses) -> None:
     prepared(models[0])
     prepared(models[0], num_threads=1)
-    prepared(*models)
+    prepared(models[0], LmProposer(*models[1]))
     assert len(guesses) == 3
     assert len([*folder.glob("costs-*.json")]) == 3
 
@@ -123,7 +125,7 @@ def test_a_folder_that_cannot_be_written_costs_a_guess_at_each_start(
 
 
 def test_a_guess_grows_with_rows_and_has_prices_for_drafts(models, folder) -> None:
-    profile = step_costs.guess_step(*models)
+    profile = step_costs.guess_step(models[0], LmProposer(*models[1]))
     assert profile.forward[1] > 0
     assert profile.draft[1] > 0
     assert profile.key_s >= 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.decoder import Decoder, sequence_pool
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KVPool
@@ -18,7 +18,9 @@ from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.sampling.verifier import Best
 from foretoken.draft.control import profiler as profiler_module
 from foretoken.draft.control.cost_model import CostModel
-from foretoken.draft.control.profiler import profile_step
+from foretoken.draft.control.profiler import profile_proposer, profile_step
+from foretoken.draft.proposers.lm_proposer import LmProposer
+from foretoken.draft.proposers.self_draft import SelfProposer
 from support.checkpoints import make_checkpoint
 from support.tiny_pair import write_pair
 
@@ -33,7 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Decoder]:
 @pytest.mark.parametrize(("num_pages", "page_size"), [(1, 1), (2, 1), (1, 16), (5, 4), (200, 4)])
 def test_every_pool_can_be_measured(pair, num_pages, page_size) -> None:
     models = [(model, model.make_pool(num_pages, page_size=page_size)) for model in pair]
-    profile = profile_step(models[0], models[1])
+    profile = profile_step(models[0], LmProposer(*models[1]))
     assert profile.forward[1] > 0
     assert profile.draft[1] > 0
     assert max(profile.forward) < max(2, num_pages * page_size)
@@ -53,7 +55,8 @@ def test_without_a_draft_model_only_the_target_is_measured(pair) -> None:
 def test_a_draft_pass_is_timed_as_drafts_compute_it(pair, monkeypatch) -> None:
     """A row of each request and the choice of what follows it, in one call where there is one."""
     target, draft = pair
-    pool = draft.make_pool(200, page_size=4)
+    pool = draft.make_pool(400, page_size=4)
+    pool.data.fill_(7.0)
     timed: set[tuple[int, ...]] = set()
 
     class OneCall:
@@ -63,12 +66,22 @@ def test_a_draft_pass_is_timed_as_drafts_compute_it(pair, monkeypatch) -> None:
             assert len(rows) == len(segments)
             assert num_best > 1
             timed.add(tuple(len(segment.token_ids) for segment in segments))
-            return []
+            pages = [page_id for segment in segments for page_id in segment.page_ids]
+            assert len(set(pages)) == len(pages), "each has pages of its own"
+            assert len({segment.token_ids[0] for segment in segments}) > len(segments) // 2
+            assert not pool.data[pages].any(), "pages are written before passes read them"
+            return [Best((), ())] * len(segments)
 
     monkeypatch.setattr(draft, "row_passes", lambda _: OneCall())
-    profile = profile_step((target, target.make_pool(200, page_size=4)), (draft, pool))
+    profile = profile_step((target, target.make_pool(200, page_size=4)), LmProposer(draft, pool))
     assert timed == {(1,) * num_rows for num_rows in profile.draft}
     assert len(timed) > 3
+
+
+def test_no_more_drafts_are_timed_than_there_are_recurrent_states(tmp_path: Path) -> None:
+    target = load_decoder(make_checkpoint(tmp_path, "qwen3_5"))
+    pool = sequence_pool(target, 40, 4, page_size=16)
+    assert set(profile_proposer(SelfProposer(target, pool), repeats=1)) == {1, 2, 4}
 
 
 def test_pages_are_written_before_passes_read_them(pair, monkeypatch) -> None:

@@ -284,7 +284,7 @@ def test_a_proposer_begins_with_the_gap_models_that_training_fitted(native) -> N
     head = random_head("block", native)
     lend(head, native, native.weights.embedding.clone)
     joined = pack(head, native, {True: (0.7, 1.9, 0.6)})
-    models = joined.proposer(joined.make_pool(8, page_size=PAGE_SIZE))._gap_models
+    models = joined.proposer(joined.make_pool(8, page_size=PAGE_SIZE))._grower.gap_models
     assert (models[True].falloff, models[True].rest, models[True].slope) == (0.7, 1.9, 0.6)
     assert models[False].falloff == default_gap_models()[False].falloff
 

@@ -173,13 +173,13 @@ def test_what_differs_from_the_draft_is_computed_anew(pair, monkeypatch) -> None
     """A tiny model may overlook KV of rejected tokens, so what is computed is looked at."""
     proposer, prompt = proposer_of(pair[0]), prompt_of(12)
     first, *_ = drafted(proposer, row_of(prompt))
-    compute, computed = proposer._grower.compute, list[list[int]]()
+    run, computed = proposer._grower.run, list[list[int]]()
 
     def watched(segments: Sequence[Segment], *others: Any) -> Any:
         computed.append(list(segments[0].token_ids))
-        return compute(segments, *others)
+        return run(segments, *others)
 
-    monkeypatch.setattr(proposer._grower, "compute", watched)
+    monkeypatch.setattr(proposer._grower, "run", watched)
     for new in ([first, 77], [77, 78], [78, 79, 80]):
         computed.clear()
         proposer.propose([row_of([*prompt, *new])])

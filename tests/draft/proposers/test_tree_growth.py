@@ -67,6 +67,7 @@ def frontier_of(tree: TreeGrowth) -> list[int]:
 
 def gain_of(tree: TreeGrowth) -> float:
     group = _Group([tree])
+    group.rank()
     paths, _ = group._by_gain(group.frontiers(None))
     return group._more(paths)
 
@@ -332,7 +333,7 @@ class Doubting:
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         pool = self._draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
         newcomer = LmProposer(self._draft, pool, window=10_000)
-        newcomer._grower._gap_models = self._proposer._grower._gap_models
+        newcomer._grower.gap_models = self._proposer._grower.gap_models
         drafts = self._proposer.propose(rows)
         for draft, right in zip(drafts, newcomer.propose(rows), strict=True):
             assert draft == right or not draft.token_ids, "not caught up is the only excuse"
@@ -381,6 +382,16 @@ def test_trees_are_those_of_a_newcomer_whatever_path_was_taken_before(pair, num_
     assert sum(request.usage.accepted_tokens for request in requests) > 60
 
 
+def test_what_was_looked_up_is_not_computed_before_its_request_is_caught_up(pair) -> None:
+    """Its KV would stand behind a hole, and be counted for positions that have none."""
+    _, draft = pair
+    proposer = LmProposer(draft, draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE), window=3)
+    row = looked_up(9, 10, survival=(0.9, 0.8), num_tokens=20, max_draft=6)
+    (found,) = proposer.propose([row])
+    assert list(found.token_ids) == [9, 10]
+    assert found.note == DraftNote((), num_uncached=16)
+
+
 def test_a_tree_is_accepted_further_than_a_chain_of_as_many_nodes(pair) -> None:
     target, draft = pair
     steps = {}
@@ -403,8 +414,8 @@ def test_growing_ends_where_a_pass_would_not_pay(pair) -> None:
     for pass_price in (0.0, 0.5, 100.0):  # however many rows it has
         proposer = LmProposer(draft, draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE))
         passes: list[int] = []
-        choose = proposer._grower._choose
-        proposer._grower._choose = lambda *args, n=passes, do=choose: n.append(1) or do(*args)  # type: ignore[method-assign]
+        run = proposer._grower.run
+        proposer._grower.run = lambda *args, n=passes, do=run: n.append(1) or do(*args)  # type: ignore[method-assign]
         row = row_of(
             max_draft=12,
             num_spare=3,

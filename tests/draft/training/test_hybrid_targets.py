@@ -19,10 +19,10 @@ from foretoken.draft.heads.kinds import open_head
 from foretoken.draft.training import trainer as run
 from foretoken.draft.training.answers import AnswerStore, answer_prompts
 from foretoken.draft.training.conversations import Conversation
-from foretoken.draft.training.new_drafts import Shape, Target, make_student
+from foretoken.draft.training.new_drafts import Target, TrainOptions, make_student
 from foretoken.draft.training.records import read_records
 from foretoken.draft.training.teacher import Teacher, TeacherOutput
-from foretoken.draft.training.trainer import Trainer, TrainOptions
+from foretoken.draft.training.trainer import Trainer
 from support.checkpoints import make_checkpoint
 from support.draft_training import ASKING
 from support.greedy_streams import generate, random_ids
@@ -75,7 +75,7 @@ def by_transformers(
 def test_the_loss_is_that_of_teacher_forced_hidden_states(
     target: Target, reference: Any, conversations: list[Conversation], kind: str
 ) -> None:
-    student = make_student(target, Shape(kind=kind), None)
+    student = make_student(target, TrainOptions(kind=kind, init=None))
     teacher = Teacher(target.decoder, student.taps, None, max_len=64)
     for _ in range(2):  # in the same seats, whose states begin anew
         taught = teacher(conversations)
@@ -109,7 +109,7 @@ def test_a_head_that_was_trained_drafts_for_its_target(
     out = tmp_path / "head"
     Trainer(target, found, options, out).run()
     served = open_head(out, target.config).config
-    trained = make_student(target, Shape(kind="block", block=3, layers=1), None)
+    trained = make_student(target, options)
     assert served.rope == trained.module.config.rope, "a part of each of the target's heads turns"
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     answers = []
@@ -122,4 +122,4 @@ def test_a_head_that_was_trained_drafts_for_its_target(
 @pytest.mark.parametrize("kind", ["block", "eagle3", "lm"])
 def test_a_draft_does_not_begin_as_layers_with_states_or_gates(target: Target, kind: str) -> None:
     with pytest.raises(InvalidRequest, match="recurrent states, gates or heads"):
-        make_student(target, Shape(kind=kind), "target")
+        make_student(target, TrainOptions(kind=kind))

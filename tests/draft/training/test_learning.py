@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.model.loader import load_decoder
 from foretoken.draft.heads.block_network import BlockHead
+from foretoken.draft.heads.common.losses import kl_overlap_loss, slot_weights
 from foretoken.draft.heads.kinds import open_head
 from foretoken.draft.proposers.gap_model import FIRST_NUMBERS
 from foretoken.draft.training import trainer as run
@@ -22,15 +23,21 @@ from foretoken.draft.training.evaluator import (
     RankedCandidates,
     fit_gaps,
 )
-from foretoken.draft.training.losses import kl_overlap_loss, slot_weights
-from foretoken.draft.training.new_drafts import RECIPES, Shape, Target, Weights, make_student
+from foretoken.draft.training.new_drafts import (
+    RECIPES,
+    TRAINED,
+    Target,
+    TrainOptions,
+    Weights,
+    make_student,
+)
 from foretoken.draft.training.teacher import Teacher
-from foretoken.draft.training.trainer import Trainer, TrainOptions
+from foretoken.draft.training.trainer import Trainer
 from support.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.slow
 
-KINDS = (*RECIPES, "lm")
+KINDS = tuple(TRAINED)
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +211,7 @@ def test_a_head_of_another_kind_is_no_beginning(train, tmp_path):
 
 
 def test_an_eagle_head_begins_as_the_targets_last_layer(target):
-    student = make_student(target, Shape(kind="eagle3"), "target")
+    student = make_student(target, TrainOptions(kind="eagle3"))
     weights, hidden = Weights(target.path), target.config.hidden_size
     ours = student.module.state_dict()
     theirs = weights(f"model.layers.{target.config.num_layers - 1}.self_attn.q_proj.weight")
@@ -215,8 +222,8 @@ def test_an_eagle_head_begins_as_the_targets_last_layer(target):
 def test_a_block_head_begins_with_the_pairs_of_the_data(target):
     pairs = torch.tensor([[5, 9]] * 30 + [[6, 4]] * 30 + [[7, 9], [7, 4], [7, 8]] * 5)
     ids = torch.tensor([4, 5, 6, 7, 8, 9, *range(100, 200)])
-    shape = Shape(kind="block", block=3, draft_ids=ids, pairs=pairs)
-    head = make_student(target, shape, "target").module
+    options = TrainOptions(kind="block", block=3)
+    head = make_student(target, options, ids, pairs).module
     assert isinstance(head, BlockHead)
     bias, _ = head.markov_head(head.markov_ids(torch.tensor([5, 6])), None, None)
     assert ids[bias.argmax(-1)].tolist() == [9, 4]
@@ -335,6 +342,6 @@ def test_a_draft_does_not_begin_as_layers_that_are_none_of_a_drafts(draft, kind,
     folder = make_checkpoint(tmp_path, kind)
     target = Target(load_decoder(folder), folder)
     with pytest.raises(InvalidRequest, match="gates or heads of several sizes"):
-        make_student(target, Shape(kind=draft), "target")
+        make_student(target, TrainOptions(kind=draft))
     if draft == "block":
-        assert make_student(target, Shape(kind=draft), None)
+        assert make_student(target, TrainOptions(kind=draft, init=None))

@@ -22,6 +22,14 @@ MUTATIONS = (
         "a node's draft KV is of its own path",
     ),
     Mutation(
+        "lm-computes-known-tokens-behind-a-hole",
+        "TreeGrowth.frontier",
+        "if ROOT not in self.rankings:",
+        "if False:",
+        ("test_what_was_looked_up_is_not_computed_before_its_request_is_caught_up",),
+        "draft KV has no holes",
+    ),
+    Mutation(
         "trees-do-not-share-their-rows",
         "StepTrees.__init__",
         "for each in (weighed, others) if each]",

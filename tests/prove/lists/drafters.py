@@ -7,9 +7,9 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "source-failure-is-forgiven-by-other-calls",
-        "GuardedSource._call",
-        "breaker = self._breakers[what]",
-        'breaker = self._breakers["propose"]',
+        "Guarded.count_failure",
+        "breaker = self.breakers[call]",
+        'breaker = self.breakers["propose"]',
         ("test_a_source_is_dropped_after_failures_in_close_succession_alone",),
         "a call that always fails drops its source, whatever else succeeds",
     ),

@@ -55,8 +55,8 @@ MUTATIONS = (
     ),
     Mutation(
         "self-drafts-go-over-the-end-of-a-page",
-        "TreeGrower._most_levels",
-        "ANY_LEVEL if self._pool.states is None else page_size - in_page",
+        "DecoderGrower.most_levels",
+        "ANY_LEVEL if self._pool.states is None else self._page_size - in_page",
         "ANY_LEVEL",
         ("test_self_drafts_change_no_token_though_what_they_wrote_is_void",),
         "no draft is folded into a state",

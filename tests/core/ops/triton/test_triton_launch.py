@@ -21,8 +21,7 @@ from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingPar
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import NOT_FINITE, SampledToken
 from foretoken.draft.proposers.lm_proposer import LmProposer
-from foretoken.draft.proposers.step_trees import StepTrees
-from foretoken.draft.proposers.tree_grower import TreeGrower
+from foretoken.draft.proposers.tree_grower import DecoderGrower, TreeGrower
 from support.drafts import with_drafts
 
 pytest.importorskip("triton")
@@ -331,15 +330,8 @@ class Drafter:
 
     def read_one_by_one(self, depths: dict[str, int]) -> list[list[int]]:
         """The same, each token read before the next pass."""
-
-        def grow(grower: TreeGrower, first: Any) -> None:
-            trees = [tree for tree, _ in first.nodes]
-            first.read()
-            while any(found := StepTrees(trees).frontiers()):
-                grower._advance(trees, found).read()
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TreeGrower, "_grow_on_device", grow)
+            patch.setattr(DecoderGrower, "grow", TreeGrower.grow)
             return self.draft(depths)
 
 

@@ -1,0 +1,165 @@
+"""Block heads in training: what they begin with, and what they learn.
+
+The loop is in draft/training.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ...core.model.description.shapes import FINAL_NORM, layer_prefix
+from .block_network import BlockConfig, BlockHead
+from .common.losses import kl_overlap_loss, slot_weights
+from .common.training import (
+    ReadWeight,
+    Recipe,
+    Student,
+    TeacherOutput,
+    behind,
+    copy_rest,
+    pass_last_tap,
+    rows_behind,
+)
+
+ANCHORS = 512  # of a batch, at most
+MARKOV_RANK = 64
+SMOOTHING = 1.0  # pairs that every token is given, spread as all tokens are
+QUIET = 0.3  # the share of its scale with which the layers' output begins beside the Markov head's
+
+
+class BlockStudent(Student):
+    """A head that drafts a block in one pass; anchors are drawn anew in every batch."""
+
+    kind = BlockConfig.kind
+
+    def __init__(self, head: BlockHead) -> None:
+        self.module: nn.Module = head
+        self.taps, self.depth = head.config.taps, head.config.num_drafted
+        self._head = head
+        self._weights = slot_weights(self.depth, head.config.block_size)
+
+    @override
+    def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:
+        anchors, is_drawn = _draw_anchors(taught.rows, ANCHORS, generator)
+        rows = rows_behind(taught.rows, anchors, self.depth)
+        rows = rows.masked_fill(~is_drawn.unsqueeze(-1), -1)
+        hidden = self._head(taught.token_ids, taught.taps, anchors)
+        is_used = rows >= 0
+        before = behind(taught.token_ids, anchors, self.depth, 0)
+        logits = self._head.logits(hidden[is_used].unsqueeze(1), before[is_used].unsqueeze(1))
+        losses = kl_overlap_loss(logits.squeeze(1), taught.p, rows[is_used])
+        weights = self._weights.to(losses.device).expand(rows.shape)[is_used]
+        return (losses * weights).sum() / weights.sum()
+
+    @override
+    def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
+        places = (taught.rows >= 0).nonzero()
+        logits, targets = [], []
+        for index in range(len(taught.rows)):
+            anchors = places[places[:, 0] == index, 1].unsqueeze(0)
+            if not anchors.shape[1]:
+                continue
+            rows = rows_behind(taught.rows[index : index + 1], anchors, self.depth)
+            fits = (rows >= 0).all(dim=-1)
+            token_ids, taps = (each[index : index + 1] for each in (taught.token_ids, taught.taps))
+            hidden = self._head(token_ids, taps, anchors)
+            before = behind(token_ids, anchors, self.depth, 0)
+            logits.append(self._head.logits(hidden[fits], before[fits]))
+            targets.append(rows[fits])
+        return torch.cat(logits), torch.cat(targets)
+
+
+def _draw_anchors(rows: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Places of answers, ``[b, n]``, and which of them are; the others fill up."""
+    is_answer = rows >= 0
+    counts = is_answer.sum(dim=1)
+    num = int(min(int(counts.max()), max(1, most // len(rows))))
+    order = torch.rand(rows.shape, generator=generator).to(rows.device)
+    drawn = order.masked_fill(~is_answer, -1.0).topk(num, dim=1)
+    return drawn.indices, drawn.values >= 0
+
+
+def _new(same: dict[str, Any], layers: int, block: int) -> BlockHead:
+    config = BlockConfig(
+        **same,
+        num_layers=layers,
+        block_size=block,
+        mask_token_id=same["vocab_size"] - 1,
+        markov_rank=MARKOV_RANK,
+        markov_vocab_size=same["draft_vocab_size"],
+    )
+    return BlockHead(config)
+
+
+def _begin_as_target(head: BlockHead, weights: ReadWeight, num_layers: int) -> None:
+    """The target's last layers; the context begins as its last tap.
+
+    Their queries and keys have norms here: these begin with the scales that the target's have.
+    """
+    count = head.config.num_layers
+    first = max(0, num_layers - count)
+    for index, layer in enumerate(head.layers):
+        prefix = layer_prefix(min(first + index, num_layers - 1))
+        norm = weights(f"{prefix}input_layernorm.weight")
+        attention: Any = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            matrix = weights(f"{prefix}self_attn.{name}.weight")
+            getattr(attention, name).weight.copy_(matrix)
+        for name in ("q", "k"):
+            matrix = getattr(attention, f"{name}_proj").weight
+            getattr(attention, f"{name}_norm").weight.fill_(_scale(matrix, norm))
+        copy_rest(layer, weights, prefix)
+        layer.input_layernorm.weight.copy_(norm)  # type: ignore[union-attr, operator]
+    head.hidden_norm.weight.copy_(weights(f"{layer_prefix(first)}input_layernorm.weight"))
+    head.norm.weight.copy_(weights(FINAL_NORM))
+    pass_last_tap(head.fc, head.config.hidden_size)
+
+
+def _scale(matrix: Tensor, norm: Tensor) -> float:
+    """Root mean square of what a matrix makes of normed inputs, ``norm`` the norm's weights."""
+    return math.sqrt(float((matrix * norm).square().sum(dim=1).mean()))
+
+
+def _begin_with_pairs(head: BlockHead, pairs: Tensor) -> None:
+    """The Markov head begins with the counts of neighbouring tokens in the data.
+
+    Its first rank holds the frequency of each id, the others the strongest directions of how much
+    likelier an id is behind another one than anywhere, both weighted by how often they occur.
+    """
+    markov, config = head.markov_head, head.config
+    if markov is None or markov.kind != "vanilla":
+        return
+    size, rank = config.draft_vocab_size, config.markov_rank
+    before, behind = (head.markov_ids(each) for each in pairs.T)
+    is_known = (before >= 0) & (behind >= 0)
+    counts = torch.zeros(size, size)
+    counts.index_put_((before[is_known], behind[is_known]), torch.ones(()), accumulate=True)
+    total = counts.sum()
+    behind_share = (counts.sum(dim=0) + 0.1) / (total + 0.1 * size)
+    before_share = (counts.sum(dim=1) + 0.1) / (total + 0.1 * size)
+    seen = counts.sum(dim=1, keepdim=True)
+    likelier = (counts + SMOOTHING * behind_share) / ((seen + SMOOTHING) * behind_share)
+    rows, columns = before_share.sqrt().unsqueeze(1), behind_share**0.75
+    u, strength, v = torch.svd_lowrank(likelier.log() * rows * columns, q=rank - 1, niter=3)
+    log_share = behind_share.log()
+    markov.markov_w1.weight[:size, :1] = 1.0
+    markov.markov_w2.weight[:, :1] = (log_share - log_share.mean()).unsqueeze(1)
+    markov.markov_w1.weight[:size, 1:] = u * strength.sqrt() / rows
+    markov.markov_w2.weight[:, 1:] = v * strength.sqrt() / columns.unsqueeze(1)
+    head.norm.weight.mul_(QUIET)
+
+
+BLOCK_RECIPE = Recipe(
+    about="a head that drafts several tokens in one pass",
+    options=("layers", "block", "draft_vocab"),
+    init=None,
+    make=_new,
+    begin_as_target=_begin_as_target,
+    begin_with_pairs=_begin_with_pairs,
+    student=BlockStudent,
+)
