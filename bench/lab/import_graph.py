@@ -1,11 +1,11 @@
-"""Draws which rooms of a package import which: the drawing in docs/architecture.md.
+"""Draws which rooms of a package import which: the drawing in docs/architecture/rooms.md.
 
 A room is a sub-package or a module that stands directly in a package. Its floor is one above the
 highest floor that it imports, so every arrow points down unless rooms import each other in a
 circle. All imports count: those inside functions and those for type checkers, too.
 
     python -m foretoken.bench.lab.import_graph          print the drawings
-    python -m foretoken.bench.lab.import_graph --write  put them into docs/architecture.md
+    python -m foretoken.bench.lab.import_graph --write  put them into docs/architecture/rooms.md
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "architecture" / "rooms.md"
 PACKAGES = ("radix_cache", "core", "draft", "api")
 _MARK = re.compile(r"(<!-- drawing of (\w+) -->\n```text\n).*?(```\n)", re.DOTALL)
 
@@ -106,14 +106,14 @@ def imported_names(path: Path, root: Path = ROOT) -> Iterator[str]:
 
 
 def redrawn(page: str) -> str:
-    """The text of docs/architecture.md with the drawings of today."""
+    """The text of docs/architecture/rooms.md with the drawings of today."""
     return _MARK.sub(lambda mark: mark[1] + graph_of(mark[2]).draw() + mark[3], page)
 
 
 def main() -> None:
     """Print the drawings, or write them into the page."""
     parser = argparse.ArgumentParser(description="Draw the imports between rooms.")
-    parser.add_argument("--write", action="store_true", help="update docs/architecture.md")
+    parser.add_argument("--write", action="store_true", help="update docs/architecture/rooms.md")
     if parser.parse_args().write:
         PAGE.write_text(redrawn(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         return

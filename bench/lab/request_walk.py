@@ -36,6 +36,7 @@ NUM_TOKENS = 24
 PLAIN = EngineConfig(draft="none")
 LOOKUPS = EngineConfig(draft="radix,suffix", speculation=4)  # a prediction and a grammar besides
 MODEL = EngineConfig(draft="auto", speculation=4)  # the built-in draft model, and look-ups
+AUTO = EngineConfig(draft="auto")  # the same, and the controller decides how much is drafted
 
 
 @dataclass

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from foretoken.bench.lab.request_walk import Calls, Walk, function_lengths
+from foretoken.bench.lab.request_walk import PACKAGES, ROOT, Calls, Walk, function_lengths
 
 pytestmark = pytest.mark.slow
+PAGE = ROOT / "docs" / "architecture.md"
+ONLY_FOR_TREES = {"KVPool.copy_slots"}
 
 CODE = """
 import json, sys
@@ -22,12 +27,26 @@ print(json.dumps([[sorted(each.modules), sorted(each.functions)] for each in thr
 """
 
 
+@functools.cache
 def walked(config: str) -> Walk:
     """In a process of its own: a profiler sees what other tests have left in this one, too."""
     command = [sys.executable, "-c", CODE, config]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     threads = json.loads(done.stdout)
     return Walk(*(Calls(set(modules), set(map(tuple, names))) for modules, names in threads))
+
+
+def defined_methods() -> set[str]:
+    """Return the methods of all classes in the packages that walks count, as `Class.method`."""
+    return {
+        f"{node.name}.{each.name}"
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
 
 
 def assert_at_most(found: Walk, *, loop: tuple[int, int], model: tuple[int, int]) -> None:
@@ -40,7 +59,7 @@ def assert_at_most(found: Walk, *, loop: tuple[int, int], model: tuple[int, int]
 
 
 def test_a_plain_request_meets_few_files_and_classes() -> None:
-    """docs/architecture.md names the figures; whoever raises these bounds changes that page."""
+    """docs/architecture/rooms.md has the figures: change them there, too, with these bounds."""
     found = walked("PLAIN")
     assert {"foretoken.core.engine.engine", "foretoken.radix_cache.tree"} <= found.loop.modules
     assert "foretoken.core.execution.model_runner" in found.model.modules
@@ -60,6 +79,27 @@ def test_a_request_with_a_draft_model_meets_its_trees_in_the_model_thread() -> N
     found = walked("MODEL")
     assert "foretoken.draft.proposers.tree_growth" in found.model.modules
     assert_at_most(found, loop=(35, 60), model=(29, 33))
+
+
+@pytest.mark.parametrize(
+    ("heading", "configs"),
+    [
+        ("One request", ["PLAIN"]),
+        ("One draft", ["LOOKUPS", "MODEL", "AUTO"]),
+        ("One page", ["PLAIN", "MODEL"]),
+    ],
+)
+def test_a_request_calls_what_the_walks_of_the_page_name(heading: str, configs: list[str]) -> None:
+    """Methods of classes in core/, draft/ and radix_cache/, and functions named with their file."""
+    text = PAGE.read_text(encoding="utf-8")
+    walk = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    methods = set(re.findall(r"`([A-Z]\w+\.\w+)`", walk))
+    functions = set(re.findall(r"`([a-z_]\w+)`\s+\(`(?:core|draft|radix_cache)/", walk))
+    named = methods & defined_methods() | functions
+    walks = [walked(config) for config in configs]
+    called = {name for each in walks for _, name in (each.loop | each.model).functions}
+    assert len(named) > 3
+    assert named - called - ONLY_FOR_TREES == set()
 
 
 def test_classes_are_those_of_which_a_method_ran() -> None:

@@ -97,7 +97,12 @@ NAME_AND_FILE = re.compile(
 )
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def page_id(page: Path) -> str:
+    """Return the path of a page below docs, by which its tests are named."""
+    return page.relative_to(DOCS).with_suffix("").as_posix()
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=page_id)
 def test_files_that_a_page_names_are_there_and_have_what_it_finds_in_them(page: Path):
     text = page.read_text("utf-8")
     named = (name for name in NAMED_FILE.findall(text) if "NAME" not in name)
