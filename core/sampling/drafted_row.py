@@ -34,7 +34,8 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
         """Return the row to sample behind ``node`` of the draft; -1: behind ``tokens``."""
         if node == len(self.draft) - 1 and not self.parents:
             return self
-        return DraftedRow(self.tokens, self.sampling, self.tail(node), (), self.num_ahead)
+        tail = self.tail(node) if node >= 0 else ()
+        return DraftedRow(self.tokens, self.sampling, tail, (), self.num_ahead)
 
     def tail(self, node: int) -> Sequence[int]:
         """Return the draft tokens on the path down to ``node``, that one included; -1: none."""
