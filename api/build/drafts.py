@@ -17,7 +17,8 @@ from ...core.model.decoder import Decoder
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel
 from ...draft.control.estimators import AcceptanceModel
-from ...draft.drafters import NAMED, SELF
+from ...draft.drafters import NAMED
+from ...draft.proposers.self_draft import SELF
 from ...draft.proposers.vocab_check import OtherTokensError, check_same_tokens
 from ...draft.sources.grammar import GrammarSource
 from ...draft.sources.prediction import PredictionSource

@@ -14,9 +14,9 @@ from ....core.model.decoder import Decoder
 from ....core.model.formats.checkpoint import OnRead
 from ....core.ops.kv_pool import KVPool
 from ....core.startup import timed
-from ....draft.drafters import MTP, kind_of
+from ....draft.drafters import kind_of
 from ....draft.heads.joined import JoinedHead
-from ....draft.heads.mtp import has_mtp
+from ....draft.heads.mtp import MTP, has_mtp
 from ....draft.proposers.kind import Beside, LeftOutError, LoadedDrafter, Pooled
 from ..drafts import DraftSpec, texts_between
 from ..target import load_model

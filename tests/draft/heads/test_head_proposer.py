@@ -334,16 +334,17 @@ def test_a_block_whose_rows_see_only_those_before_would_show(native, monkeypatch
 def test_a_wrong_parent_in_a_tree_would_show(target, kind, monkeypatch) -> None:
     """The negative control: each node takes its neighbour's parent for its own."""
     proposer = make_proposer(kind, target)
-    query = proposer._query
+    grower = proposer._grower
+    query = grower._query
 
-    def beside(tree, request, node, before):
-        found = query(tree, request, node, before)
-        own = [at for (index, _), at in before.items() if index == request]
+    def beside(tree, node):
+        found = query(tree, node)
+        own = [at for (other, _), at in grower._before.items() if other is tree]
         if not own:
             return found
         return found._replace(parent=own[own.index(found.parent) - 1])
 
-    monkeypatch.setattr(proposer, "_query", beside)
+    monkeypatch.setattr(grower, "_query", beside)
     unit = Unit(target, proposer, speculator=TreeDepth(8))
     unit.run_all()
     assert unit.compared.num_trees > 50
