@@ -138,7 +138,7 @@ MUTATIONS = (
     ),
     Mutation(
         "latent-positions-are-not-interleaved",
-        "AttentionPacker._latent",
+        "_turned",
         "interleaved=config.fold.interleaved",
         "interleaved=False",
         (_LATENT,),
@@ -146,7 +146,7 @@ MUTATIONS = (
     ),
     Mutation(
         "latent-keys-and-values-change-places",
-        "AttentionPacker._up_of_latents",
+        "Latent._heads",
         "keys, values = torch.split(up, [shape.nope_dim, shape.value_dim], dim=1)",
         "values, keys = torch.split(up, [shape.value_dim, shape.nope_dim], dim=1)",
         (_LATENT,),
