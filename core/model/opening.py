@@ -60,7 +60,7 @@ def open_model(path: str | Path) -> OpenedModel:
     if config.latent is not None:
         config = as_split(config, set(checkpoint.shapes))
     if config.states or config.stored_names:
-        config = as_stored(config, set(checkpoint.shapes))
+        config = as_stored(config, checkpoint.shapes)
     check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
     return OpenedModel(config, checkpoint)
 

@@ -86,6 +86,7 @@ class Attention(Mixer):
             sinks=optional(packer.float32, self.sinks),
             place=place,
             gate=self._width * config.has_gate,
+            has_keys=spec.kv_of is None,
             comm=packer.comm,
         )
 

@@ -41,8 +41,8 @@ class Layer(Part):
     """One layer."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
-        spec, prefix, norms = config.layers[index], layer_prefix(index), config.norms
-        self._config, self._spec = config, spec
+        spec, prefix = config.layers[index], layer_prefix(index)
+        self._config, norms = config, spec.norms or config.norms
         self.mixer_norm = _norm_at(config, prefix, norms.attention)
         self.mixer_out_norm = _norm_at(config, prefix, norms.attention_out)
         self.mlp_norm = _norm_at(config, prefix, norms.mlp)

@@ -113,6 +113,14 @@ MUTATIONS = (
         "a state stands at the last page's end before the last row",
     ),
     Mutation(
+        "delta-beta-is-at-most-one",
+        "_DeltaSequence._gates",
+        "beta.unsqueeze(-1) * self._weights.most_beta, decay",
+        "beta.unsqueeze(-1), decay",
+        ("test_kernels_agree_with_the_oracle", "test_logits_equal_transformers_over_300_positions"),
+        "OLMo Hybrid's beta goes up to 2",
+    ),
+    Mutation(
         "latent-rows-are-not-normed",
         "_latent_rows",
         "ops.norm(latent.contiguous(), mixer.kv_norm), key)",
