@@ -29,9 +29,9 @@ from ..ops.state_pool import LayerStates, StatePool
 from ..ops.weights import DecoderWeights, HeadLayout, PackedLinear
 from ..sampling.sampler import Sampler
 from .description.config import DecoderConfig
-from .description.fold import Recipe
 from .description.page_layout import PageLayout
 from .description.rope import RopeTable
+from .description.tensors import LinearSpec
 
 ModelPath: TypeAlias = Literal["own", "transformers"]
 
@@ -200,15 +200,14 @@ class OwnDecoder(PagedDecoder):
         ops: Ops,
         layout: PageLayout | None = None,
         *,
-        recipes: Mapping[PackedLinear, Recipe] | None = None,
+        linear_specs: Mapping[PackedLinear, LinearSpec] | None = None,
         compiles: bool = True,
     ) -> None:
-        """``layout``: of the pages, where they are another model's. ``recipes``: of linears that
-        were made of matrices of the files. ``compiles``: the backend may compute all layers in one
-        call.
+        """``layout``: of the pages, where they are another model's. ``linear_specs``: what packed
+        linears were made of. ``compiles``: the backend may compute all layers in one call.
         """
         self.config = config
-        self.recipes = recipes or {}
+        self.linear_specs = linear_specs or {}
         self.weights = weights
         self.ops = ops
         self.sampler = ops.sampler

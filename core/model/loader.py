@@ -26,15 +26,12 @@ from .description.config import (
 )
 from .description.fields import UnsupportedConfig
 from .description.page_layout import PageLayout
-from .description.shapes import (
-    DELTA,
-    MAMBA,
-    tensor_shapes,
-)
+from .description.tensors import DELTA, MAMBA
 from .formats.checkpoint import OnRead, Read, observed
 from .opening import open_model, read_config
 from .sharding import check_shards, read_others, shard_config, shard_reader
 from .weights.assembly import Assembly
+from .weights.layer import tensor_shapes
 
 logger = logging.getLogger(__name__)
 LoadFormat: TypeAlias = Literal["auto", "random"]
@@ -195,7 +192,9 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
         weights = assembly.weights()
     if on_read is not None and load_format != "random":
         read_others(observed(checkpoint.read, on_read), part)
-    return OwnDecoder(config, weights, ops, layout, recipes=assembly.recipes, compiles=comm is None)
+    return OwnDecoder(
+        config, weights, ops, layout, linear_specs=assembly.linear_specs, compiles=comm is None
+    )
 
 
 def _choose_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:

@@ -18,15 +18,7 @@ from torch import Tensor
 from ..errors import ModelLoadError
 from .description.config import BEHIND_THE_LAST, DecoderConfig, ExpertsSpec
 from .description.fields import Fields, UnsupportedConfig, read_json
-from .description.shapes import (
-    EMBEDDING,
-    LM_HEAD,
-    Shape,
-    ignored,
-    layer_prefix,
-    stacked_shapes,
-    tensor_shapes,
-)
+from .description.tensors import EMBEDDING, LM_HEAD, Shape, layer_prefix
 from .families.hybrid import as_stored, tiled
 from .families.latent import as_split
 from .families.registry import MODEL_FAMILIES, parse_config
@@ -35,6 +27,8 @@ from .formats.files import gguf_file
 from .formats.gguf import GgufFile
 from .formats.nested import base_names, family_names, is_base, text_names
 from .formats.safetensors import Rename, SafetensorsCheckpoint
+from .weights.layer import ignored, tensor_shapes
+from .weights.mlp import Experts
 
 # Fields of a multimodal config that its text model's may leave out.
 _OUTER = ("quantization_config", "dtype", "torch_dtype", "eos_token_id", "is_encoder_decoder")
@@ -66,7 +60,7 @@ def open_model(path: str | Path) -> OpenedModel:
     if config.latent is not None:
         config = as_split(config, set(checkpoint.shapes))
     if config.states or config.stored_names:
-        config = as_stored(config, set(checkpoint.shapes))
+        config = as_stored(config, checkpoint.shapes)
     check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
     return OpenedModel(config, checkpoint)
 
@@ -168,6 +162,6 @@ def _as_stacked(
     if spec is None or spec.names.stacked != "rows":
         return spec
     turned = replace(spec, names=spec.names._replace(stacked="columns"))
-    expected = stacked_shapes(config.hidden_size, turned)
-    is_turned = all(shapes.get(prefix + name) == shape for name, shape in expected.items())
+    expected = Experts(config, prefix, turned).stacks
+    is_turned = all(shapes.get(tensor.name) == tensor.shape for tensor in expected)
     return turned if is_turned else spec

@@ -17,7 +17,7 @@ from ..ops.state_pool import bytes_per_slot
 from .description.config import DecoderConfig
 from .description.fields import Fields, UnsupportedConfig, read_json
 from .description.page_layout import PageLayout
-from .description.shapes import EMBEDDING, tensor_shapes
+from .description.tensors import EMBEDDING
 from .drafting.mtp import count_mtp_layers
 from .drafting.rough_copy import ROUGH_BYTES
 from .formats.checkpoint import Checkpoint
@@ -28,6 +28,7 @@ from .formats.safetensors import TensorFiles
 from .images.vision import count_tower, vision_support
 from .opening import open_model, read_config
 from .pooling import read_pooling
+from .weights.layer import tensor_shapes
 
 Format: TypeAlias = Literal["safetensors", "GGUF", "no weights"]
 _PAGE = 16  # tokens; the pages of the CPU, which only the rounding of mixed pages depends on

@@ -6,10 +6,8 @@ make these its rows, of those that read them its columns. What the latter give a
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +15,11 @@ from torch import Tensor
 from ..errors import InvalidRequest
 from ..ops.parallel import Comm
 from ..ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight
-from .description.config import DecoderConfig, ExpertsSpec, LayerSpec, MlpNames
-from .description.shapes import FUSED_GATE_UP, layer_prefix
+from .description.config import DecoderConfig, LayerSpec
+from .description.tensors import COLUMNS, Cut, Share, TensorSpec, layer_prefix
 from .formats.checkpoint import Read
-
-_Cut: TypeAlias = Callable[[StoredWeight], StoredWeight]
+from .weights.layer import decoder_tensors
+from .weights.mlp import Experts
 
 
 def check_shards(config: DecoderConfig, size: int) -> None:
@@ -61,23 +59,15 @@ def shard_config(config: DecoderConfig, comm: Comm, read: Read | None = None) ->
 def shard_reader(read: Read, config: DecoderConfig, part: DecoderConfig, comm: Comm) -> Read:
     """Read a checkpoint's tensors and keep the part of this rank.
 
-    ``config``: of the whole model; ``part``: of `shard_config`. The bias of a matrix that gives
-    summands is that of rank 0, on the others it is 0. Raises `InvalidRequest` for a quantised
-    matrix whose groups of columns the ranks cannot share.
+    ``config``: of the whole model; ``part``: of `shard_config`. Raises `InvalidRequest` for a
+    quantised matrix whose groups of columns the ranks cannot share.
     """
-    cuts = _cuts(config, comm)
+    shares = {each.name: each.share for each in decoder_tensors(_with_held(config, part))}
 
     def part_of(name: str) -> StoredWeight:
-        spec = _expert_of(name, part)
-        if spec is not None:
-            return _held(read(name), spec) if spec.names.stacked != "none" else read(name)
-        leaf = name.removesuffix(".weight").rpartition(".")[2]
-        if name.endswith(".bias"):
-            leaf = f"{name.removesuffix('.bias').rpartition('.')[2]}.bias"
-        cut = cuts.get(leaf)
         weight = read(name)
         try:
-            return weight if cut is None else cut(weight)
+            return _share_of(weight, shares.get(name, "whole"), comm)
         except ValueError as problem:
             raise _refused(f"{name}: {problem}") from None
 
@@ -93,16 +83,12 @@ def read_others(read: Read, part: DecoderConfig) -> None:
         spec = layer.experts
         if spec is None or spec.held is None:
             continue
-        at, mlp = f"{layer_prefix(index)}{spec.names.expert}", spec.names.mlp
+        experts = Experts(part, layer_prefix(index), spec)
         others = [number for number in range(spec.count) if number not in spec.numbers]
-        if spec.names.stacked == "none":
-            names = [name for name in (mlp.gate, mlp.up, mlp.down) if name is not None]
-            for number in others:
-                for name in names:
-                    read(f"{at.format(number)}{name}.weight")
-            continue
-        for name in ("gate_up_proj", "down_proj"):
-            weight = read(f"{at}{name}")
+        for tensor in (each for number in others for each in experts.of(number)):
+            read(tensor.name)
+        for tensor in experts.stacks[:2]:
+            weight = read(tensor.name)
             if isinstance(weight, QuantizedStack):
                 for number in others:
                     weight.one(number)
@@ -116,7 +102,8 @@ def _shares_experts(config: DecoderConfig, comm: Comm, read: Read | None) -> boo
             continue
         reason = "" if spec.width % comm.size == 0 else f"{spec.width} columns"
         if read is not None and not reason:
-            reason = _uncut(read, f"{layer_prefix(index)}{spec.names.expert}", spec, comm)
+            experts = Experts(config, layer_prefix(index), replace(spec, held=None))
+            reason = _uncut(read, experts.first_down, comm)
         if reason and spec.count % comm.size:
             count = f"{config.model_type} has {spec.count} experts"
             raise _refused(f"{count}, which {comm.size} ranks cannot share, and {reason} in each")
@@ -125,39 +112,28 @@ def _shares_experts(config: DecoderConfig, comm: Comm, read: Read | None) -> boo
     return False
 
 
-def _uncut(read: Read, at: str, spec: ExpertsSpec, comm: Comm) -> str:
+def _uncut(read: Read, down: TensorSpec, comm: Comm) -> str:
     """Why the columns of an expert cannot be cut; empty if they can."""
-    is_stacked = spec.names.stacked != "none"
-    name = f"{at}down_proj" if is_stacked else f"{at.format(0)}{spec.names.mlp.down}.weight"
-    weight = read(name)
+    weight = read(down.name)
     if isinstance(weight, Tensor):
         return ""
     one = weight.one(0) if isinstance(weight, QuantizedStack) else weight
     try:
-        _slice(one, 1, comm)
+        _cut(one, COLUMNS, comm)
     except ValueError as problem:
         return str(problem)
     return ""
 
 
-def _expert_of(name: str, part: DecoderConfig) -> ExpertsSpec | None:
-    """The experts that a tensor is of, if this rank has some of them whole."""
-    found = re.match(r"model\.layers\.(\d+)\.(.+)", name)
-    if found is None or int(found[1]) >= len(part.layers):
-        return None
-    spec = part.layers[int(found[1])].experts
-    if spec is None or spec.held is None:
-        return None
-    return spec if found[2].startswith(spec.names.expert.partition("{")[0]) else None
-
-
-def _held(weight: StoredWeight, spec: ExpertsSpec) -> StoredWeight:
-    """The experts of a stack that this rank has."""
-    start, stop = spec.numbers.start, spec.numbers.stop
-    if isinstance(weight, QuantizedStack):
-        return QuantizedStack(stop - start, lambda index: weight.one(start + index))
-    assert isinstance(weight, Tensor)
-    return weight[start:stop]
+def _with_held(config: DecoderConfig, part: DecoderConfig) -> DecoderConfig:
+    """The config of the whole model, with the experts that a rank has whole."""
+    layers = (
+        layer
+        if layer.experts is None or of.experts is None
+        else replace(layer, experts=replace(layer.experts, held=of.experts.held))
+        for layer, of in zip(config.layers, part.layers, strict=True)
+    )
+    return replace(config, layers=tuple(layers))
 
 
 def _refused(why: str) -> InvalidRequest:
@@ -194,116 +170,47 @@ def _shard_layer(layer: LayerSpec, comm: Comm, *, by_number: bool) -> LayerSpec:
     return replace(layer, heads=heads, experts=experts, width=width)
 
 
-def _cuts(config: DecoderConfig, comm: Comm) -> dict[str, _Cut]:
-    """The cuts by the last part of a tensor's name; other tensors every rank has whole."""
-
-    def rows(weight: StoredWeight) -> StoredWeight:
-        return _slice(weight, 0, comm)
-
-    def columns(weight: StoredWeight) -> StoredWeight:
-        return _slice(weight, 1, comm)
-
-    def halves(weight: StoredWeight) -> StoredWeight:
-        return _parts_of_rows(weight, (1, 1), comm)
-
-    def fused_heads(weight: StoredWeight) -> StoredWeight:
-        queries, keys = config.num_heads * (1 + config.has_gate), config.num_kv_heads
-        return _parts_of_rows(weight, (queries, keys, keys), comm)
-
-    def of_first_rank(bias: StoredWeight) -> StoredWeight:
-        assert isinstance(bias, Tensor), "a bias is not quantised"
-        return bias if comm.rank == 0 else torch.zeros_like(bias)
-
-    makes, reads = {"q_proj", "k_proj", "v_proj"}, {"o_proj"}
-    for names in _mlps(config):
-        makes |= {name for name in (names.gate, names.up) if name is not None}
-        reads.add(names.down)
-    cuts: dict[str, _Cut] = {"sinks": rows, "qkv_proj": fused_heads, FUSED_GATE_UP: halves}
-    cuts |= dict.fromkeys(makes, rows)
-    cuts |= {f"{name}.bias": cut for name, cut in cuts.items()}
-    cuts |= dict.fromkeys(reads, columns)
-    cuts |= {f"{name}.bias": of_first_rank for name in reads}
-    plain = dict(cuts)
-    for spec in (layer.experts for layer in config.layers):
-        if spec is not None and spec.names.stacked != "none":
-            cuts |= _stacked_cuts(spec, comm, plain)
-    return cuts
+def _share_of(weight: StoredWeight, share: Share, comm: Comm) -> StoredWeight:
+    """The rank's part of a tensor. Raises ValueError for a cut inside of a quantised group."""
+    if share == "whole":
+        return weight
+    if share == "first":
+        assert isinstance(weight, Tensor), "a bias is not quantised"
+        return weight if comm.rank == 0 else torch.zeros_like(weight)
+    if isinstance(share, Cut):
+        return _cut(weight, share, comm)
+    start, stop = share
+    if isinstance(weight, QuantizedStack):
+        return QuantizedStack(stop - start, lambda index: weight.one(start + index))
+    assert isinstance(weight, Tensor)
+    return weight[start:stop]
 
 
-def _mlps(config: DecoderConfig) -> Iterator[MlpNames]:
-    yield config.mlp_names
-    for layer in config.layers:
-        if layer.experts is not None:
-            yield layer.experts.names.mlp
-            yield layer.experts.names.shared_mlp
+def _cut(weight: StoredWeight, cut: Cut, comm: Comm) -> StoredWeight:
+    """The rank's share of each block of a tensor. Raises ValueError inside of a group."""
+    if isinstance(weight, QuantizedStack):
+        return QuantizedStack(
+            weight.count, lambda index: _cut_matrix(weight.one(index), cut.of_one, cut.blocks, comm)
+        )
+    if isinstance(weight, QuantizedWeight):
+        return _cut_matrix(weight, cut.axis, cut.blocks, comm)
+    if len(cut.blocks) == 1:
+        return weight.chunk(comm.size, dim=cut.axis)[comm.rank].contiguous()
+    return weight.index_select(cut.axis, _items(weight.shape[cut.axis], cut.blocks, comm))
 
 
-def _stacked_cuts(spec: ExpertsSpec, comm: Comm, plain: dict[str, _Cut]) -> dict[str, _Cut]:
-    """Cuts of experts in one tensor of each kind; of matrices by these names those of ``plain``."""
-    kind = spec.names.stacked
-
-    def first(weight: StoredWeight) -> StoredWeight:
-        if isinstance(weight, Tensor) and weight.dim() < 3:
-            return plain[FUSED_GATE_UP](weight)
-        if kind == "gpt-oss":  # rows of gate and factor in turn
-            return _of_stack(weight, 2, 0, comm)
-        assert isinstance(weight, Tensor)
-        gate, up = weight.chunk(2, dim=1 if kind == "rows" else 2)
-        axis = 1 if kind == "rows" else 2
-        return torch.cat([_slice_tensor(each, axis, comm) for each in (gate, up)], dim=axis)
-
-    def second(weight: StoredWeight) -> StoredWeight:
-        if not isinstance(weight, QuantizedStack) and _dims(weight) < 3:
-            return plain[spec.names.mlp.down](weight)
-        return _of_stack(weight, 2 if kind == "rows" else 1, 1, comm)
-
-    def first_bias(bias: StoredWeight) -> StoredWeight:
-        return _slice(bias, 1, comm)
-
-    return {
-        "gate_up_proj": first,
-        "down_proj": second,
-        "gate_up_proj_bias": first_bias,
-        "down_proj_bias": plain[f"{spec.names.mlp.down}.bias"],
-    }
+def _cut_matrix(
+    weight: QuantizedWeight, axis: int, blocks: Sequence[int], comm: Comm
+) -> QuantizedWeight:
+    items = _items(weight.shape[axis], blocks, comm)
+    if axis == 0:
+        return weight.rows(items)
+    assert len(blocks) == 1, "columns are one block"
+    return weight.columns(int(items[0]), int(items[-1]) + 1)
 
 
-def _dims(weight: StoredWeight) -> int:
-    return weight.dim() if isinstance(weight, Tensor) else 2
-
-
-def _of_stack(weight: StoredWeight, axis: int, of_one: int, comm: Comm) -> StoredWeight:
-    """Cut a stack along ``axis``; where it is quantised, each ``[out, in]`` along ``of_one``."""
-    if not isinstance(weight, QuantizedStack):
-        return _slice(weight, axis, comm)
-
-    def one(index: int) -> QuantizedWeight:
-        found = _slice(weight.one(index), of_one, comm)
-        assert isinstance(found, QuantizedWeight)
-        return found
-
-    return QuantizedStack(weight.count, one)
-
-
-def _slice(weight: StoredWeight, axis: int, comm: Comm) -> StoredWeight:
-    """The rank's part of the rows (axis 0) or columns. Raises ValueError inside of a group."""
-    if isinstance(weight, Tensor):
-        return _slice_tensor(weight, axis, comm)
-    assert isinstance(weight, QuantizedWeight)
-    size = weight.shape[axis] // comm.size
-    start, stop = comm.rank * size, (comm.rank + 1) * size
-    return weight.rows(torch.arange(start, stop)) if axis == 0 else weight.columns(start, stop)
-
-
-def _slice_tensor(weight: Tensor, axis: int, comm: Comm) -> Tensor:
-    return weight.chunk(comm.size, dim=axis)[comm.rank].contiguous()
-
-
-def _parts_of_rows(weight: StoredWeight, sizes: Sequence[int], comm: Comm) -> StoredWeight:
-    """The rank's rows of each of the matrices that are stacked into one, in these proportions."""
-    assert not isinstance(weight, QuantizedStack)
-    num_rows = weight.shape[0]
-    unit = num_rows // sum(sizes)
-    parts = torch.split(torch.arange(num_rows), [size * unit for size in sizes])
-    order = torch.cat([part.chunk(comm.size)[comm.rank] for part in parts])
-    return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
+def _items(size: int, blocks: Sequence[int], comm: Comm) -> Tensor:
+    """The items of an axis that the rank has, of each block its share."""
+    unit = size // sum(blocks)
+    parts = torch.split(torch.arange(size), [block * unit for block in blocks])
+    return torch.cat([part.chunk(comm.size)[comm.rank] for part in parts])

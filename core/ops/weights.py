@@ -297,10 +297,10 @@ class Gemma4Extras:
 class AttentionWeights:
     """Attention over the pages, with Q, K and V packed into one matrix.
 
-    A layer that reads the keys and values of an earlier one has queries alone in ``qkv``, and that
-    layer's ``place``. With a ``gate`` rows of ``qkv`` are queries, keys, values and the gate, whose
-    sigmoid weighs what was attended to before ``o`` (Qwen3-Next). ``comm``: of heads that are
-    shared out among ranks; ``o`` then gives a summand.
+    A layer without keys of its own (``has_keys``) reads the keys and values of an earlier one: it
+    has queries alone in ``qkv``, and that layer's ``place``. With a ``gate`` rows of ``qkv`` are
+    queries, keys, values and the gate, whose sigmoid weighs what was attended to before ``o``
+    (Qwen3-Next). ``comm``: of heads that are shared out among ranks; ``o`` then gives a summand.
     """
 
     qkv: PackedLinear
@@ -312,6 +312,7 @@ class AttentionWeights:
     cap: float | None = None  # of the scores
     sinks: Tensor | None = None  # [num_heads] float32: scores of a key without a value
     gate: int = 0  # width of the gate: that of the queries; 0: there is none
+    has_keys: bool = True
     comm: Comm | None = None
     is_mutual: bool = False  # rows of an image see each other
 
@@ -411,8 +412,8 @@ class DeltaWeights:
 
     Of a row: q, k and v of ``in_proj`` go through the convolution and silu; q and k are divided by
     their length, q by the root of ``key_dim`` besides. ``log decay = decay * softplus(a +
-    dt_bias)`` and ``beta = sigmoid(b)`` of each value head. What is read of the state goes through
-    an RMS norm of each head, is multiplied by ``silu(z)``, and goes through ``out``.
+    dt_bias)`` and ``beta = most_beta * sigmoid(b)`` of each value head. What is read of the state
+    goes through an RMS norm of each head, is multiplied by ``silu(z)``, and goes through ``out``.
     """
 
     in_proj: PackedLinear  # rows: q, k, v, z
@@ -425,6 +426,7 @@ class DeltaWeights:
     out: PackedLinear
     shape: RecurrentShape
     layer: int  # of the pass's `StatePool`
+    most_beta: float = 1.0
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:

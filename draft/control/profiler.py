@@ -104,8 +104,8 @@ def _sampled_linears(decoder: Decoder) -> list[tuple[PackedLinear, int]]:
     num_bytes = 0
     for layer in layers:
         for each in layer.linears:
-            if each in decoder.recipes:
-                found.append((each, decoder.recipes[each].in_features))
+            if each in decoder.linear_specs:
+                found.append((each, decoder.linear_specs[each].in_features))
                 num_bytes += each.num_bytes
         if num_bytes > SAMPLED_BYTES:
             break

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...core.model.description.shapes import FINAL_NORM, layer_prefix
+from ...core.model.description.tensors import FINAL_NORM, layer_prefix
 from .block_network import BlockConfig, BlockHead
 from .common.losses import kl_overlap_loss, slot_weights
 from .common.training import (
@@ -21,7 +21,6 @@ from .common.training import (
     Student,
     TeacherOutput,
     behind,
-    copy_rest,
     pass_last_tap,
     rows_behind,
 )
@@ -106,15 +105,11 @@ def _begin_as_target(head: BlockHead, weights: ReadWeight, num_layers: int) -> N
     for index, layer in enumerate(head.layers):
         prefix = layer_prefix(min(first + index, num_layers - 1))
         norm = weights(f"{prefix}input_layernorm.weight")
-        attention: Any = layer.self_attn
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            matrix = weights(f"{prefix}self_attn.{name}.weight")
-            getattr(attention, name).weight.copy_(matrix)
-        for name in ("q", "k"):
-            matrix = getattr(attention, f"{name}_proj").weight
-            getattr(attention, f"{name}_norm").weight.fill_(_scale(matrix, norm))
-        copy_rest(layer, weights, prefix)
-        layer.input_layernorm.weight.copy_(norm)  # type: ignore[union-attr, operator]
+        for name, own in layer.named_parameters():
+            if name.endswith("_norm.weight"):  # of queries or keys
+                own.fill_(_scale(weights(prefix + name.replace("_norm", "_proj")), norm))
+            else:
+                own.copy_(weights(prefix + name))
     head.hidden_norm.weight.copy_(weights(f"{layer_prefix(first)}input_layernorm.weight"))
     head.norm.weight.copy_(weights(FINAL_NORM))
     pass_last_tap(head.fc, head.config.hidden_size)

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...core.model.description.shapes import FINAL_NORM, layer_prefix
+from ...core.model.description.tensors import FINAL_NORM, layer_prefix
 from .common.losses import kl_overlap_loss, pass_weights
 from .common.training import (
     ReadWeight,
     Recipe,
     Student,
     TeacherOutput,
-    copy_rest,
     pass_last_tap,
     rows_behind,
 )
@@ -70,17 +69,14 @@ def _new(same: dict[str, Any], layers: int, block: int) -> EagleHead:  # noqa: A
 
 def _begin_as_target(head: EagleHead, weights: ReadWeight, num_layers: int) -> None:
     """The target's last layer on its last tap; the embedding's half begins at random."""
-    hidden, prefix = head.config.hidden_size, layer_prefix(num_layers - 1)
-    attention = head.midlayer.self_attn
-    for name in ("q_proj", "k_proj", "v_proj"):
-        matrix = weights(f"{prefix}self_attn.{name}.weight")
-        getattr(attention, name).weight[:, hidden:] = matrix
-    attention.o_proj.weight.copy_(weights(f"{prefix}self_attn.o_proj.weight"))
-    copy_rest(head.midlayer, weights, prefix)
-    head.midlayer.hidden_norm.weight.copy_(weights(f"{prefix}input_layernorm.weight"))
+    prefix = layer_prefix(num_layers - 1)
+    for name, own in head.midlayer.named_parameters():
+        if name != "input_layernorm.weight":  # of the embedding
+            theirs = weights(prefix + name.replace("hidden_norm", "input_layernorm"))
+            own[..., -theirs.shape[-1] :] = theirs
     head.norm.weight.copy_(weights(FINAL_NORM))
     head.fc.weight.zero_()
-    pass_last_tap(head.fc, hidden)
+    pass_last_tap(head.fc, head.config.hidden_size)
 
 
 EAGLE_RECIPE = Recipe(

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core.errors import ModelLoadError
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder, OwnDecoder, sequence_pool
-from ...core.model.description.shapes import LM_HEAD
+from ...core.model.description.tensors import LM_HEAD
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.opening import open_model
 from ...core.ops.batch import Segment, Taps, Wanted

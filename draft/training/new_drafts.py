@@ -6,7 +6,7 @@ import copy
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from typing_extensions import override
 from ...core.errors import InvalidRequest
 from ...core.model.decoder import OwnDecoder
 from ...core.model.description.config import DecoderConfig
-from ...core.model.description.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
+from ...core.model.description.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from ...core.model.opening import open_model
 from ...core.ops.batch import Taps
 from ...core.ops.weights import whole_table
 from ..heads.common.layers import Vocabulary
 from ..heads.common.losses import kl_overlap_loss
-from ..heads.common.training import MLP, Recipe, Student, TeacherOutput, TrainedKind, rows_behind
+from ..heads.common.training import Recipe, Student, TeacherOutput, TrainedKind, rows_behind
 from ..heads.eagle import default_taps
 from ..heads.kinds import KINDS, open_head, save_head
 
@@ -264,35 +264,29 @@ def _language_model(target: Target, layers: int, weights: Weights, init: str | N
         model = _saved_model(model, Path(str(init)))
     else:
         own = model.state_dict()
-        copied = _lm_tensors(config, values["num_hidden_layers"], weights, whole=init == "target")
+        sources = _lm_sources(config, list(own), values["num_hidden_layers"] if init else 0)
         with torch.no_grad():
-            for name, tensor in copied.items():
-                if name in own:
-                    own[name].copy_(tensor)
+            for name, source in sources.items():
+                own[name].copy_(weights(source))
     for parameter in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
         parameter.requires_grad_(False)
     module: nn.Module = model.float().to(target.decoder.device)
     return module
 
 
-def _lm_tensors(
-    config: DecoderConfig, count: int, weights: Weights, *, whole: bool
-) -> Mapping[str, Tensor]:
-    """The target's embedding, output and norm, and layers spread from its first to its last."""
-    found = {EMBEDDING: weights(EMBEDDING), FINAL_NORM: weights(FINAL_NORM)}
+def _lm_sources(config: DecoderConfig, names: Sequence[str], count: int) -> dict[str, str]:
+    """The target's tensor for each of a draft's that begins as one.
+
+    These are the embedding, the output and the norm, and those of ``count`` layers: the draft's
+    layers begin as layers that are spread from the target's first to its last.
+    """
+    found = {EMBEDDING: EMBEDDING, FINAL_NORM: FINAL_NORM}
     if not config.tie_embeddings:
-        found[LM_HEAD] = weights(LM_HEAD)
-    if not whole:
-        return found
-    last = config.num_layers - 1
-    names = ["input_layernorm", "post_attention_layernorm"]
-    names += [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}" for n in MLP]
-    names += ["self_attn.q_norm", "self_attn.k_norm"] if config.head_norm == "each" else []
+        found[LM_HEAD] = LM_HEAD
     for index in range(count):
-        source = round(index * last / max(1, count - 1))
-        for name in names:
-            own = f"{layer_prefix(index)}{name}.weight"
-            found[own] = weights(f"{layer_prefix(source)}{name}.weight")
+        source = round(index * (config.num_layers - 1) / max(1, count - 1))
+        own, theirs = layer_prefix(index), layer_prefix(source)
+        found |= {name: theirs + name[len(own) :] for name in names if name.startswith(own)}
     return found
 
 

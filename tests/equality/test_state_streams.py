@@ -41,6 +41,7 @@ KINDS = {
     "native bfloat16": Kind("qwen3_next", "bfloat16", "native"),
     "native int8": Kind("qwen3_5", "bfloat16", "native", "int8"),
     "native int4": Kind("qwen3_5_moe", "bfloat16", "native", "int4"),
+    "negative eigenvalues": Kind("olmo_hybrid", "bfloat16", "native", num_requests=4),
     "mamba torch": Kind("granite_hybrid_dense", "float32", "torch", num_requests=3),
     "mamba native": Kind("nemotron_h", "float32", "native"),
     "mamba beside attention": Kind("falcon_h1", "bfloat16", "native", num_requests=4),
@@ -63,6 +64,7 @@ _SIZES: dict[str, dict[str, int]] = {
     "granite": _SHARED_SIZES,
     "falcon": _SHARED_SIZES,
     "lfm2": _SHARED_SIZES | {"moe_intermediate_size": 32},
+    "olmo": _SHARED_SIZES,
     "nemotron": _SHARED_SIZES
     | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},
 }

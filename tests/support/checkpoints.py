@@ -241,6 +241,7 @@ _DELTA = {
     "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4,
 }
+_POSITIVE = {"linear_allow_neg_eigval": False, "attention_bias": True}
 _DELTA_EXPERTS = _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 40}
 # Two groups of four heads, layers of all kinds at either end of each other.
 _BAMBA = {
@@ -298,6 +299,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | _rope("default", partial_rotary_factor=1.0),
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA_EXPERTS),
+    "olmo_hybrid": ("olmo_hybrid", _DELTA | {"linear_num_value_heads": 2}),
+    "olmo_hybrid_unturned": (
+        "olmo_hybrid",
+        _DELTA | {"rope_parameters": {"rope_type": "default", "rope_theta": None}} | _POSITIVE,
+    ),
     "granite_hybrid": ("granitemoehybrid", _GRANITE),
     "granite_hybrid_dense": (
         "granitemoehybrid",

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.description.config import DecoderConfig, LayerSpec
 from foretoken.core.model.description.rope import RopeSpec
-from foretoken.core.model.description.shapes import (
+from foretoken.core.model.description.tensors import (
     FINAL_NORM,
     MTP_EMBEDDING_NORM,
     MTP_HIDDEN_NORM,

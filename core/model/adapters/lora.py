@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -20,18 +21,9 @@ from torch import Tensor
 from ...errors import ModelLoadError, is_out_of_memory, shown
 from ...interface.extras.adapter import LoadedAdapter
 from ...ops.lora import LoraBlock, LoraUpdate, LoraWeights, PackedLora
-from ...ops.weights import (
-    AttentionWeights,
-    ConvWeights,
-    DecoderWeights,
-    DeltaWeights,
-    LatentWeights,
-    MlpWeights,
-    PackedLinear,
-)
 from ..decoder import Decoder, OwnDecoder
 from ..description.fields import Fields, read_json
-from ..description.fold import Recipe
+from ..description.tensors import LinearSpec
 from ..formats.nested import base_names, family_names, text_names
 from .files import CONFIG_FILE, WEIGHTS_FILE
 
@@ -86,10 +78,11 @@ def _load(folder: Path, decoder: Decoder, max_rank: int) -> LoadedAdapter:
         )
     settings = LoraSettings(folder)
     tensors = LoraTensors(folder, decoder)
-    found, recipes = {}, adaptable(decoder)
-    tensors.check_targets(name for recipe in recipes.values() for name in recipe.names)
-    for packed, recipe in recipes.items():
-        update = _update(recipe, tensors, settings, max_rank, decoder.dtype)
+    found = {}
+    linears = {packed: spec for packed, spec in decoder.linear_specs.items() if spec.adapts}
+    tensors.check_targets(matrix.name for spec in linears.values() for matrix in spec.matrices)
+    for packed, spec in linears.items():
+        update = _update(spec, tensors, settings, max_rank, decoder.dtype)
         if update is not None:
             found[packed] = update
     packed_parts: dict[object, PackedLora] = {
@@ -100,28 +93,6 @@ def _load(folder: Path, decoder: Decoder, max_rank: int) -> LoadedAdapter:
     digest = hashlib.sha256(settings.content + tensors.digest()).digest()
     weights = LoraWeights(packed_parts)
     return LoadedAdapter(weights, rank, weights.num_bytes, digest)
-
-
-def adaptable(decoder: OwnDecoder) -> dict[PackedLinear, Recipe]:
-    """The linears of a decoder that adapters may change, with what they were made of."""
-    return {
-        packed: decoder.recipes[packed]
-        for packed in _linears(decoder.weights)
-        if packed in decoder.recipes
-    }
-
-
-def _linears(weights: DecoderWeights) -> Iterator[PackedLinear]:
-    for layer in weights.layers:
-        mixer = layer.mixer
-        if isinstance(mixer, LatentWeights):
-            yield mixer.o
-        elif isinstance(mixer, AttentionWeights | ConvWeights) or (
-            isinstance(mixer, DeltaWeights) and not mixer.shape.is_tiled
-        ):
-            yield from mixer.linears
-        if isinstance(layer.mlp, MlpWeights):
-            yield from layer.mlp.linears
 
 
 class LoraSettings:
@@ -301,19 +272,17 @@ def _is_nested(name: str) -> bool:
 
 
 def _update(
-    recipe: Recipe,
+    spec: LinearSpec,
     tensors: LoraTensors,
     settings: LoraSettings,
     max_rank: int,
     dtype: torch.dtype,
 ) -> LoraUpdate | None:
     """The update of a packed linear; None where no matrix that it was made of is changed."""
-    starts = [sum(recipe.counts[:index]) for index in range(len(recipe.counts))]
-    order = torch.arange(sum(recipe.counts)) if recipe.order is None else recipe.order.cpu()
+    starts = list(accumulate((matrix.rows for matrix in spec.matrices), initial=0))
+    order = torch.arange(starts[-1]) if spec.order is None else spec.order
     all_a, blocks, num_ranks = [], [], 0
-    for name, start, count, factor in zip(
-        recipe.names, starts, recipe.counts, recipe.factors, strict=True
-    ):
+    for (name, count, factor), start in zip(spec.matrices, starts, strict=False):
         pair = tensors.pair(name)
         if pair is None:
             continue
@@ -323,7 +292,7 @@ def _update(
             raise ModelLoadError(
                 f"{tensors.where}: {module} has rank {rank}, above --max-lora-rank {max_rank}"
             )
-        expected = ((rank, recipe.in_features), (count, rank))
+        expected = ((rank, spec.in_features), (count, rank))
         if (a.shape, b.shape) != expected:
             raise ModelLoadError(
                 f"{tensors.where}: {module} has A {list(a.shape)} and B {list(b.shape)}, but rank "

@@ -87,13 +87,19 @@ class ExpertsSpec:
 class DeltaSpec(NamedTuple):
     """A gated delta rule in the place of attention (arXiv 2412.06464).
 
-    ``fused_qkvz``: the files hold queries, keys, values and z in one matrix, key head by key head;
-    else one has queries, then keys, then values, another z. ``fused_ba``: likewise of b and a.
+    ``matrices``: of the files for queries, keys, values and z: "qkvz" has all of them, key head by
+    key head; "qkv" has queries, then keys, then values. ``fused_ba``: one matrix has b and a, key
+    head by key head. ``conv_rows``: of the three tensors that hold the channels of queries, keys
+    and values one behind the other; () is one tensor. ``most_beta``: what the sigmoid of b is
+    multiplied by. ``norm_eps``: None: the model's.
     """
 
     shape: RecurrentShape
-    fused_qkvz: bool = False
+    matrices: tuple[str, ...] = ("qkv", "z")
     fused_ba: bool = False
+    conv_rows: tuple[int, ...] = ()
+    most_beta: float = 1.0
+    norm_eps: float | None = None
 
 
 class Mamba2Spec(NamedTuple):
@@ -121,6 +127,18 @@ class ConvSpec(NamedTuple):
 
 
 MixerSpec: TypeAlias = DeltaSpec | Mamba2Spec | ConvSpec
+
+
+class NormNames(NamedTuple):
+    """Tensor names of a layer's norms of the residual stream; None: there is no such norm."""
+
+    attention: str | None = "input_layernorm"
+    attention_out: str | None = None  # of what attention adds to the stream
+    mlp: str | None = "post_attention_layernorm"
+    mlp_out: str | None = None
+
+
+LLAMA_NORMS = NormNames()
 
 
 class HeadSpec(NamedTuple):
@@ -152,24 +170,13 @@ class LayerSpec:
     mixer: MixerSpec | None = None
     beside_attention: bool = False
     is_mutual: bool = False  # rows of an image see each other
+    norms: NormNames | None = None  # None: those of the model
     parts: Literal["both", "mixer", "mlp"] = "both"
 
     @property
     def has_attention(self) -> bool:
         """Whether it reads keys and values."""
         return (self.mixer is None or self.beside_attention) and self.parts != "mlp"
-
-
-class NormNames(NamedTuple):
-    """Tensor names of a layer's norms of the residual stream; None: there is no such norm."""
-
-    attention: str | None = "input_layernorm"
-    attention_out: str | None = None  # of what attention adds to the stream
-    mlp: str | None = "post_attention_layernorm"
-    mlp_out: str | None = None
-
-
-LLAMA_NORMS = NormNames()
 
 
 class MtpNames(NamedTuple):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,19 +40,6 @@ class Fold:
 
 
 NO_FOLD = Fold()
-
-
-class Recipe(NamedTuple):
-    """Matrices of the files that a packed linear was made of; biases aside.
-
-    These were multiplied by their ``factors``, stacked, and their rows put in ``order``.
-    """
-
-    names: tuple[str, ...]  # without ``.weight``
-    counts: tuple[int, ...]  # rows of each
-    in_features: int
-    factors: tuple[float, ...]
-    order: Tensor | None
 
 
 def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:

@@ -27,21 +27,12 @@ from ..decoder import OwnDecoder
 from ..description.config import DecoderConfig, LayerSpec
 from ..description.fields import Fields, read_json
 from ..description.page_layout import PageLayout
-from ..description.shapes import (
-    CENTROIDS,
-    EMBEDDING,
-    LM_HEAD,
-    POST_PROJECTION,
-    PRE_PROJECTION,
-    TOKEN_ORDERING,
-    Shapes,
-    ignored,
-    tensor_shapes,
-)
+from ..description.tensors import EMBEDDING, LM_HEAD, TOKEN_ORDERING
 from ..families.registry import parse_config
 from ..formats.checkpoint import OnRead, check_tensors, observed
 from ..formats.safetensors import SafetensorsCheckpoint
-from ..weights.assembly import Assembly
+from ..weights.assembly import Assembly, AssistantEnds
+from ..weights.layer import ignored, tensor_shapes
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _OUTPUTS = (LM_HEAD, EMBEDDING)  # the latter where they are tied
@@ -121,22 +112,6 @@ def _clusters(fields: Fields, vocab_size: int) -> tuple[int, int]:
     if scored > count:
         raise fields.error("centroid_intermediate_top_k", f"is {scored} of {count} clusters")
     return count, scored
-
-
-def _shapes(config: AssistantConfig, width: int, output: str) -> Shapes:
-    """The tensors of an assistant of a target of that hidden size; ``output``: name of one."""
-    decoder, hidden = config.decoder, config.decoder.hidden_size
-    shapes = tensor_shapes(decoder)
-    for name in _OUTPUTS:
-        shapes.pop(name, None)
-    shapes |= {
-        output: (decoder.vocab_size, hidden),
-        f"{PRE_PROJECTION}.weight": (hidden, 2 * width),
-        f"{POST_PROJECTION}.weight": (width, hidden),
-    }
-    if config.num_clusters:
-        shapes[f"{CENTROIDS}.weight"] = (config.num_clusters, hidden)
-    return shapes
 
 
 # -- its weights ----------------------------------------------------------------------------------
@@ -222,7 +197,9 @@ def load_assistant(
     checkpoint = SafetensorsCheckpoint(path)
     stored = set(checkpoint.shapes)
     output = next((name for name in _OUTPUTS if name in stored), EMBEDDING)
-    expected = _shapes(config, target.config.hidden_size, output)
+    ends = AssistantEnds(config.decoder, target.config.hidden_size, output, config.num_clusters)
+    layers = tensor_shapes(config.decoder).items()
+    expected = {name: shape for name, shape in layers if name not in _OUTPUTS} | ends.shapes
     unread = {*_OUTPUTS, *ignored(config.decoder, stored)} - {output}
     check_tensors(checkpoint, expected, ignored=unread)
     read = checkpoint.read if on_read is None else observed(checkpoint.read, on_read)
@@ -234,7 +211,7 @@ def load_assistant(
         config.decoder, read, ops, target.dtype, target.device,
         keeps_packed=keeps_packed, layout=layout,
     )  # fmt: skip
-    found = assembly.assistant(output, is_clustered=bool(config.num_clusters))
+    found = assembly.assistant(ends)
     clusters = None
     if found.table is not None:
         ids = _ordering(checkpoint, config).to(target.device)

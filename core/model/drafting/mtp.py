@@ -22,19 +22,18 @@ from ...ops.layers import write_kv
 from ...ops.weights import Norm, PackedLinear
 from ..decoder import OwnDecoder
 from ..description.config import DecoderConfig, MtpNames
-from ..description.shapes import (
+from ..description.tensors import (
     FINAL_NORM,
     MTP_EMBEDDING_NORM,
     MTP_HIDDEN_NORM,
     MTP_PROJECTION,
     Shapes,
-    further_tensors,
     layer_prefix,
-    tensor_shapes,
 )
 from ..formats.checkpoint import Checkpoint, OnRead, check_tensors, observed
 from ..opening import open_model
-from ..weights.assembly import Assembly
+from ..weights.assembly import Assembly, MtpInput
+from ..weights.layer import further_tensors, tensor_shapes
 
 # -- what a checkpoint has ------------------------------------------------------------------------
 
@@ -61,16 +60,11 @@ def mtp_config(config: DecoderConfig) -> DecoderConfig:
 
 def mtp_shapes(config: DecoderConfig) -> Shapes:
     """The tensors of that layer, by the names that the decoder of `mtp_config` gives them."""
-    hidden = config.hidden_size
     return {
         name: shape
         for name, shape in tensor_shapes(mtp_config(config)).items()
         if name == FINAL_NORM or name.startswith(layer_prefix(0))
-    } | {
-        MTP_EMBEDDING_NORM: (hidden,),
-        MTP_HIDDEN_NORM: (hidden,),
-        f"{MTP_PROJECTION}.weight": (hidden, 2 * hidden),
-    }
+    } | MtpInput(config).shapes
 
 
 def _stored_names(config: DecoderConfig, names: MtpNames) -> dict[str, str]:

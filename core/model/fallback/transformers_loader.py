@@ -22,7 +22,7 @@ from ...ops.base import Ops
 from ..description.config import DecoderConfig, DtypeName, LayerSpec
 from ..description.fields import Fields, read_json
 from ..description.rope import RopeSpec
-from ..description.shapes import Shape
+from ..description.tensors import Shape
 from ..families.registry import OWN_ONLY
 from ..formats.checkpoint import Checkpoint, OnRead, is_derived, mismatch, refuse_names
 from ..formats.files import gguf_file

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import starmap
+from typing import Any
 
 from ...ops.weights import RecurrentShape, Routing
-from ..description.config import BESIDE_THE_MODEL, DecoderConfig, DeltaSpec, ExpertNames, LayerSpec
+from ..description.config import (
+    BESIDE_THE_MODEL,
+    LLAMA_NORMS,
+    DecoderConfig,
+    DeltaSpec,
+    ExpertNames,
+    LayerSpec,
+)
 from ..description.fields import Fields
 from ..description.fold import Fold
+from ..description.rope import NO_ROPE
+from ..description.tensors import DELTA, Shape, layer_prefix
+from .dense import olmo2
 from .experts import renorm_of, top_k_of, with_experts
 from .shared import base_config, with_defaults
 
 _NAMES = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
 _DEFAULT_MAX_LEN = 32768  # of the classes' configs
 _KINDS = ("full_attention", "linear_attention")
+_OLMO_NAMES = (
+    (".attention_layer_norm.", ".input_layernorm."),
+    (".feedforward_layer_norm.", ".post_attention_layernorm."),
+    *(
+        (f".linear_attn.{name}_proj.", f".linear_attn.in_proj_{own}.")
+        for name, own in zip("qkvgba", "qkvzba", strict=True)
+    ),
+    (".linear_attn.o_proj.", ".linear_attn.out_proj."),
+    (".linear_attn.o_norm.", ".linear_attn.norm."),
+)
 
 
 def qwen3_next(fields: Fields) -> DecoderConfig:
@@ -30,6 +53,45 @@ def qwen3_5(fields: Fields) -> DecoderConfig:
 def qwen3_5_moe(fields: Fields) -> DecoderConfig:
     """Qwen 3.5 and 3.6 with experts, whose weights are always divided by their sum."""
     return _config(fields, _with_experts(fields, _layers(fields, is_fused=False), 0.0))
+
+
+def olmo_hybrid(fields: Fields) -> DecoderConfig:
+    """OLMo Hybrid: `dense.olmo2` with the delta rule, behind norms, in three of four layers.
+
+    ``beta`` is up to 2, so that a state may change its sign (arXiv 2411.12537). Without a base for
+    RoPE there is none.
+    """
+    num_heads = fields.positive("num_attention_heads")
+    hidden_size = fields.positive("hidden_size")
+    key_heads = fields.positive("linear_num_key_heads", num_heads)
+    key_dim = fields.positive("linear_key_head_dim", int(0.75 * hidden_size / key_heads))
+    fields = with_defaults(
+        fields,
+        {
+            "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": num_heads,
+            "linear_key_head_dim": key_dim,
+            "linear_value_head_dim": 2 * key_dim,
+            "max_position_embeddings": 65536,
+        },
+    )
+    delta = DeltaSpec(
+        _shape(fields),
+        ("q", "k", "v", "z"),
+        most_beta=2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0,
+        norm_eps=1e-5,
+    )
+    linear = LayerSpec(mixer=delta, norms=LLAMA_NORMS)
+    has_rope = fields.has("rope_theta") or fields.object("rope_parameters").has("rope_theta")
+    more: dict[str, Any] = {} if has_rope else {"rope": NO_ROPE}
+    layers = tuple(LayerSpec() if is_full else linear for is_full in _full_layers(fields))
+    return olmo2(
+        fields,
+        layers=layers,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        stored_names=_OLMO_NAMES,
+        **more,
+    )
 
 
 def _config(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderConfig:
@@ -52,7 +114,8 @@ def _config(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderConfig:
 
 
 def _layers(fields: Fields, *, is_fused: bool) -> tuple[LayerSpec, ...]:
-    delta = LayerSpec(mixer=DeltaSpec(_shape(fields), is_fused, is_fused))
+    matrices = ("qkvz",) if is_fused else ("qkv", "z")
+    delta = LayerSpec(mixer=DeltaSpec(_shape(fields), matrices, is_fused))
     return tuple(LayerSpec() if is_full else delta for is_full in _full_layers(fields))
 
 
@@ -101,21 +164,22 @@ def _with_experts(
     )
 
 
-def as_stored(config: DecoderConfig, names: set[str]) -> DecoderConfig:
+def as_stored(config: DecoderConfig, shapes: Mapping[str, Shape]) -> DecoderConfig:
     """The config with the matrices that the files hold: fused or not, experts stacked or not."""
-    endings = (
-        "in_proj_qkvz.weight",
-        "in_proj_ba.weight",
-        "mlp.experts.gate_up_proj",
-        "mlp.gate_up_proj.weight",
-    )
-    fused_qkvz, fused_ba, is_stacked, fused_gate_up = (
-        any(name.endswith(ending) for name in names) for ending in endings
-    )
 
-    def stored(layer: LayerSpec) -> LayerSpec:
+    def has(ending: str) -> bool:
+        return any(name.endswith(ending) for name in shapes)
+
+    matrices: tuple[str, ...] = ("qkv", "z")
+    for kinds in (("qkvz",), ("q", "k", "v", "z")):
+        matrices = kinds if has(f"in_proj_{kinds[0]}.weight") else matrices
+    fused_ba = has("in_proj_ba.weight")
+    is_stacked, fused_gate_up = has("mlp.experts.gate_up_proj"), has("mlp.gate_up_proj.weight")
+
+    def stored(index: int, layer: LayerSpec) -> LayerSpec:
         if isinstance(layer.mixer, DeltaSpec):
-            mixer = layer.mixer._replace(fused_qkvz=fused_qkvz, fused_ba=fused_ba)
+            rows = _conv_rows(layer.mixer.shape, layer_prefix(index), shapes)
+            mixer = layer.mixer._replace(matrices=matrices, fused_ba=fused_ba, conv_rows=rows)
             layer = replace(layer, mixer=mixer)
         if layer.experts is not None and is_stacked:
             names = layer.experts.names._replace(expert="mlp.experts.", stacked="rows")
@@ -123,7 +187,22 @@ def as_stored(config: DecoderConfig, names: set[str]) -> DecoderConfig:
         return layer
 
     fold = replace(config.fold, fused_gate_up=fused_gate_up)
-    return replace(config, layers=tuple(map(stored, config.layers)), fold=fold)
+    return replace(config, layers=tuple(starmap(stored, enumerate(config.layers))), fold=fold)
+
+
+def _conv_rows(shape: RecurrentShape, prefix: str, shapes: Mapping[str, Shape]) -> tuple[int, ...]:
+    """The channels in each of three tensors of a convolution; () where it is one tensor.
+
+    transformers writes three of about equal size, wherever queries and keys end.
+    """
+    names = [f"{prefix}{DELTA}{kind}_conv1d.weight" for kind in "qkv"]
+    if not shapes.keys() & set(names):
+        return ()
+    rows = tuple(shapes[name][0] for name in names if name in shapes)
+    if len(rows) == len(names) and sum(rows) == shape.conv_channels:
+        return rows
+    keys = shape.num_key_heads * shape.key_dim
+    return keys, keys, shape.value_width
 
 
 def tiled(config: DecoderConfig) -> DecoderConfig:

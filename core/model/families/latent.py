@@ -10,7 +10,7 @@ from ..description.config import BEHIND_THE_LAST, DecoderConfig, LayerSpec
 from ..description.fields import Fields
 from ..description.fold import Fold
 from ..description.rope import RopeSpec, mscale_all, parse_rope
-from ..description.shapes import layer_prefix
+from ..description.tensors import layer_prefix
 from .experts import like_deepseek, top_k_of, with_experts
 from .shared import base_config
 

@@ -47,6 +47,7 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "nemotron_h": mamba.nemotron_h,
     "olmo2": dense.olmo2,
     "olmo3": dense.olmo3,
+    "olmo_hybrid": hybrid.olmo_hybrid,
     "olmoe": experts.olmoe,
     "phi3": dense.phi3,
     "qwen2": dense.qwen2,

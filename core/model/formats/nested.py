@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from ..description.shapes import EMBEDDING
+from ..description.tensors import EMBEDDING
 
 _TEXT = "model."
 # Prefixes of the text model in multimodal checkpoints; the first that any tensor has is taken.

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import ModelLoadError
 from ...ops.quantize import StoredWeight
 from ..description.fields import Fields, read_json
-from ..description.shapes import EMBEDDING
+from ..description.tensors import EMBEDDING
 from .files import TensorEntry
 from .nested import base_names
 from .quantized import QuantizedTensor, Scheme, Stored, gather, is_passed_over, read_scheme

@@ -11,22 +11,11 @@ from torch import Tensor
 from ...ops.base import Ops
 from ...ops.parallel import Comm
 from ...ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight
-from ...ops.weights import (
-    DecoderWeights,
-    ExpertsBeside,
-    Gemma4Extras,
-    LayerWeights,
-    MixerWeights,
-    Norm,
-    PackedLinear,
-    RecurrentWeights,
-    TokenInputs,
-    TokenInputWeights,
-)
-from ..description.config import BesideNames, DecoderConfig, ExpertsSpec, Mamba2Spec
+from ...ops.weights import DecoderWeights, LayerWeights, Norm, PackedLinear
+from ..description.config import DecoderConfig
 from ..description.fold import rounded, scaled
 from ..description.page_layout import PageLayout
-from ..description.shapes import (
+from ..description.tensors import (
     CENTROIDS,
     EMBEDDING,
     FINAL_NORM,
@@ -36,19 +25,24 @@ from ..description.shapes import (
     MTP_PROJECTION,
     POST_PROJECTION,
     PRE_PROJECTION,
-    TOKEN_GATE,
-    TOKEN_NORM,
-    TOKEN_OUT,
-    TOKEN_OUT_NORM,
-    TOKEN_PROJECTION,
-    TOKEN_TABLE,
-    layer_prefix,
+    Part,
+    TensorSpec,
+    linear_of,
 )
 from ..formats.checkpoint import Read
-from .attention import AttentionPacker
-from .mlp import MlpPacker
-from .packer import Packer, in_order
-from .recurrent import RecurrentPacker
+from .gemma4 import Gemma4Inputs
+from .layer import Layer
+from .packer import Packer, in_order, norm_of
+
+
+class MtpInput(Part):
+    """What makes the input of a layer that predicts a further token."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        hidden = config.hidden_size
+        self.embedding_norm = norm_of(config, MTP_EMBEDDING_NORM)
+        self.hidden_norm = norm_of(config, MTP_HIDDEN_NORM)
+        self.projection = linear_of(MTP_PROJECTION, hidden, 2 * hidden)
 
 
 class MtpWeights(NamedTuple):
@@ -58,6 +52,21 @@ class MtpWeights(NamedTuple):
     embedding_norm: Norm
     hidden_norm: Norm
     projection: PackedLinear
+
+
+class AssistantEnds(Part):
+    """What joins an assistant to its target, whose hidden size is ``width``.
+
+    ``output``: the name of the matrix of all tokens. ``num_clusters``: 0 without clusters.
+    """
+
+    def __init__(self, config: DecoderConfig, width: int, output: str, num_clusters: int) -> None:
+        hidden = config.hidden_size
+        self.output = TensorSpec(output, (config.vocab_size, hidden))
+        self.pre_projection = linear_of(PRE_PROJECTION, hidden, 2 * width)
+        self.post_projection = linear_of(POST_PROJECTION, width, hidden)
+        centroids = linear_of(CENTROIDS, num_clusters, hidden, is_plain=True)
+        self.centroids = centroids if num_clusters else None
 
 
 class AssistantWeights(NamedTuple):
@@ -94,19 +103,19 @@ class Assembly:
         """``layout``: of the pages, where they are another model's. ``comm``: of one rank's part of
         a model, whose config and tensors these are. ``release`` is called behind each layer.
         """
-        self._config, self._comm, self._release = config, comm, release
-        packer = Packer(config, read, ops, dtype, device, keeps_packed=keeps_packed)
-        self._packer, self.recipes = packer, packer.recipes
-        self._attention = AttentionPacker(packer, layout or PageLayout.of(config), comm)
-        self._recurrent = RecurrentPacker(packer)
-        self._mlp = MlpPacker(packer, comm)
+        self._config, self._release = config, release
+        layout = layout or PageLayout.of(config)
+        self._packer = Packer(
+            config, read, ops, dtype, device, keeps_packed=keeps_packed, layout=layout, comm=comm
+        )
+        self.linear_specs = self._packer.linear_specs
 
     def weights(self) -> DecoderWeights:
         """Read and pack the whole model; the output matrix of ranks but the first is void."""
         config, fold, packer = self._config, self._config.fold, self._packer
-        embedding = packer.read(EMBEDDING)
+        embedding, token_inputs = packer.read(EMBEDDING), None
         is_tied = config.tie_embeddings
-        is_first = self._comm is None or self._comm.rank == 0
+        is_first = packer.comm is None or packer.comm.rank == 0
         if is_first:
             output = embedding if is_tied else packer.read(LM_HEAD)
             lm_head = self._output(output)
@@ -120,12 +129,14 @@ class Assembly:
         table = packer.table(embedding, lm_head if is_shared else None, embed_scale)
         del embedding
         self._release()
+        if config.token_input_size:
+            token_inputs = Gemma4Inputs(config).pack(packer)
         return DecoderWeights(
             embedding=table,
             layers=tuple(self._layers()),
-            final_norm=packer.norm(FINAL_NORM),
+            final_norm=packer.norm(norm_of(config, FINAL_NORM)),
             lm_head=lm_head,
-            token_inputs=self._token_inputs() if config.token_input_size else None,
+            token_inputs=token_inputs,
             logit_cap=config.logit_cap,
         )
 
@@ -134,42 +145,40 @@ class Assembly:
 
         ``draft_ids``: those that its output has; None: the model's output serves.
         """
+        packer, given = self._packer, MtpInput(self._config)
         weights = DecoderWeights(
             embedding=model.embedding,
             layers=(self._layer(0),),
-            final_norm=self._packer.norm(FINAL_NORM),
+            final_norm=packer.norm(norm_of(self._config, FINAL_NORM)),
             lm_head=model.lm_head if draft_ids is None else self._output_of(draft_ids),
             logit_cap=model.logit_cap,
         )
         return MtpWeights(
             weights,
-            self._packer.norm(MTP_EMBEDDING_NORM),
-            self._packer.norm(MTP_HIDDEN_NORM),
-            self._packer.linear([MTP_PROJECTION], bias=False),
+            packer.norm(given.embedding_norm),
+            packer.norm(given.hidden_norm),
+            packer.linear(given.projection),
         )
 
-    def assistant(self, output: str, *, is_clustered: bool) -> AssistantWeights:
-        """Read an assistant, whose matrix of all tokens is named ``output``; see assistant.py."""
-        table, stored = None, self._packer.read(output)
-        if is_clustered:
-            table = self._packer.cast(stored)
-            lm_head = self._packer.plain(CENTROIDS, bias=False)
+    def assistant(self, ends: AssistantEnds) -> AssistantWeights:
+        """Read an assistant; see assistant.py."""
+        config, packer = self._config, self._packer
+        table, stored = None, packer.read(ends.output.name)
+        if ends.centroids is None:
+            lm_head = packer.ops.pack_linear(self._kept(stored, 1.0))
         else:
-            lm_head = self._packer.ops.pack_linear(self._kept(stored, 1.0))
-        config = self._config
-        nothing = torch.zeros(
-            1, config.hidden_size, dtype=self._packer.dtype, device=self._packer.device
-        )
+            table, lm_head = packer.cast(stored), packer.linear(ends.centroids)
+        nothing = torch.zeros(1, config.hidden_size, dtype=packer.dtype, device=packer.device)
         weights = DecoderWeights(
             embedding=nothing,  # all rows are given
             layers=tuple(self._layer(i) for i in range(config.num_layers)),
-            final_norm=self._packer.norm(FINAL_NORM),
+            final_norm=packer.norm(norm_of(config, FINAL_NORM)),
             lm_head=lm_head,
         )
         return AssistantWeights(
             weights,
-            self._packer.linear([PRE_PROJECTION], bias=False),
-            self._packer.linear([POST_PROJECTION], bias=False),
+            packer.linear(ends.pre_projection),
+            packer.linear(ends.post_projection),
             table,
         )
 
@@ -197,78 +206,4 @@ class Assembly:
             self._release()
 
     def _layer(self, index: int) -> LayerWeights:
-        config, prefix, names = self._config, layer_prefix(index), self._config.norms
-        spec, experts = config.layers[index], config.layers[index].experts
-        extras = self._extras(prefix, experts)
-        return LayerWeights(
-            mixer_norm=self._packer.layer_norm(prefix, names.attention),
-            mixer=self._mixer(index),
-            mixer_out_norm=self._packer.layer_norm(prefix, names.attention_out),
-            mlp_norm=self._packer.layer_norm(prefix, names.mlp),
-            mlp_out_norm=self._packer.layer_norm(prefix, names.mlp_out) if extras is None else None,
-            mlp=None if spec.parts == "mixer" else self._mlp.weights(prefix, experts),
-            is_parallel=config.is_parallel,
-            extras=extras,
-            beside=self._beside_attention(index),
-        )
-
-    def _mixer(self, index: int) -> MixerWeights | None:
-        spec = self._config.layers[index]
-        if spec.has_attention:
-            return self._attention.weights(index)
-        return None if spec.mixer is None else self._recurrent.weights(index, spec.mixer)
-
-    def _beside_attention(self, index: int) -> RecurrentWeights | None:
-        spec = self._config.layers[index]
-        if not spec.beside_attention:
-            return None
-        assert isinstance(spec.mixer, Mamba2Spec)
-        return self._recurrent.mamba(index, spec.mixer)
-
-    def _extras(self, prefix: str, experts: ExpertsSpec | None) -> Gemma4Extras | None:
-        """The parts of a layer that only Gemma 4 has; it alone has a factor on the stream."""
-        config = self._config
-        if config.layer_factor is None:
-            return None
-        return Gemma4Extras(
-            out_norm=self._packer.norm(f"{prefix}{config.norms.mlp_out}.weight"),
-            factor=self._packer.vector(prefix + config.layer_factor).item(),
-            beside=None
-            if experts is None or experts.beside is None
-            else self._beside(prefix, experts, experts.beside),
-            token_input=self._token_input(prefix) if config.token_input_size else None,
-        )
-
-    def _beside(self, prefix: str, spec: ExpertsSpec, names: BesideNames) -> ExpertsBeside:
-        config = self._config
-        router_norm = self._packer.float32(prefix + names.router_norm) * config.hidden_size**-0.5
-        return ExpertsBeside(
-            self._mlp.experts(prefix, spec),
-            norm=self._packer.norm(f"{prefix}{names.norm}.weight"),
-            router_norm=Norm(router_norm, config.norm_eps),
-            out_norm=self._packer.norm(f"{prefix}{names.out_norm}.weight"),
-            mlp_out_norm=self._packer.norm(f"{prefix}{names.mlp_out_norm}.weight"),
-        )
-
-    def _token_input(self, prefix: str) -> TokenInputWeights:
-        return TokenInputWeights(
-            gate=self._packer.linear([prefix + TOKEN_GATE], bias=False),
-            activation=self._config.activation,
-            out=self._packer.linear([prefix + TOKEN_OUT], bias=False),
-            out_norm=self._packer.norm(f"{prefix}{TOKEN_OUT_NORM}.weight"),
-        )
-
-    def _token_inputs(self) -> TokenInputs:
-        """``(norm(c * projected) * w + s * row) / sqrt(2)``: c is hidden ** -0.5 and goes into the
-        norm's eps, s is width ** 0.5 and divides w. So no matrix is rounded once more.
-        """
-        config = self._config
-        scale = config.token_input_size**0.5
-        return TokenInputs(
-            table=self._packer.vector(TOKEN_TABLE),
-            projection=self._packer.linear([TOKEN_PROJECTION], bias=False),
-            norm=Norm(
-                self._packer.float32(TOKEN_NORM) / scale, config.norm_eps * config.hidden_size
-            ),
-            factor=scale * 0.5**0.5,
-        )
+        return Layer(self._config, index).pack(self._packer)

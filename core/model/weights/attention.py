@@ -1,142 +1,112 @@
-"""Weights of attention: over keys and values, or over latents."""
+"""Attention over keys and values: its tensors, and how they are packed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from ...ops.parallel import Comm
-from ...ops.quantize import QuantizedWeight
-from ...ops.weights import (
-    AttentionWeights,
-    HeadNorm,
-    LatentShape,
-    LatentWeights,
-    Norm,
-    PackedLinear,
-)
-from ..description.config import HeadSpec
+from ...ops.weights import AttentionWeights, HeadNorm
+from ..description.config import DecoderConfig, HeadSpec
 from ..description.fold import head_order
-from ..description.page_layout import PageLayout
 from ..description.rope import RopeSpec, rotary_dim
-from ..description.shapes import layer_prefix
-from .packer import Packer
+from ..description.tensors import (
+    COLUMNS,
+    ROWS,
+    Cut,
+    LinearSpec,
+    MatrixSpec,
+    TensorSpec,
+    layer_prefix,
+    linear_of,
+)
+from .packer import Mixer, Packer, optional
 
-LATENT_EPS = 1e-6  # of the norms within latent attention, whatever the config says of the others
 
+class Attention(Mixer):
+    """The attention of a layer."""
 
-class AttentionPacker:
-    """Packs the attention of a layer. ``layout``: of the pages. ``comm``: of a rank's part."""
-
-    def __init__(self, packer: Packer, layout: PageLayout, comm: Comm | None) -> None:
-        self._packer, self._layout, self._comm = packer, layout, comm
-        self._config = packer.config
-
-    def weights(self, index: int) -> AttentionWeights | LatentWeights:
-        """Read and pack the attention of a layer."""
-        latent = self._config.latent
-        return self._attention(index) if latent is None else self._latent(index, latent)
-
-    def _attention(self, index: int) -> AttentionWeights:
-        config, prefix, fold = self._config, layer_prefix(index), self._config.fold
-        spec, heads = config.layers[index], config.heads_of(index)
-        qkv = ["qkv"] if fold.fused_qkv else ["q", "k", "k" if spec.keys_as_values else "v"]
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        at, fold, spec = f"{layer_prefix(index)}self_attn.", config.fold, config.layers[index]
+        heads, hidden = config.heads_of(index), config.hidden_size
         if spec.kv_of is not None:
-            qkv, heads = ["q"], heads._replace(num_kv_heads=0)
-        order = _head_order(heads.head_dim, config.rope, interleaved=fold.interleaved)
-        place = self._layout.places[index]
-        assert place is not None  # of a layer with attention
+            heads = heads._replace(num_kv_heads=0)
+        self._config, self._index, self._heads = config, index, heads
+        self._head_order = _head_order(heads.head_dim, config.rope, interleaved=fold.interleaved)
+        self._width = heads.num_heads * heads.head_dim
+        # Of q, k and v, in heads; a head of q may have a gate besides.
+        counts = (heads.num_heads * (1 + config.has_gate), heads.num_kv_heads, heads.num_kv_heads)
+        names = "q" if spec.kv_of is not None else "qkk" if spec.keys_as_values else "qkv"
+        matrices = [
+            MatrixSpec(f"{at}{name}_proj", count * heads.head_dim)
+            for name, count in zip(names, counts, strict=False)
+        ]
+        if fold.fused_qkv:
+            matrices = [MatrixSpec(f"{at}qkv_proj", sum(matrix.rows for matrix in matrices))]
+        self.qkv = LinearSpec(
+            tuple(matrices),
+            hidden,
+            bias=config.qkv_bias,
+            order=_qkv_order(heads, self._head_order, has_gate=config.has_gate),
+            share=Cut(0, counts) if fold.fused_qkv else ROWS,
+            adapts=True,
+        )
+        factor = fold.residual_scale * fold.attention_out_scale
+        self.o = linear_of(
+            f"{at}o_proj",
+            hidden,
+            self._width,
+            factor,
+            bias=config.o_bias,
+            share=COLUMNS,
+            adapts=True,
+        )
+        is_whole = config.head_norm == "whole"
+        self.head_norms = [
+            TensorSpec(f"{at}{name}.weight", ((count if is_whole else 1) * heads.head_dim,))
+            for name, count in zip(config.head_norm_names, heads[:2], strict=True)
+            if count and config.head_norm != "none"
+        ]
+        sinks = TensorSpec(f"{at}sinks", (heads.num_heads,), ROWS)
+        self.sinks = sinks if config.has_sinks else None
+
+    @override
+    def pack(self, packer: Packer) -> AttentionWeights:
+        config, spec = self._config, self._config.layers[self._index]
+        place = packer.layout.places[self._index]
+        assert place is not None, "a layer with attention has a place in the pages"
         return AttentionWeights(
-            qkv=self._packer.linear(
-                [f"{prefix}self_attn.{n}_proj" for n in qkv],
-                bias=config.qkv_bias,
-                order=_qkv_order(heads, order, has_gate=config.has_gate),
-            ),
-            head_norm=None if config.head_norm == "none" else self._head_norm(prefix, heads, order),
-            o=self._packer.linear(
-                [f"{prefix}self_attn.o_proj"],
-                bias=config.o_bias,
-                factors=[fold.residual_scale * fold.attention_out_scale],
-            ),
+            qkv=packer.linear(self.qkv),
+            head_norm=self._head_norm(packer) if self.head_norms else None,
+            o=packer.linear(self.o),
             window=spec.window,
             is_mutual=spec.is_mutual,
-            tables=self._layout.tables[index],
+            tables=packer.layout.tables[self._index],
             cap=config.attention_cap,
-            sinks=self._packer.float32(f"{prefix}self_attn.sinks") if config.has_sinks else None,
+            sinks=optional(packer.float32, self.sinks),
             place=place,
-            gate=heads.num_heads * heads.head_dim * config.has_gate,
-            comm=self._comm,
+            gate=self._width * config.has_gate,
+            has_keys=spec.kv_of is None,
+            comm=packer.comm,
         )
 
-    def _head_norm(self, prefix: str, heads: HeadSpec, order: Tensor | None) -> HeadNorm:
+    def _head_norm(self, packer: Packer) -> HeadNorm:
         config = self._config
-        counts = zip(config.head_norm_names, (heads.num_heads, heads.num_kv_heads), strict=True)
         rows = [
-            self._packer.vector(f"{prefix}self_attn.{name}.weight")
-            .view(-1, heads.head_dim)  # one for all heads, or of the whole row
+            packer.vector(norm)
+            .view(-1, self._heads.head_dim)  # one for all heads, or of the whole row
             .expand(count, -1)
-            for name, count in counts
-            if count
+            for norm, count in zip(self.head_norms, self._heads[:2], strict=False)
         ]
         weight = torch.cat(rows).float() + config.fold.norm_offset
-        if order is not None:
-            weight = weight[:, order]
+        if self._head_order is not None:
+            weight = weight[:, self._head_order]
         return HeadNorm(
             weight.contiguous(),
             config.norm_eps,
             config.head_norm == "whole",
             config.norms_behind_rope,
         )
-
-    def _latent(self, index: int, shape: LatentShape) -> LatentWeights:
-        config, at = self._config, f"{layer_prefix(index)}self_attn."
-        turned = head_order(shape.rope_dim, shape.rope_dim, interleaved=config.fold.interleaved)
-        of_head = torch.cat((torch.arange(shape.nope_dim), shape.nope_dim + turned))
-        heads = shape.query_dim * torch.arange(config.num_heads)
-        of_queries = (heads.unsqueeze(1) + of_head).flatten()
-        first = torch.arange(shape.q_rank) if shape.q_rank else of_queries
-        latent = torch.arange(len(first), len(first) + shape.rank)
-        keys, values = self._up_of_latents(at, shape)
-        place = self._layout.places[index]
-        assert place is not None  # of a layer with attention
-        return LatentWeights(
-            down=self._packer.linear(
-                [f"{at}{'q_a' if shape.q_rank else 'q'}_proj", f"{at}kv_a_proj_with_mqa"],
-                bias=config.qkv_bias,
-                order=torch.cat((first, latent, len(first) + shape.rank + turned)),
-            ),
-            q_norm=self._latent_norm(f"{at}q_a_layernorm") if shape.q_rank else None,
-            q_up=self._packer.linear([f"{at}q_b_proj"], bias=False, order=of_queries)
-            if shape.q_rank
-            else None,
-            kv_norm=self._latent_norm(f"{at}kv_a_layernorm"),
-            keys=keys,
-            values=values,
-            o=self._packer.linear(
-                [f"{at}o_proj"], bias=config.o_bias, factors=[config.fold.residual_scale]
-            ),
-            place=place,
-            shape=shape,
-            tables=self._layout.tables[index],
-        )
-
-    def _up_of_latents(self, at: str, shape: LatentShape) -> list[tuple[PackedLinear, ...]]:
-        """Matrices of each head by which queries meet latents, and that make values of these."""
-        count = self._config.num_heads
-        found: list[Iterator[Tensor | QuantizedWeight]]
-        if self._config.has_split_latents:
-            names = (f"{at}k_b_proj.weight", f"{at}v_b_proj.weight")
-            found = [self._packer.stack(name, count, is_turned=False) for name in names]
-        else:
-            up = self._packer.vector(f"{at}kv_b_proj.weight").view(count, -1, shape.rank)
-            keys, values = torch.split(up, [shape.nope_dim, shape.value_dim], dim=1)
-            found = [(head.T.contiguous() for head in keys), (head.contiguous() for head in values)]
-        return [tuple(map(self._packer.ops.pack_linear, heads)) for heads in found]
-
-    def _latent_norm(self, name: str) -> Norm:
-        return Norm(self._packer.vector(f"{name}.weight"), LATENT_EPS)
 
 
 def _head_order(head_dim: int, rope: RopeSpec, *, interleaved: bool) -> Tensor | None:

@@ -1,125 +1,199 @@
-"""Weights of MLPs, of one or of many experts."""
+"""MLPs, one or many experts: their tensors, and how they are packed."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 
 from ...ops.parallel import Comm
 from ...ops.weights import Activation, ExpertWeights, MlpWeights
-from ..description.config import ExpertsSpec, MlpNames
-from ..description.shapes import FUSED_GATE_UP
-from .packer import Packer, in_order
+from ..description.config import DecoderConfig, ExpertsSpec, MlpNames
+from ..description.tensors import (
+    COLUMNS,
+    ROWS,
+    Cut,
+    Held,
+    LinearSpec,
+    MatrixSpec,
+    Part,
+    Shapes,
+    Share,
+    TensorSpec,
+    linear_of,
+)
+from .packer import Packer, in_order, optional
+
+_FUSED = "gate_up_proj"  # gate and up in one matrix, or of all experts in one tensor
 
 
-class MlpPacker:
-    """Packs the MLP or the experts of a layer. ``comm``: of a rank's part."""
+class Mlp(Part):
+    """An MLP. ``factor``: of its output. ``is_cut``: whether ranks have columns of its middle."""
 
-    def __init__(self, packer: Packer, comm: Comm | None) -> None:
-        self._packer, self._comm = packer, comm
-        self._config = packer.config
-
-    def weights(self, prefix: str, experts: ExpertsSpec | None) -> MlpWeights | ExpertWeights:
-        """Read and pack the MLP of a layer, or its experts."""
-        if experts is None or experts.beside is not None:
-            return self._mlp(f"{prefix}mlp.")
-        return self.experts(prefix, experts)
-
-    def _mlp(self, prefix: str) -> MlpWeights:
-        config = self._config
-        mlp = self._mlp_of(
-            prefix,
-            config.mlp_names,
-            config.activation,
-            fused=config.fold.fused_gate_up,
-            bias=config.mlp_bias,
-            factor=config.fold.residual_scale * config.fold.mlp_out_scale,
-        )
-        return mlp if self._comm is None else replace(mlp, comm=self._comm)
-
-    def experts(self, prefix: str, spec: ExpertsSpec) -> ExpertWeights:
-        """Read and pack experts and their router."""
-        names = spec.names
-        experts = (
-            self._stacked_experts(prefix, spec)
-            if names.stacked != "none"
-            else tuple(
-                self._mlp_of(prefix + names.expert.format(number), names.mlp, spec.activation)
-                for number in spec.numbers
-            )
-        )
-        shared = gate = None
-        if spec.shared_width:
-            shared = self._mlp_of(
-                prefix + names.shared,
-                names.shared_mlp,
-                spec.activation,
-                fused=self._config.fold.fused_gate_up,
-                factor=self._config.fold.residual_scale,
-            )
-            if names.shared_gate is not None:
-                gate = self._packer.plain(prefix + names.shared_gate, bias=False)
-        return ExpertWeights(
-            router=self._packer.plain(prefix + names.router, bias=spec.router_bias),
-            routing=spec.routing,
-            experts=experts,
-            choice_bias=None
-            if names.choice_bias is None
-            else self._packer.float32(prefix + names.choice_bias),
-            factors=None if names.factors is None else self._packer.float32(prefix + names.factors),
-            shared=shared,
-            shared_gate=gate,
-            comm=self._comm,
-            first=spec.numbers.start,
-        )
-
-    def _mlp_of(
+    def __init__(
         self,
+        config: DecoderConfig,
         prefix: str,
         names: MlpNames,
+        width: int,
         activation: Activation,
         *,
         fused: bool = False,
         bias: bool = False,
         factor: float = 1.0,
-    ) -> MlpWeights:
-        """``factor``: of its output."""
-        fold = self._config.fold
-        first = [names.up] if names.gate is None else [names.gate, names.up]
+        is_cut: bool = True,
+        adapts: bool = False,
+    ) -> None:
+        self._activation, hidden = activation, config.hidden_size
+        matrices: tuple[MatrixSpec, ...] = (MatrixSpec(prefix + names.up, width),)
         if fused:
-            first = [FUSED_GATE_UP]
-        factors = [fold.gate_scale, 1.0] if len(first) == 2 else []
-        return MlpWeights(
-            self._packer.linear([prefix + name for name in first], bias=bias, factors=factors),
-            self._packer.linear([prefix + names.down], bias=bias, factors=[factor]),
-            activation,
+            matrices = (MatrixSpec(prefix + _FUSED, 2 * width),)
+        elif names.gate is not None:
+            matrices = (MatrixSpec(prefix + names.gate, width, config.fold.gate_scale), *matrices)
+        rows: Share = Cut(0, (1, 1)) if fused else ROWS
+        columns: Share = COLUMNS
+        if not is_cut:
+            rows = columns = "whole"
+        self.gate_up = LinearSpec(matrices, hidden, bias, share=rows, adapts=adapts)
+        self.down = linear_of(
+            prefix + names.down, hidden, width, factor, bias=bias, share=columns, adapts=adapts
         )
 
-    def _stacked_experts(self, prefix: str, spec: ExpertsSpec) -> tuple[MlpWeights, ...]:
+    @classmethod
+    def of_layer(cls, config: DecoderConfig, prefix: str, width: int) -> Mlp:
+        """The MLP of a layer."""
+        return cls(
+            config,
+            f"{prefix}mlp.",
+            config.mlp_names,
+            width,
+            config.activation,
+            fused=config.fold.fused_gate_up,
+            bias=config.mlp_bias,
+            factor=config.fold.residual_scale * config.fold.mlp_out_scale,
+            adapts=True,
+        )
+
+    def pack(self, packer: Packer, comm: Comm | None = None) -> MlpWeights:
+        """Read and pack the tensors. ``comm``: of ranks that add up their outputs."""
+        first, second = packer.linear(self.gate_up), packer.linear(self.down)
+        return MlpWeights(first, second, self._activation, comm)
+
+
+class Experts(Part):
+    """The experts of a layer, and their router. They are apart, or in ``stacks``.
+
+    ``stacks``: all matrices of gate and up, all of down, then the biases of both if there are any.
+    """
+
+    def __init__(self, config: DecoderConfig, prefix: str, spec: ExpertsSpec) -> None:
+        names, hidden, count = spec.names, config.hidden_size, spec.count
+        self._spec = spec
+        self.router = linear_of(
+            prefix + names.router, count, hidden, bias=spec.router_bias, is_plain=True
+        )
+        self.choice_bias, self.factors = (
+            None if name is None else TensorSpec(prefix + name, (count,))
+            for name in (names.choice_bias, names.factors)
+        )
+        self.experts: list[Mlp] = []
+        self.stacks: list[TensorSpec] = []
+        if names.stacked == "none":
+            self.experts = [
+                Mlp(
+                    config,
+                    prefix + names.expert.format(number),
+                    names.mlp,
+                    spec.width,
+                    spec.activation,
+                    is_cut=spec.held is None,
+                )
+                for number in range(count)
+            ]
+        else:
+            self.stacks = _stacks(prefix + names.expert, hidden, spec)
+        self.shared = self.shared_gate = None
+        if spec.shared_width:
+            self.shared = Mlp(
+                config,
+                prefix + names.shared,
+                names.shared_mlp,
+                spec.shared_width,
+                spec.activation,
+                fused=config.fold.fused_gate_up,
+                factor=config.fold.residual_scale,
+            )
+            if names.shared_gate is not None:
+                self.shared_gate = linear_of(prefix + names.shared_gate, 1, hidden, is_plain=True)
+
+    @property
+    def first_down(self) -> TensorSpec:
+        """Return the tensor with the first expert's matrix of columns."""
+        return self.stacks[1] if self.stacks else next(self.experts[0].down.tensors)
+
+    def of(self, number: int) -> list[TensorSpec]:
+        """Return the tensors of one expert; none where all are in stacks."""
+        return list(self.experts[number].tensors) if self.experts else []
+
+    def pack(self, packer: Packer) -> ExpertWeights:
+        """Read and pack the tensors of the experts that are here."""
+        spec = self._spec
+        held = [self.experts[number] for number in spec.numbers] if self.experts else []
+        experts = (
+            self._stacked(packer) if self.stacks else tuple(each.pack(packer) for each in held)
+        )
+        return ExpertWeights(
+            router=packer.linear(self.router),
+            routing=spec.routing,
+            experts=experts,
+            choice_bias=optional(packer.float32, self.choice_bias),
+            factors=optional(packer.float32, self.factors),
+            shared=None if self.shared is None else self.shared.pack(packer),
+            shared_gate=optional(packer.linear, self.shared_gate),
+            comm=packer.comm,
+            first=spec.numbers.start,
+        )
+
+    def _stacked(self, packer: Packer) -> tuple[MlpWeights, ...]:
         """Pack experts whose matrices are stored as one tensor.
 
         gpt-oss stores each matrix transposed, with rows of gate and factor in turn.
         """
-        at, stacked = prefix + spec.names.expert, spec.names.stacked
-        is_turned = stacked in ("gpt-oss", "columns")
+        spec, pack = self._spec, packer.ops.pack_linear
+        is_turned = spec.names.stacked != "rows"
         first, second = (
-            self._packer.stack(at + name, len(spec.numbers), is_turned=is_turned)
-            for name in ("gate_up_proj", "down_proj")
+            packer.stack(tensor, len(spec.numbers), is_turned=is_turned)
+            for tensor in self.stacks[:2]
         )
-        if stacked != "gpt-oss":
-            pack = self._packer.ops.pack_linear
+        if spec.names.stacked != "gpt-oss":
             pairs = zip(first, second, strict=True)
             return tuple(MlpWeights(pack(a), pack(b), spec.activation) for a, b in pairs)
-        biases = [
-            self._packer.vector(at + name) for name in ("gate_up_proj_bias", "down_proj_bias")
-        ]
-        apart = torch.arange(2 * spec.width, device=self._packer.device).view(-1, 2).T.flatten()
+        biases = [packer.vector(tensor) for tensor in self.stacks[2:]]
+        apart = torch.arange(2 * spec.width, device=packer.device).view(-1, 2).T.flatten()
         return tuple(
             MlpWeights(
-                self._packer.ops.pack_linear(in_order(gate_up, apart), bias[apart]),
-                self._packer.ops.pack_linear(down, down_bias),
+                pack(in_order(gate_up, apart), bias[apart]),
+                pack(down, down_bias),
                 spec.activation,
             )
             for gate_up, down, bias, down_bias in zip(first, second, *biases, strict=True)
         )
+
+
+def _stacks(prefix: str, hidden: int, spec: ExpertsSpec) -> list[TensorSpec]:
+    """All experts in one tensor of each kind; see `ExpertNames`."""
+    count, width, stacked = spec.count, spec.width, spec.names.stacked
+    shapes: Shapes = {_FUSED: (count, hidden, 2 * width), "down_proj": (count, width, hidden)}
+    if stacked == "rows":
+        shapes = {_FUSED: (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
+    # gpt-oss has rows of gate and up in turn, the others those of up behind those of gate.
+    blocks = (1,) if stacked == "gpt-oss" else (1, 1)
+    middle = (1, 2) if stacked == "rows" else (2, 1)  # the axes with the middle's rows or columns
+    shares: dict[str, Share] = {
+        _FUSED: Cut(middle[0], blocks, of_one=0),
+        "down_proj": Cut(middle[1], of_one=1),
+    }
+    if stacked == "gpt-oss":
+        shapes |= {f"{_FUSED}_bias": (count, 2 * width), "down_proj_bias": (count, hidden)}
+        shares |= {f"{_FUSED}_bias": COLUMNS, "down_proj_bias": "first"}
+    if spec.held is not None:
+        shares = dict.fromkeys(shapes, Held(*spec.held))
+    return [TensorSpec(prefix + name, shape, shares[name]) for name, shape in shapes.items()]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ...ops.base import Ops
+from ...ops.parallel import Comm
 from ...ops.quantize import (
     QuantizedStack,
     QuantizedWeight,
@@ -15,11 +18,15 @@ from ...ops.quantize import (
     StoredWeight,
     stack,
 )
-from ...ops.weights import Norm, PackedLinear, PackedTable
+from ...ops.weights import MixerWeights, Norm, PackedLinear, PackedTable
 from ..description.config import DecoderConfig
-from ..description.fold import Recipe, scaled
+from ..description.fold import scaled
+from ..description.page_layout import PageLayout
+from ..description.tensors import LinearSpec, NormSpec, Part, TensorSpec
 from ..formats.checkpoint import Read
 
+_Spec = TypeVar("_Spec")
+_Packed = TypeVar("_Packed")
 _MOST_PARTS = 8  # of a packed matrix, each a kernel's call of its own
 
 
@@ -28,18 +35,22 @@ def in_order(weight: Tensor | QuantizedWeight, order: Tensor) -> Tensor | Quanti
     return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
 
 
-def _shape(weight: StoredWeight) -> tuple[int, int]:
-    """Rows and columns of a stored matrix."""
-    assert not isinstance(weight, QuantizedStack)
-    rows, columns = weight.shape
-    return rows, columns
+def norm_of(config: DecoderConfig, name: str) -> NormSpec:
+    """Return the norm of the residual stream with this name."""
+    return NormSpec(name, config.hidden_size, config.layer_norm == "bias")
+
+
+def optional(pack: Callable[[_Spec], _Packed], spec: _Spec | None) -> _Packed | None:
+    """Pack a tensor that a model may lack."""
+    return None if spec is None else pack(spec)
 
 
 class Packer:
-    """Packs tensors by name.
+    """Packs tensors by their declarations.
 
-    ``keeps_packed``: quantised weights stay as they are stored where the ops have kernels for them.
-    ``recipes``: of what every packed matrix is made.
+    ``layout``: of the pages. ``comm``: of one rank's part of a model. ``keeps_packed``: quantised
+    weights stay as they are stored where the ops have kernels for them. ``linear_specs``: what
+    packed linears were made of.
     """
 
     def __init__(
@@ -51,70 +62,50 @@ class Packer:
         device: torch.device,
         *,
         keeps_packed: bool,
+        layout: PageLayout,
+        comm: Comm | None,
     ) -> None:
         self.config, self.read, self.ops = config, read, ops
         self.dtype, self.device = dtype, device
+        self.layout, self.comm = layout, comm
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
-        self.recipes: dict[PackedLinear, Recipe] = {}
+        self.linear_specs: dict[PackedLinear, LinearSpec] = {}
 
-    def linear(
-        self,
-        names: list[str],
-        *,
-        bias: bool,
-        order: Tensor | None = None,
-        factors: Sequence[float] = (),
-    ) -> PackedLinear:
-        """Pack matrices stacked into one, so that one call reads the input once.
-
-        ``order``: of the rows, where the family has another one than the kernels. ``factors``: of
-        each matrix with its bias.
-        """
-        factors = factors or [1.0] * len(names)
-        stored = [self.read(f"{name}.weight") for name in names]
-        shapes = [_shape(each) for each in stored]
-        weight = self.stacked(stored, factors)
-        stacked = None
-        if bias:
-            biases = (self.vector(f"{name}.bias") for name in names)
-            stacked = torch.cat([scaled(*each) for each in zip(biases, factors, strict=True)])
+    def linear(self, spec: LinearSpec) -> PackedLinear:
+        """Pack matrices stacked into one, so that one call reads the input once."""
+        factors, order = spec.factors, spec.order
+        stored = [self.read(f"{matrix.name}.weight") for matrix in spec.matrices]
+        if spec.is_plain:
+            stored = [self.cast(each) for each in stored]
+        weight, bias = self.stacked(stored, factors), None
+        if spec.bias:
+            biases = (self.cast(self.read(f"{matrix.name}.bias")) for matrix in spec.matrices)
+            bias = torch.cat([scaled(*each) for each in zip(biases, factors, strict=True)])
         if order is not None:
             weight = self._few_parts(in_order(weight, order))
-            stacked = None if stacked is None else stacked[order]
-        packed = self.ops.pack_linear(weight, stacked)
-        counts = tuple(rows for rows, _ in shapes)
-        self.recipes[packed] = Recipe(tuple(names), counts, shapes[0][1], tuple(factors), order)
+            bias = None if bias is None else bias[order]
+        packed = self.ops.pack_linear(weight, bias, plain=spec.is_plain)
+        self.linear_specs[packed] = spec
         return packed
 
-    def plain(self, name: str, *, bias: bool) -> PackedLinear:
-        """Pack a matrix that is never quantised: of a router."""
-        row = self.vector(f"{name}.bias") if bias else None
-        return self.ops.pack_linear(self.vector(f"{name}.weight"), row, plain=True)
-
-    def norm(self, name: str) -> Norm:
+    def norm(self, spec: NormSpec) -> Norm:
         """Read a norm's factors, and its bias where the model's norms have one."""
         config, offset = self.config, self.config.fold.norm_offset
-        weight = self.vector(name)
+        weight = self.cast(self.read(spec.name))
         if config.layer_norm != "none" or offset:
             weight = weight.float() + offset
-        bias = None
-        if config.layer_norm == "bias":
-            bias = self.vector(f"{name.removesuffix('weight')}bias").float()
+        bias = self.cast(self.read(spec.bias)).float() if spec.has_bias else None
         return Norm(weight, config.norm_eps, bias, config.layer_norm != "none")
 
-    def layer_norm(self, prefix: str, name: str | None) -> Norm | None:
-        """Read a norm of a layer; None where the layer has none there."""
-        return None if name is None else self.norm(f"{prefix}{name}.weight")
-
-    def float32(self, name: str) -> Tensor:
+    def float32(self, tensor: TensorSpec) -> Tensor:
         """Read a vector in float32, as it is stored."""
-        weight = self.read(name)
+        weight = self.read(tensor.name)
         values = weight if isinstance(weight, Tensor) else weight.dequantize()
         return values.to(self.device).float()
 
-    def vector(self, name: str) -> Tensor:
+    def vector(self, tensor: TensorSpec) -> Tensor:
         """Read a tensor in the dtype of the activations, whatever it is stored in."""
-        return self.cast(self.read(name))
+        return self.cast(self.read(tensor.name))
 
     def cast(self, weight: StoredWeight) -> Tensor:
         """Move a weight to the device, in the dtype of the activations."""
@@ -160,13 +151,21 @@ class Packer:
         return self.ops.packed_table(packed, self.dtype, factor)
 
     def stack(
-        self, name: str, count: int, *, is_turned: bool
+        self, tensor: TensorSpec, count: int, *, is_turned: bool
     ) -> Iterator[Tensor | QuantizedWeight]:
         """Yield the matrices ``[out_features, in_features]`` of a stack, one by one."""
-        found = self.read(name)
+        found = self.read(tensor.name)
         if isinstance(found, QuantizedStack):
             for each in (found.one(index) for index in range(count)):
                 yield each if self.keeps(each) else self.cast(each)
         else:
             plain = self.cast(found)
             yield from ((each.T if is_turned else each).contiguous() for each in plain)
+
+
+class Mixer(Part):
+    """What mixes the rows of a sequence in a layer: attention, or a recurrent state."""
+
+    @abstractmethod
+    def pack(self, packer: Packer) -> MixerWeights:
+        """Read and pack the tensors."""

@@ -198,11 +198,10 @@ def _linears_of(mixer: MixerWeights | None) -> tuple[PackedLinear | None, Packed
 
 
 def _turn(mixer: AttentionWeights | LatentWeights) -> Structure:
-    """The turning of rows; it writes if QKV has keys and values of its own beside the queries."""
+    """Return how a layer's rows are turned by RoPE, and whether it writes keys and values."""
     if isinstance(mixer, LatentWeights):
         return turn_struct(None, mixer.tables, writes=True)
-    writes = native(mixer.qkv).out_features > native(mixer.o).in_features
-    return turn_struct(mixer.head_norm, mixer.tables, writes=writes, gate=mixer.gate)
+    return turn_struct(mixer.head_norm, mixer.tables, writes=mixer.has_keys, gate=mixer.gate)
 
 
 def _mixed_widths(weights: DecoderWeights) -> dict[str, int]:

@@ -230,7 +230,7 @@ class _DeltaSequence(_Sequence[DeltaWeights]):
         b, a = gates.float().chunk(2)
         beta = torch.exp(-b).add_(1.0).reciprocal_()
         decay = self._weights.decay * _softplus(a + self._weights.dt_bias)
-        return beta.unsqueeze(-1), decay
+        return beta.unsqueeze(-1) * self._weights.most_beta, decay
 
     def _added(self, k: Tensor, v: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
         return v - self._read(k, c, state, places)

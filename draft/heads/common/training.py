@@ -16,7 +16,6 @@ from ....core.ops.batch import Taps
 
 ReadWeight: TypeAlias = Callable[[str], Tensor]
 """Reads one of the target's tensors, by its name in transformers, as float32."""
-MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +110,6 @@ def behind(values: Tensor, anchors: Tensor, depth: int, fill: int) -> Tensor:
 def rows_behind(rows: Tensor, anchors: Tensor, depth: int) -> Tensor:
     """Take the rows of the distributions behind anchors, ``[b, n, depth]``; -1: none."""
     return behind(rows, anchors, depth, -1)
-
-
-def copy_rest(layer: Any, weights: ReadWeight, prefix: str) -> None:  # noqa: ANN401
-    """Copy the MLP of one of the target's layers and the norm before it."""
-    for name in MLP:
-        getattr(layer.mlp, name).weight.copy_(weights(f"{prefix}mlp.{name}.weight"))
-    norm = weights(f"{prefix}post_attention_layernorm.weight")
-    layer.post_attention_layernorm.weight.copy_(norm)
 
 
 def pass_last_tap(fc: nn.Linear, hidden: int) -> None:

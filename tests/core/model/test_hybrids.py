@@ -116,7 +116,9 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict) -> None:
     assert torch.equal(torch.cat(found), whole)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "granite_hybrid", "nemotron_h", "lfm2_biased"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_5", "olmo_hybrid", "granite_hybrid", "nemotron_h", "lfm2_biased"]
+)
 def test_a_sequence_resumed_from_a_state_has_the_bits_of_the_whole(kind: str, loaded: dict) -> None:
     _, decoder = loaded[kind]
     ids = random_ids(130)
@@ -356,6 +358,7 @@ def test_configs_that_fit_no_layer_are_refused_with_their_numbers(
         ("qwen3_5", "linear_conv_kernel_dim", "conv1d", 160),
         ("nemotron_h", "conv_kernel", "conv1d", 224),
         ("lfm2_biased", "conv_L_cache", "conv.conv", 64),
+        ("olmo_hybrid", "linear_conv_kernel_dim", "q_conv1d", 38),
     ],
 )
 def test_taps_that_the_tensors_do_not_have_are_refused(

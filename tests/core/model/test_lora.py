@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "granite": {},
     "starcoder2": {"targets": ("q_proj", "v_proj", "c_fc", "c_proj")},
     "qwen3_5": {"targets": (*ALL, "in_proj_qkv", "in_proj_z", "out_proj")},
+    "olmo_hybrid": {"targets": (*ALL, "g_proj")},
     "lfm2": {"targets": ("q_proj", "k_proj", "v_proj", "self_attn.out_proj", "w1", "w2", "w3")},
     "qwen3_moe": {"targets": ("q_proj", "v_proj", "o_proj")},
 }

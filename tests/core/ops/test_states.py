@@ -64,7 +64,9 @@ RULES: dict[str, Callable[..., Weights]] = {
 KINDS: dict[str, Callable[[], Weights]] = {
     "grouped": make_weights,
     "tiled": lambda: make_weights(SHAPE._replace(is_tiled=True)),
-    "three taps": lambda: make_weights(RecurrentShape(1, 3, 16, 16, conv_len=3)),
+    "three taps": lambda: replace(
+        make_weights(RecurrentShape(1, 3, 16, 16, conv_len=3)), most_beta=2.0
+    ),
     "real": lambda: make_weights(RecurrentShape(1, 2, 128, 128, conv_len=4)),
     "mamba2": make_mamba_weights,
     "mamba2 without a bias": lambda: make_mamba_weights(
@@ -78,7 +80,9 @@ KINDS: dict[str, Callable[[], Weights]] = {
 
 # Under Triton's interpreter: a layer of each rule, with more than one head of keys where it counts.
 SMALL_KINDS: dict[str, Callable[[], Weights]] = {
-    "tiled": lambda: make_weights(RecurrentShape(2, 4, 12, 20, conv_len=4, is_tiled=True)),
+    "tiled": lambda: replace(
+        make_weights(RecurrentShape(2, 4, 12, 20, conv_len=4, is_tiled=True)), most_beta=2.0
+    ),
     "mamba2": lambda: make_mamba_weights(SMALL),
     "conv": make_conv_weights,
 }

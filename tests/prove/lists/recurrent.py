@@ -113,6 +113,14 @@ MUTATIONS = (
         "a state stands at the last page's end before the last row",
     ),
     Mutation(
+        "delta-beta-is-at-most-one",
+        "_DeltaSequence._gates",
+        "beta.unsqueeze(-1) * self._weights.most_beta, decay",
+        "beta.unsqueeze(-1), decay",
+        ("test_kernels_agree_with_the_oracle", "test_logits_equal_transformers_over_300_positions"),
+        "OLMo Hybrid's beta goes up to 2",
+    ),
+    Mutation(
         "latent-rows-are-not-normed",
         "_latent_rows",
         "ops.norm(latent.contiguous(), mixer.kv_norm), key)",
@@ -138,7 +146,7 @@ MUTATIONS = (
     ),
     Mutation(
         "latent-positions-are-not-interleaved",
-        "AttentionPacker._latent",
+        "_turned",
         "interleaved=config.fold.interleaved",
         "interleaved=False",
         (_LATENT,),
@@ -146,7 +154,7 @@ MUTATIONS = (
     ),
     Mutation(
         "latent-keys-and-values-change-places",
-        "AttentionPacker._up_of_latents",
+        "Latent._heads",
         "keys, values = torch.split(up, [shape.nope_dim, shape.value_dim], dim=1)",
         "values, keys = torch.split(up, [shape.value_dim, shape.nope_dim], dim=1)",
         (_LATENT,),

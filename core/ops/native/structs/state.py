@@ -38,7 +38,9 @@ class RecurrentStructs:
             eps=weights.norm_eps,
             layer=weights.layer,
         )
-        if not isinstance(weights, DeltaWeights):
+        if isinstance(weights, DeltaWeights):
+            self.struct.most_beta = weights.most_beta
+        else:
             self.struct.skip = weights.skip.data_ptr()
             self.struct.taps_bias = address(weights.conv_bias)
             self.struct.num_norms = weights.num_norms

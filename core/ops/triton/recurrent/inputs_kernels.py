@@ -73,6 +73,7 @@ def inputs_kernel(
     HEADS_TILE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_DELTA: tl.constexpr,
+    MOST_BETA: tl.constexpr,
 ):  # fmt: skip
     """One head of a row's queries, keys or values; the last program has the row's gates."""
     row, part = tl.program_id(0), tl.program_id(1)
@@ -86,7 +87,7 @@ def inputs_kernel(
     if part == 2 * KEY_HEADS + HEADS:
         write_gates(
             gates_ptr, decay_ptr, dt_bias_ptr, log_c_ptr + log * LOG_FLOATS, c_ptr, beta_ptr,
-            row, position, start, RING, PAGE, HEADS, HEADS_TILE, IS_DELTA,
+            row, position, start, RING, PAGE, HEADS, HEADS_TILE, IS_DELTA, MOST_BETA,
         )  # fmt: skip
         return
     at = tl.load(at_ptr + segment)
@@ -121,7 +122,7 @@ def inputs_kernel(
 def write_gates(
     gates_ptr, decay_ptr, dt_bias_ptr, log_c_ptr, c_ptr, beta_ptr, row, position, start,
     RING: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HEADS_TILE: tl.constexpr,
-    IS_DELTA: tl.constexpr,
+    IS_DELTA: tl.constexpr, MOST_BETA: tl.constexpr,
 ):  # fmt: skip
     """c and beta of all heads of a row. c goes on from the log, or begins at the page's start."""
     WIDTH: tl.constexpr = 2 * HEADS if IS_DELTA else HEADS
@@ -142,7 +143,7 @@ def write_gates(
     beta = dt
     if IS_DELTA:
         b = tl.load(gates_ptr + row.to(tl.int64) * WIDTH + head, mask=mask, other=0.0)
-        beta = 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
+        beta = MOST_BETA / (1.0 + tl.exp(-b.to(tl.float32)))
     tl.store(c_ptr + row.to(tl.int64) * HEADS + head, c, mask=mask)
     tl.store(beta_ptr + row.to(tl.int64) * HEADS + head, beta, mask=mask)
 

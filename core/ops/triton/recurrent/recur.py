@@ -84,6 +84,7 @@ def _inputs(
         VALUE_DIM=shape.value_dim, TILE=power_of_two(max(shape.key_dim, shape.value_dim)),
         HEADS_TILE=power_of_two(heads), HAS_BIAS=bias is not None,
         IS_DELTA=isinstance(weights, DeltaWeights),
+        MOST_BETA=weights.most_beta if isinstance(weights, DeltaWeights) else 1.0,
     )  # fmt: skip
     return x, c, beta
 

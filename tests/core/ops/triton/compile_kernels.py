@@ -307,7 +307,7 @@ RECURRENT = {
     "SLOT_FLOATS": 2**20, "LOG": 2**20, "LOG_FLOATS": 2**20, "KEY_HEADS": 16, "HEADS": 32,
     "KEY_DIM": 128, "VALUE_DIM": 128, "KEYS": 128, "VALUES": VALUES, "TILE": 128,
     "HEADS_TILE": 32, "HAS_BIAS": False, "IS_TILED": False, "IS_DELTA": True, "PARTS": 32,
-    "WIDTH": 128, "HAS_NORM": True,
+    "WIDTH": 128, "HAS_NORM": True, "MOST_BETA": 1.0,
 }  # fmt: skip
 
 

@@ -244,7 +244,7 @@ static void read_inputs(const delta_task *task, int64_t base, int64_t position) 
     }
     to_length(key, job->keys, 1.0f);
     to_length(query, job->keys, 1.0f / sqrtf((float)delta->key_dim));
-    space->beta[row] = 1.0f / (1.0f + exp_one(-gates[task->head]));
+    space->beta[row] = delta->most_beta / (1.0f + exp_one(-gates[task->head]));
 }
 
 /* -- products ---------------------------------------------------------------------------------- */

@@ -20,6 +20,7 @@ typedef struct {
     const float *decay, *dt_bias; /* [num_heads] */
     const float *norm;     /* [value_dim]; of Mamba-2 [num_heads * value_dim], or NULL */
     float eps;             /* of the norm */
+    float most_beta;       /* what the sigmoid of beta is multiplied by; not of Mamba-2 */
     int64_t layer;         /* of the slots and logs */
     /* Of Mamba-2 alone, else NULL: */
     const float *skip;      /* [num_heads] */

@@ -1,0 +1,98 @@
+"""Parts that only Gemma 4 has: experts beside an MLP, and inputs of a token by layer."""
+
+from __future__ import annotations
+
+from ...ops.weights import (
+    ExpertsBeside,
+    ExpertWeights,
+    Gemma4Extras,
+    Norm,
+    TokenInputs,
+    TokenInputWeights,
+)
+from ..description.config import DecoderConfig, ExpertsSpec
+from ..description.tensors import (
+    TOKEN_NORM,
+    TOKEN_PROJECTION,
+    TOKEN_TABLE,
+    NormSpec,
+    Part,
+    TensorSpec,
+    linear_of,
+)
+from .packer import Packer, norm_of
+
+
+class Gemma4Layer(Part):
+    """The parts of a layer that only Gemma 4 has; it alone has a factor on the stream."""
+
+    def __init__(
+        self, config: DecoderConfig, prefix: str, factor: str, experts: ExpertsSpec | None
+    ) -> None:
+        self._config, size = config, config.token_input_size
+        self.factor = TensorSpec(prefix + factor, (1,))
+        names = None if experts is None else experts.beside
+        self.beside_norms: list[NormSpec] = []
+        self.router_norm = None
+        if names is not None:
+            beside = (names.norm, names.out_norm, names.mlp_out_norm)
+            self.beside_norms = [norm_of(config, f"{prefix}{name}.weight") for name in beside]
+            self.router_norm = TensorSpec(prefix + names.router_norm, (config.hidden_size,))
+        self.gate = self.out = self.out_norm = None
+        if size:
+            hidden = config.hidden_size
+            self.gate = linear_of(f"{prefix}per_layer_input_gate", size, hidden)
+            self.out = linear_of(f"{prefix}per_layer_projection", hidden, size)
+            self.out_norm = norm_of(config, f"{prefix}post_per_layer_input_norm.weight")
+
+    def pack(self, packer: Packer, out_norm: Norm, experts: ExpertWeights | None) -> Gemma4Extras:
+        """Read and pack the tensors. ``out_norm``: of the sum of MLP and experts."""
+        return Gemma4Extras(
+            out_norm=out_norm,
+            factor=packer.vector(self.factor).item(),
+            beside=self._beside(packer, experts),
+            token_input=self._token_input(packer),
+        )
+
+    def _beside(self, packer: Packer, experts: ExpertWeights | None) -> ExpertsBeside | None:
+        if experts is None or self.router_norm is None:
+            return None
+        config = self._config
+        router_norm = packer.float32(self.router_norm) * config.hidden_size**-0.5
+        norm, out_norm, mlp_out_norm = map(packer.norm, self.beside_norms)
+        return ExpertsBeside(
+            experts, norm, Norm(router_norm, config.norm_eps), out_norm, mlp_out_norm
+        )
+
+    def _token_input(self, packer: Packer) -> TokenInputWeights | None:
+        if self.gate is None or self.out is None or self.out_norm is None:
+            return None
+        gate, out = packer.linear(self.gate), packer.linear(self.out)
+        return TokenInputWeights(gate, self._config.activation, out, packer.norm(self.out_norm))
+
+
+class Gemma4Inputs(Part):
+    """What makes the inputs of all layers of a token."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        width = config.num_layers * config.token_input_size
+        self._config = config
+        self.table = TensorSpec(TOKEN_TABLE, (config.vocab_size, width))
+        self.projection = linear_of(TOKEN_PROJECTION, width, config.hidden_size)
+        self.norm = TensorSpec(TOKEN_NORM, (config.token_input_size,))
+
+    def pack(self, packer: Packer) -> TokenInputs:
+        """Read and pack the tensors.
+
+        ``(norm(c * projected) * w + s * row) / sqrt(2)``: c is hidden ** -0.5 and goes into the
+        norm's eps, s is width ** 0.5 and divides w. So no matrix is rounded once more.
+        """
+        config = self._config
+        scale = config.token_input_size**0.5
+        weight, eps = packer.float32(self.norm) / scale, config.norm_eps * config.hidden_size
+        return TokenInputs(
+            table=packer.vector(self.table),
+            projection=packer.linear(self.projection),
+            norm=Norm(weight, eps),
+            factor=scale * 0.5**0.5,
+        )

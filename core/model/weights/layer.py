@@ -1,0 +1,157 @@
+"""The tensors of a layer, and of a whole decoder.
+
+A new mixer is a `Mixer` in a file of its own, and a row of `_MIXERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ...ops.weights import LayerWeights, RecurrentWeights
+from ..description.config import ConvSpec, DecoderConfig, DeltaSpec, Mamba2Spec
+from ..description.tensors import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    NormSpec,
+    Part,
+    Shapes,
+    TensorSpec,
+    layer_prefix,
+)
+from .attention import Attention
+from .conv import Conv
+from .delta import Delta
+from .gemma4 import Gemma4Inputs, Gemma4Layer
+from .latent import Latent
+from .mamba import Mamba2
+from .mlp import Experts, Mlp
+from .packer import Mixer, Packer, norm_of, optional
+
+_MIXERS: dict[type, Callable[[DecoderConfig, int, Any], Mixer]] = {
+    DeltaSpec: Delta,
+    Mamba2Spec: Mamba2,
+    ConvSpec: Conv,
+}
+
+
+class Layer(Part):
+    """One layer."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        spec, prefix = config.layers[index], layer_prefix(index)
+        self._config, norms = config, spec.norms or config.norms
+        self.mixer_norm = _norm_at(config, prefix, norms.attention)
+        self.mixer_out_norm = _norm_at(config, prefix, norms.attention_out)
+        self.mlp_norm = _norm_at(config, prefix, norms.mlp)
+        self.mlp_out_norm = _norm_at(config, prefix, norms.mlp_out)
+        self.attention = _attention(config, index) if spec.has_attention else None
+        mixer = spec.mixer
+        self.recurrent = None if mixer is None else _MIXERS[type(mixer)](config, index, mixer)
+        self.experts = None if spec.experts is None else Experts(config, prefix, spec.experts)
+        self.mlp = None
+        if spec.parts != "mixer" and (spec.experts is None or spec.experts.beside is not None):
+            self.mlp = Mlp.of_layer(config, prefix, spec.width or config.intermediate_size)
+        self.extras = None
+        if config.layer_factor is not None:
+            self.extras = Gemma4Layer(config, prefix, config.layer_factor, spec.experts)
+
+    def pack(self, packer: Packer) -> LayerWeights:
+        """Read and pack the tensors."""
+        attention = None if self.attention is None else self.attention.pack(packer)
+        recurrent = None if self.recurrent is None else self.recurrent.pack(packer)
+        beside = recurrent if attention is not None else None
+        assert beside is None or isinstance(beside, RecurrentWeights)
+        experts = None if self.experts is None else self.experts.pack(packer)
+        mlp = None if self.mlp is None else self.mlp.pack(packer, packer.comm)
+        mlp_out_norm, extras = optional(packer.norm, self.mlp_out_norm), None
+        if self.extras is not None:
+            assert mlp_out_norm is not None, "Gemma 4 has such a norm"
+            extras, mlp_out_norm = self.extras.pack(packer, mlp_out_norm, experts), None
+        return LayerWeights(
+            mixer_norm=optional(packer.norm, self.mixer_norm),
+            mixer=recurrent if attention is None else attention,
+            mixer_out_norm=optional(packer.norm, self.mixer_out_norm),
+            mlp_norm=optional(packer.norm, self.mlp_norm),
+            mlp_out_norm=mlp_out_norm,
+            mlp=experts if mlp is None else mlp,
+            is_parallel=self._config.is_parallel,
+            extras=extras,
+            beside=beside,
+        )
+
+
+def _attention(config: DecoderConfig, index: int) -> Mixer:
+    latent = config.latent
+    return Attention(config, index) if latent is None else Latent(config, index, latent)
+
+
+def _norm_at(config: DecoderConfig, prefix: str, name: str | None) -> NormSpec | None:
+    """Return a norm of a layer; None where the layer has none there."""
+    return None if name is None else norm_of(config, f"{prefix}{name}.weight")
+
+
+# -- a whole decoder ------------------------------------------------------------------------------
+
+
+def decoder_tensors(config: DecoderConfig) -> Iterator[TensorSpec]:
+    """Yield every tensor that a checkpoint must hold."""
+    yield TensorSpec(EMBEDDING, (config.vocab_size, config.hidden_size))
+    yield from norm_of(config, FINAL_NORM).tensors
+    if not config.tie_embeddings:
+        yield TensorSpec(LM_HEAD, (config.vocab_size, config.hidden_size))
+    if config.token_input_size:
+        yield from Gemma4Inputs(config).tensors
+    for index in range(config.num_layers):
+        yield from Layer(config, index).tensors
+
+
+def tensor_shapes(config: DecoderConfig) -> Shapes:
+    """Return the shape of every tensor that a checkpoint must hold."""
+    return {tensor.name: tensor.shape for tensor in decoder_tensors(config)}
+
+
+def ignored(config: DecoderConfig, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the tensors that a checkpoint may hold and nothing reads.
+
+    Some tied checkpoints store the embedding as the output matrix, too. Layers behind the last,
+    or beside the model, predict further tokens: mtp.py reads them. Layers that read the keys of
+    others may come with matrices of keys.
+    """
+    names = list(names)
+    further, unread = set(further_tensors(config, names)), _unread_keys(config)
+    return tuple(
+        name
+        for name in names
+        if (name == LM_HEAD and config.tie_embeddings) or name in further or name.startswith(unread)
+    )
+
+
+def _unread_keys(config: DecoderConfig) -> tuple[str, ...]:
+    """Return prefixes of what would make keys in layers that read the keys of others."""
+    found = []
+    for index, spec in enumerate(config.layers):
+        if spec.kv_of is not None:
+            layers = list(config.layers)
+            layers[index] = replace(spec, kv_of=None, keys_as_values=False)
+            own = Attention(replace(config, layers=tuple(layers)), index).shapes
+            read = Attention(config, index).shapes
+            found += [name.rpartition(".")[0] + "." for name in own if name not in read]
+    return tuple(found)
+
+
+def further_tensors(config: DecoderConfig, names: Iterable[str]) -> list[str]:
+    """Return the tensors of layers that predict further tokens, in models that may have such."""
+    if config.mtp is None:
+        return []
+    return [
+        name for name in names if name.startswith("mtp.") or _layer_of(name) >= config.num_layers
+    ]
+
+
+def _layer_of(name: str) -> int:
+    """Return the number of a tensor's layer; -1: it is of none."""
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return int(number) if name.startswith("model.layers.") and number.isdigit() else -1
