@@ -15,7 +15,7 @@ from .step_layout import StepLayout
 def image_rows(
     layout: StepLayout, batch: RaggedBatch, vision: Vision | None, hidden: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`Wanted.inputs` and `Wanted.behind` of a step; None where no row is an image's.
+    """`Wanted.inputs` and `Wanted.layer_vectors` of a step; None where no row is an image's.
 
     Vectors that are not kept from earlier steps are computed here. Raises ValueError where there
     is no tower, or it gives another number of vectors than the prompt has rows for.

@@ -342,11 +342,11 @@ class ModelRunner:
     ) -> ForwardOutput:
         draws = layout.sampling_plan(batch.num_logits) if self._chooses_on_device else None
         # The taps of a proposer that was given up stay: a GPU's graphs were captured with them.
-        inputs, behind = None, None
+        inputs, layer_vectors = None, None
         if any([scheduled.extras.images for scheduled in layout.requests]):  # noqa: C419 - faster
             hidden = self.decoder.config.hidden_size
-            inputs, behind = image_rows(layout, batch, self.vision, hidden)
-        wanted = Wanted(draws, self._taps, on_kernels_started, inputs, behind)
+            inputs, layer_vectors = image_rows(layout, batch, self.vision, hidden)
+        wanted = Wanted(draws, self._taps, on_kernels_started, inputs, layer_vectors)
         output = self.decoder.forward(batch, self.pool, wanted)
         if (
             output.taps is not None and self._chooses_on_device

@@ -249,8 +249,8 @@ class StepLayout:
         """Rows of the batch that hold each request's committed positions, in their order."""
         kept = []
         for scheduled, first, path in zip(self.requests, self.first_rows, paths, strict=True):
-            behind = first + scheduled.stop - scheduled.start  # the first row of the draft
-            kept.append([*range(first, behind), *(behind + node for node in path)])
+            first_draft = first + scheduled.stop - scheduled.start
+            kept.append([*range(first, first_draft), *(first_draft + node for node in path)])
         return kept
 
     def pooled(self, hidden: Tensor, logits: Tensor) -> list[array[float] | None]:

@@ -241,7 +241,7 @@ class OwnDecoder(PagedDecoder):
     ) -> ForwardOutput:
         check_taps(wanted.taps, self.config.num_layers)
         check_inputs(wanted.inputs, (batch.num_rows, self.config.hidden_size))
-        check_behind(wanted, self.config.num_layers, self.device)
+        check_layer_vectors(wanted, self.config.num_layers, self.device)
         plans = self.plans(batch, pool)
         adapted = adapted_rows(batch) if batch.adapters else ()
         if self._compiled is None:
@@ -254,7 +254,7 @@ class OwnDecoder(PagedDecoder):
                 plans,
                 wanted.taps,
                 given=wanted.inputs,
-                behind=wanted.behind,
+                layer_vectors=wanted.layer_vectors,
             )
         else:
             found = self._compiled(batch.token_ids, plans, wanted, adapted)
@@ -306,14 +306,15 @@ def check_inputs(inputs: Tensor | None, shape: tuple[int, int]) -> None:
         raise ValueError(f"inputs {list(inputs.shape)}: must be {list(shape)}, as the batch's rows")
 
 
-def check_behind(wanted: Wanted, num_layers: int, device: torch.device) -> None:
-    """Raise ValueError for vectors behind layers that a decoder does not take."""
-    behind = wanted.behind
-    if behind is None:
+def check_layer_vectors(wanted: Wanted, num_layers: int, device: torch.device) -> None:
+    """Raise ValueError if `Wanted.layer_vectors` have the wrong shape or are not on a CPU."""
+    vectors = wanted.layer_vectors
+    if vectors is None:
         return
-    if wanted.inputs is None or behind.shape[1:] != wanted.inputs.shape or len(behind) > num_layers:
+    inputs = wanted.inputs
+    if inputs is None or vectors.shape[1:] != inputs.shape or len(vectors) > num_layers:
         raise ValueError(
-            f"vectors {list(behind.shape)}: must have the shape of inputs for each layer"
+            f"vectors {list(vectors.shape)}: must have the shape of inputs for each layer"
         )
     if device.type != "cpu":
         raise ValueError("vectors for later layers are added on the CPU only")

@@ -93,16 +93,16 @@ class Wanted(NamedTuple):
     layers before the final norm. ``on_kernels_started`` is called just before the kernels begin, or
     as soon as the device has them all.
     ``inputs`` [rows of the batch, hidden]: where a token id is below 0, the row begins with its
-    vector in place of an embedding; other vectors are not read. ``behind`` [n, rows, hidden]: what
-    the same rows get added behind each of the first n layers, on a CPU. ``hidden_alone``: no logits
-    are wanted.
+    vector in place of an embedding; other vectors are not read. ``layer_vectors``
+    [n, rows, hidden]: vectors added to the same rows after each of the first n layers, on a CPU.
+    ``hidden_alone``: no logits are wanted.
     """
 
     draws: SamplingPlan | None = None
     taps: Taps = ()
     on_kernels_started: Callable[[], None] | None = None
     inputs: Tensor | None = None
-    behind: Tensor | None = None
+    layer_vectors: Tensor | None = None
     hidden_alone: bool = False
 
     def tell_started(self) -> None:
@@ -235,9 +235,9 @@ def build_batch(
         pages_before = np.minimum(pages_before, np.repeat(page_counts - 1, lens))
     slots = pages[row_pages + pages_before] * page_size + places
     if len(tails):
-        behind = positions - np.repeat(in_pages, lens)
+        tail_offsets = positions - np.repeat(in_pages, lens)
         first_tails = np.repeat(np.cumsum(tail_lens) - tail_lens, lens)
-        slots[behind >= 0] = tails[(first_tails + behind)[behind >= 0]]
+        slots[tail_offsets >= 0] = tails[(first_tails + tail_offsets)[tail_offsets >= 0]]
     batch = RaggedBatch(
         token_ids=padded_rows(_token_ids(segments), min_rows, device),
         positions=padded_rows(positions, min_rows, device),

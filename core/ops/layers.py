@@ -35,12 +35,12 @@ def run_layers(
     *,
     tapped: Tensor | None = None,
     given: Tensor | None = None,
-    behind: Tensor | None = None,
+    layer_vectors: Tensor | None = None,
 ) -> LayersOutput:
     """Compute token ids ``[T]``; writes KV to the pool. ``plans``: of each of its parts.
 
     ``tapped`` [T, num_taps * hidden]: where the taps go; a new tensor if None. ``given``: as
-    `Wanted.inputs`. ``behind``: as `Wanted.behind`.
+    `Wanted.inputs`. ``layer_vectors``: as `Wanted.layer_vectors`.
     """
     known_ids = token_ids if given is None else token_ids.clamp(min=0)
     residual = ops.embedding(known_ids, weights.embedding)
@@ -65,8 +65,8 @@ def run_layers(
         if layer.extras is not None:
             x, residual = add_extras(ops, layer.extras, x, residual, plan, inputs[index])
             factor = layer.extras.factor
-        if behind is not None and index < len(behind):
-            x = torch.where((token_ids < 0).unsqueeze(-1), x + behind[index], x)
+        if layer_vectors is not None and index < len(layer_vectors):
+            x = torch.where((token_ids < 0).unsqueeze(-1), x + layer_vectors[index], x)
         x, residual = ops.add_norm(x, residual, next_norm, factor)
         _tap(tapped, taps, index + 1, residual)
     return LayersOutput(x, taps=tapped)

@@ -196,9 +196,9 @@ def _reaches(extras: Sequence[RowExtras], starts: _Ints, lens: _Ints) -> _Ints |
     found = []
     for each, start, count in zip(extras, starts.tolist(), lens.tolist(), strict=True):
         stop = start + count
-        behind = np.arange(start + 1, stop + 1)
-        given = behind if each.reaches is None else each.reaches
-        if len(given) != len(behind) or (given < behind).any() or (given > stop).any():
+        ends = np.arange(start + 1, stop + 1)
+        given = ends if each.reaches is None else each.reaches
+        if len(given) != len(ends) or (given < ends).any() or (given > stop).any():
             raise ValueError("a row must reach its own position and end within its segment")
         if (np.diff(given) < 0).any():
             raise ValueError("a row sees no less than the row before it")

@@ -20,9 +20,9 @@ from .common.training import (
     Recipe,
     Student,
     TeacherOutput,
-    behind,
+    next_rows,
+    next_values,
     pass_last_tap,
-    rows_behind,
 )
 
 ANCHORS = 512  # of a batch, at most
@@ -45,11 +45,11 @@ class BlockStudent(Student):
     @override
     def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:
         anchors, is_drawn = _draw_anchors(taught.rows, ANCHORS, generator)
-        rows = rows_behind(taught.rows, anchors, self.depth)
+        rows = next_rows(taught.rows, anchors, self.depth)
         rows = rows.masked_fill(~is_drawn.unsqueeze(-1), -1)
         hidden = self._head(taught.token_ids, taught.taps, anchors)
         is_used = rows >= 0
-        before = behind(taught.token_ids, anchors, self.depth, 0)
+        before = next_values(taught.token_ids, anchors, self.depth, 0)
         logits = self._head.logits(hidden[is_used].unsqueeze(1), before[is_used].unsqueeze(1))
         losses = kl_overlap_loss(logits.squeeze(1), taught.p, rows[is_used])
         weights = self._weights.to(losses.device).expand(rows.shape)[is_used]
@@ -63,11 +63,11 @@ class BlockStudent(Student):
             anchors = places[places[:, 0] == index, 1].unsqueeze(0)
             if not anchors.shape[1]:
                 continue
-            rows = rows_behind(taught.rows[index : index + 1], anchors, self.depth)
+            rows = next_rows(taught.rows[index : index + 1], anchors, self.depth)
             fits = (rows >= 0).all(dim=-1)
             token_ids, taps = (each[index : index + 1] for each in (taught.token_ids, taught.taps))
             hidden = self._head(token_ids, taps, anchors)
-            before = behind(token_ids, anchors, self.depth, 0)
+            before = next_values(token_ids, anchors, self.depth, 0)
             logits.append(self._head.logits(hidden[fits], before[fits]))
             targets.append(rows[fits])
         return torch.cat(logits), torch.cat(targets)
@@ -130,10 +130,10 @@ def _begin_with_pairs(head: BlockHead, pairs: Tensor) -> None:
     if markov is None or markov.kind != "vanilla":
         return
     size, rank = config.draft_vocab_size, config.markov_rank
-    before, behind = (head.markov_ids(each) for each in pairs.T)
-    is_known = (before >= 0) & (behind >= 0)
+    before, following = (head.markov_ids(each) for each in pairs.T)
+    is_known = (before >= 0) & (following >= 0)
     counts = torch.zeros(size, size)
-    counts.index_put_((before[is_known], behind[is_known]), torch.ones(()), accumulate=True)
+    counts.index_put_((before[is_known], following[is_known]), torch.ones(()), accumulate=True)
     total = counts.sum()
     behind_share = (counts.sum(dim=0) + 0.1) / (total + 0.1 * size)
     before_share = (counts.sum(dim=1) + 0.1) / (total + 0.1 * size)

@@ -18,8 +18,8 @@ from .common.training import (
     Recipe,
     Student,
     TeacherOutput,
+    next_rows,
     pass_last_tap,
-    rows_behind,
 )
 from .eagle_network import EagleConfig, EagleHead
 
@@ -54,7 +54,7 @@ class EagleStudent(Student):
     def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
         width = taught.token_ids.shape[1]
         passes = self._head(taught.token_ids, taught.taps, min(self.depth, width - 2))
-        rows = rows_behind(
+        rows = next_rows(
             taught.rows, torch.arange(1, width).expand(len(taught.rows), -1), self.depth
         )
         # Pass k of column i decides the token behind place i + 1 + k.

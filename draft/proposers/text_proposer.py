@@ -177,8 +177,8 @@ class TextProposer(DecoderProposer):
         reading.ids.extend(settled)
         reading.last_ids, reading.open = last_ids, text[cut:].encode() + pending
         reading.num_read += len(new)
-        behind, now = reading.computed[num_same:], reading.tokens[num_same:]
-        del reading.computed[num_same + common_len(behind, now) :]
+        computed, now = reading.computed[num_same:], reading.tokens[num_same:]
+        del reading.computed[num_same + common_len(computed, now) :]
         return len(new)
 
     # -- pages and passes -----------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ...core.ops.batch import Taps
 from ...core.ops.weights import whole_table
 from ..heads.common.layers import Vocabulary
 from ..heads.common.losses import kl_overlap_loss
-from ..heads.common.training import Recipe, Student, TeacherOutput, TrainedKind, rows_behind
+from ..heads.common.training import Recipe, Student, TeacherOutput, TrainedKind, next_rows
 from ..heads.eagle import default_taps
 from ..heads.kinds import KINDS, open_head, save_head
 
@@ -224,7 +224,7 @@ class LmStudent(Student):
         # Along an answer, a draft has seen its own earlier tokens.
         width = taught.token_ids.shape[1]
         anchors = torch.arange(width, device=taught.rows.device).expand(len(taught.rows), -1)
-        rows = rows_behind(taught.rows, anchors, self.depth)
+        rows = next_rows(taught.rows, anchors, self.depth)
         fits = (rows >= 0).all(dim=-1)
         logits = self._logits(taught)
         padded = nn.functional.pad(logits, (0, 0, 0, self.depth))

@@ -176,8 +176,8 @@ def load_vision(
         }
         with mode:
             found = model.get_image_features(**given)
-        behind = getattr(found, "deepstack_features", None) or ()
-        vectors = [_rows(each, hidden) for each in (found.pooler_output, *behind)]
+        per_layer = getattr(found, "deepstack_features", None) or ()
+        vectors = [_rows(each, hidden) for each in (found.pooler_output, *per_layer)]
         return torch.cat(vectors, dim=1).to(dtype)
 
     logger.info(

@@ -144,7 +144,7 @@ class NativeStep:
             at = (_I64 * num_taps)(*wanted.taps)
             tapped = torch.empty((plan.num_rows, num_taps * self._struct.hidden), dtype=plan.dtype)
         given = None if wanted.inputs is None else wanted.inputs.contiguous()
-        behind = None if wanted.behind is None else wanted.behind.contiguous()
+        vectors = None if wanted.layer_vectors is None else wanted.layer_vectors.contiguous()
         changes = AdaptedStructs(adapted, self._updates_of) if adapted else None
         logits = None
         if self._weights.logit_cap is None and not wanted.hidden_alone:
@@ -152,7 +152,7 @@ class NativeStep:
         wanted.tell_started()
         failed = self._library.c.ft_forward(
             ctypes.byref(self._struct), token_ids.data_ptr(), _address(given),
-            0 if behind is None else len(behind), _address(behind), parts, len(parts),
+            0 if vectors is None else len(vectors), _address(vectors), parts, len(parts),
             None if changes is None else changes.structs, len(adapted),
             out.data_ptr(), num_taps, at, _address(tapped), _address(plan.logit_rows),
             0 if logits is None else plan.num_logits, _address(logits),

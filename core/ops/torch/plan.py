@@ -257,11 +257,11 @@ class TorchPlan:
         """Find the keys and values at the positions of tails; None where there are no tails."""
         batch, pool = self.batch, self._pool
         positions = np.arange(lo, lo + width)
-        behind = positions - batch.tail_from[members, None]
-        sequence, column = np.nonzero((behind >= 0) & (positions < batch.stops[members, None]))
+        offsets = positions - batch.tail_from[members, None]
+        sequence, column = np.nonzero((offsets >= 0) & (positions < batch.stops[members, None]))
         if not len(sequence):
             return None
-        slots = batch.tails[batch.first_tails[members[sequence]] + behind[sequence, column]]
+        slots = batch.tails[batch.first_tails[members[sequence]] + offsets[sequence, column]]
         kinds = np.arange(pool.num_blocks)[:, None, None]
         heads = np.arange(pool.num_kv_heads)
         head_rows = (kinds * len(members) + sequence[:, None]) * pool.num_kv_heads + heads

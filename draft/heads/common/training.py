@@ -97,7 +97,7 @@ class Recipe(TrainedKind):
 # -- parts of students and recipes ----------------------------------------------------------------
 
 
-def behind(values: Tensor, anchors: Tensor, depth: int, fill: int) -> Tensor:
+def next_values(values: Tensor, anchors: Tensor, depth: int, fill: int) -> Tensor:
     """Take the values of ``depth`` places from each anchor on, ``[b, T]`` to ``[b, n, depth]``.
 
     ``fill`` stands behind the last place.
@@ -107,9 +107,9 @@ def behind(values: Tensor, anchors: Tensor, depth: int, fill: int) -> Tensor:
     return padded.gather(1, places.flatten(1)).view(places.shape)
 
 
-def rows_behind(rows: Tensor, anchors: Tensor, depth: int) -> Tensor:
+def next_rows(rows: Tensor, anchors: Tensor, depth: int) -> Tensor:
     """Take the rows of the distributions behind anchors, ``[b, n, depth]``; -1: none."""
-    return behind(rows, anchors, depth, -1)
+    return next_values(rows, anchors, depth, -1)
 
 
 def pass_last_tap(fc: nn.Linear, hidden: int) -> None:

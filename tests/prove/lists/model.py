@@ -88,8 +88,8 @@ MUTATIONS = (
     Mutation(
         "runner-reports-refused-rows",
         "StepLayout.kept_rows",
-        "*(behind + node for node in path)",
-        "*range(behind, behind + len(path) + 1)",
+        "*(first_draft + node for node in path)",
+        "*range(first_draft, first_draft + len(path) + 1)",
         ("test_the_rows_of_refused_draft_tokens_are_left_out",),
         "a head learns from committed positions alone",
     ),

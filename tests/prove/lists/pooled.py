@@ -48,7 +48,7 @@ MUTATIONS = (
     Mutation(
         "text-draft-keeps-kv-of-other-tokens",
         "TextProposer._read",
-        "del reading.computed[num_same + common_len(behind, now) :]",
+        "del reading.computed[num_same + common_len(computed, now) :]",
         "pass",
         ("test_what_differs_from_the_draft_is_computed_anew",),
         "KV of text that turned out otherwise is computed anew",

@@ -72,7 +72,7 @@ MUTATIONS = (
     Mutation(
         "graph-forgets-the-draft-before-a-place",
         "write_plain_controls",
-        "rows + behind.repeat(counts)",
+        "rows + offsets.repeat(counts)",
         "np.array(firsts).repeat(counts)",
         ("test_draft_trees_are_followed_by_what_the_graph_chose",),
         "I6: noise is keyed by the position on the path",

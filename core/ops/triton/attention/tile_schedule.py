@@ -114,8 +114,8 @@ def build_tile_schedule(
     if len(tiles.rows):
         begun = np.repeat(places[tiles.firsts], tiles.sizes)
         seen_from = spans.first_splits[tiles.rows] // kv_split_group
-        behind = seen_from - np.repeat(tiles.first_splits // kv_split_group, tiles.sizes)
-        places[tiles.rows] = np.where(begun < 0, -1, begun + wide_places * behind)
+        since_begun = seen_from - np.repeat(tiles.first_splits // kv_split_group, tiles.sizes)
+        places[tiles.rows] = np.where(begun < 0, -1, begun + wide_places * since_begun)
     return TileSchedule(
         narrow=_narrow(spans, np.flatnonzero(~is_wide & here), narrow_rows),
         wide=_wide(tiles, kv_split_group),

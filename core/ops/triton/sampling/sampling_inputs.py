@@ -72,9 +72,9 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
         records.append(encoded.place * count)
         firsts.append(first)
     counts = np.array(draws.counts, np.int64)
-    behind = np.array(firsts, np.int64) - counts.cumsum() + counts
+    offsets = np.array(firsts, np.int64) - counts.cumsum() + counts
     rows = np.arange(counts.sum())
-    positions = rows + behind.repeat(counts)
+    positions = rows + offsets.repeat(counts)
     columns = _columns(records, positions, rows)
     return SamplingInputs(columns, _cuts(columns), None, {})
 
