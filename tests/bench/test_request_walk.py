@@ -72,13 +72,13 @@ def test_a_request_with_look_ups_meets_the_speculator_and_its_sources() -> None:
     found = walked("LOOKUPS")
     expected = {"foretoken.draft.speculator", "foretoken.draft.sources.suffix"}
     assert expected <= found.loop.modules
-    assert_at_most(found, loop=(34, 57), model=(21, 23))
+    assert_at_most(found, loop=(34, 56), model=(21, 23))
 
 
 def test_a_request_with_a_draft_model_meets_its_trees_in_the_model_thread() -> None:
     found = walked("MODEL")
     assert "foretoken.draft.proposers.tree_growth" in found.model.modules
-    assert_at_most(found, loop=(35, 60), model=(29, 33))
+    assert_at_most(found, loop=(35, 59), model=(29, 35))
 
 
 @pytest.mark.parametrize(
