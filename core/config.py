@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from .errors import InvalidRequest, shown
 from .interface.extras.packing import LEAST_BUDGET
+from .interface.kv_codec import KV_CODECS, KV_DTYPE_HELP, NATIVE, KvDtype
 from .interface.request import MAX_TTL
 from .interface.sampling import RECOMMENDED, TokenSamplingParams
 from .options.checks import MAX_PORT, require, tcp_port
@@ -157,10 +158,8 @@ class EngineConfig:
         "folder whose files requests may name as images, as file:// and their path (none)",
         "DIR",
     )
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
-        "auto",
-        "data type of the KV pool; int8, or fp8 (e4m3) on a GPU, holds twice the tokens",
-        group="KV cache",
+    kv_cache_dtype: KvDtype = setting(  # noqa: RUF009 - an alias of a Literal is immutable, too
+        "auto", KV_DTYPE_HELP, group="KV cache"
     )
     kv_memory: str | int | None = setting(
         None,
@@ -412,8 +411,10 @@ class EngineConfig:
         require(on_cpu, "backend", "native runs on the CPU only; use triton or torch on cuda")
         self._check_quantize()
         self._check_tp()
-        has_kv = self.kv_cache_dtype != "fp8" or self.backend != "native"
-        require(has_kv, "kv_cache_dtype", "fp8 needs a GPU; the native backend supports int8")
+        codec = KV_CODECS[self.kv_cache_dtype]
+        has_kv = codec.native_code is not None or self.backend != "native"
+        why = f"{codec.name} needs a GPU; the native backend supports {' and '.join(NATIVE)}"
+        require(has_kv, "kv_cache_dtype", why)
 
     def _check_quantize(self) -> None:
         by_kernels = self.quantize != "int8" or self.backend != "torch"

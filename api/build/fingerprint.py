@@ -6,6 +6,7 @@ Imported only where a tier is asked for: without one, nothing is digested.
 from __future__ import annotations
 
 from ...core.config import EngineConfig, Sizes
+from ...core.interface.kv_codec import KV_CODECS
 from ...core.model.decoder import Decoder
 from ...core.model.images.vision import Vision
 from ...core.ops.machine.identity import machine_identity
@@ -64,7 +65,7 @@ class ModelDigests:
                 exact=config.exact,
                 load_format=config.load_format,
                 page_size=sizes.page_size,
-                kv_dtype=config.kv_cache_dtype,
+                kv_codec=repr(KV_CODECS[config.kv_cache_dtype]),
                 head=None
                 if head is None
                 else HeadParts(weights=self.head.digest(), config=repr(head.config)),

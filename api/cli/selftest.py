@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ForetokenError
+from ...core.interface.kv_codec import NATIVE, KvDtype
 from ...core.interface.sampling import SamplingMetadata
 from ...core.model.description.rope import RopeSpec, RopeTable
 from ...core.ops.base import Ops
 from ...core.ops.batch import RaggedBatch, Segment, build_batch
-from ...core.ops.kv_pool import KvDtype, KVPool, from_scaled, to_scaled
+from ...core.ops.kv_pool import KVPool
 from ...core.ops.native import NativeLibrary, native_library
 from ...core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
 from ...core.ops.native.native_ops import NativeOps
@@ -34,7 +35,7 @@ from ..types.sampling_params import SamplingParams
 
 DTYPES = (torch.float32, torch.bfloat16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of relative errors
-KV_LIMITS = {torch.float32: 2e-3, torch.bfloat16: 1e-2}  # with KV as int8: rounding is coarser
+KV_LIMITS = {torch.float32: 2e-3, torch.bfloat16: 1e-2}  # with scaled KV: rounding is coarser
 KINDS: tuple[tuple[Quantize, torch.dtype, float], ...] = (
     ("none", torch.float32, 1e-5),
     ("none", torch.bfloat16, 1e-2),
@@ -104,7 +105,7 @@ def compare(ops: Ops) -> Iterator[Comparison]:
     for dtype in DTYPES:
         for name, operation in _operations(dtype):
             error = _error(operation(ops), operation(oracle))
-            limits = KV_LIMITS if name.endswith("int8") else LIMITS
+            limits = KV_LIMITS if name.endswith(NATIVE) else LIMITS
             yield Comparison(name, dtype, error, limits[dtype])
 
 
@@ -132,8 +133,13 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, _Operation]]:
     yield "attention", lambda ops: _attend(ops, batch, qkv, kv, norm, None)[0]
     yield "attn. window", lambda ops: _attend(ops, batch, qkv, kv, norm, 100)[0]
     yield "attn. capped", lambda ops: _attend(ops, batch, qkv, kv, norm, 100, rule=capped)[0]
-    yield "rope_wr. int8", lambda ops: _attend(ops, batch, qkv, kv, norm, None, "int8")[1]
-    yield "attn. int8", lambda ops: _attend(ops, batch, qkv, kv, norm, 100, "int8")[0]
+
+    def scaled(name: KvDtype, window: int | None, part: int) -> _Operation:
+        return lambda ops: _attend(ops, batch, qkv, kv, norm, window, name)[part]
+
+    for name in NATIVE:
+        yield f"rope_wr. {name}", scaled(name, None, 1)
+        yield f"attn. {name}", scaled(name, 100, 0)
 
 
 def _batch() -> RaggedBatch:
@@ -172,16 +178,13 @@ def _attend(
         device="cpu",
         kv_dtype=kv_dtype,
     )
-    vectors, scales = pool.split(pool.blocks)
-    if scales is None:
-        vectors.copy_(kv.view(vectors.shape))
-    else:
-        vectors[:], scales[:] = to_scaled(kv.view(vectors.shape).float(), vectors.dtype)
+    whole = (slice(None), slice(None))
+    pool.store(pool.blocks, whole, kv.view(-1, _PAGE_SIZE, _HEADS.head_dim).float())
     rope = RopeTable(RopeSpec(), _HEADS.head_dim, "cpu")
     plan = ops.plan(batch, pool, _HEADS, rope)
     q = ops.rope_write(qkv.clone(), 0, plan, norm)
     out = ops.attention(q, 0, plan, window, **(rule or {}))
-    return out, vectors if scales is None else from_scaled(vectors, scales, qkv.dtype)
+    return out, pool.load_blocks(pool.blocks)
 
 
 def _compare_linears(library: NativeLibrary) -> Iterator[Comparison]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..interface.kv_codec import KvDtype
 from ..ops.adapted import adapted_ops
 from ..ops.base import ForwardPlan, LayersOutput, Ops, RowPasses
 from ..ops.batch import (
@@ -21,7 +22,7 @@ from ..ops.batch import (
     Wanted,
     build_batch,
 )
-from ..ops.kv_pool import KvDtype, KVPool, KvShape, bytes_per_mixed_page, make_pool
+from ..ops.kv_pool import KVPool, KvShape, bytes_per_mixed_page, make_pool
 from ..ops.layers import run_layers
 from ..ops.lora import adapted_rows
 from ..ops.machine.host_memory import MapBytes, map_zeros

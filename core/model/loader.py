@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
+from ..interface.kv_codec import KvDtype
 from ..ops.backends import Backend, choose_ops
 from ..ops.base import Exactness, Ops
-from ..ops.kv_pool import KvDtype
 from ..ops.machine.device import choose_device
 from ..ops.parallel import Comm
 from ..ops.quantize import Quantize

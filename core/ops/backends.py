@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 import torch
 
 from ..errors import ModelLoadError
+from ..interface.kv_codec import KV_CODECS, KvDtype
 from .base import Exactness, Ops
-from .kv_pool import KvDtype
 from .machine.device import choose_device
 from .quantize import Quantize
 from .torch.torch_ops import TorchOps, keep_rows_exact
@@ -34,7 +34,8 @@ def choose_ops(
 
     ``auto`` takes the kernels of the device, native or Triton's, where they can be had, else
     torch; a log line says why. Raises `ModelLoadError` when the device is not there, or kernels
-    are asked for by name, by ``quantize`` or by fp8, and cannot be had.
+    are asked for by name, by ``quantize`` or by a KV dtype that only they
+    compute, and cannot be had.
     """
     device = choose_device(device)
     found: Ops | str = "--backend torch was given"
@@ -59,8 +60,9 @@ def _refuse_torch(backend: Backend, quantize: Quantize, kv_dtype: KvDtype, why: 
     if quantize != "none":
         others = " or triton" if quantize == "int8" else ""
         raise ModelLoadError(f"quantize {quantize} needs the native backend{others}: {why}")
-    if kv_dtype == "fp8" and backend == "auto":  # torch would take longer than without it
-        raise ModelLoadError(f"kv_cache_dtype fp8 needs a GPU and the triton backend: {why}")
+    is_native = KV_CODECS[kv_dtype].native_code is not None
+    if not is_native and backend == "auto":  # torch would take longer than without it
+        raise ModelLoadError(f"kv_cache_dtype {kv_dtype} needs a GPU and the triton backend: {why}")
 
 
 def _triton_ops(

@@ -6,17 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..interface.kv_codec import KV_CODECS, KvCodec, KvDtype
 from .machine.host_memory import MapBytes, map_zeros
 from .state_pool import StatePool
 
-KvDtype: TypeAlias = Literal["auto", "int8", "fp8"]
-SCALED_DTYPES: dict[KvDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-TOPS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest of a vector becomes
+# Blocks, and offsets in them: what indexes the first two dimensions of vectors.
+Places: TypeAlias = tuple[Tensor | slice, Tensor | slice]
 _SCALE_BYTES = 4  # of a float32
 _LONGER = 1.05  # a block, at most, for pages that end with the layers
 
@@ -26,13 +26,13 @@ class KVPool:
 
     A page is one contiguous blob over all layers: the unit of ownership, copying and transfer.
     It is made of blocks, for each layer and KV head one of keys and one of values; where values are
-    items of the keys (latent attention) there is one block alone. With ``kv_dtype`` int8 or fp8
-    (e4m3) a block is scaled: the vectors of its tokens, a byte an item, then a float32 scale for
-    each, and the last two dimensions are one. Content is void until written; who owns which page
-    is the prefix cache's business. ``states``: of a model with recurrent layers, whose passes get
-    both through this pool. ``others``: the parts of other processes, of a model that several of
-    them compute, where their memory is shared with this one. Else ``mirror`` is called with every
-    copy of slots before it is made.
+    items of the keys (latent attention) there is one block alone. With a scaled `KvCodec` a block
+    is bytes: the vectors of its tokens, then a float32 scale for each, and the last two dimensions
+    are one. Content is void until written; who owns which page is the prefix cache's business.
+    ``states``: of a model with recurrent layers, whose passes get both through this pool.
+    ``others``: the parts of other processes, of a model that several of them compute, where their
+    memory is shared with this one. Else ``mirror`` is called with every copy of slots before it is
+    made.
     """
 
     mirror: Callable[[Sequence[int], Sequence[int]], None] | None = None
@@ -60,11 +60,11 @@ class KVPool:
         self.head_dim = head_dim
         self.num_blocks = num_blocks
         self.page_size = page_size
-        self.dtype = dtype  # of what is written and read; kept so, too, unless scaled
+        self.dtype = dtype  # of what is read; stored so, too, unless scaled
         self.states = states
         self.block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
         self.page_blocks = self.own_blocks  # from a page to the next
-        items = (page_size, head_dim) if kv_dtype == "auto" else (self.block.num_items,)
+        items = (self.block.num_items,) if self.block.codec.is_scaled else (page_size, head_dim)
         shape = (num_pages, num_layers, num_blocks, num_kv_heads, *items)
         self.data: Tensor = _fresh(math.prod(shape), self.block.dtype, device, map_bytes).view(
             shape
@@ -91,17 +91,38 @@ class KVPool:
         return self.data.view(-1, self.block.num_items)
 
     def split(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Views of some of the blocks: the vectors ``[n, page_size, head_dim]``, their scales.
+        """Return views of some of the blocks: vectors ``[n, page_size, head_dim]``, their scales.
 
-        Scales are ``[n, page_size]``, and None where vectors are kept as they are.
+        Where there are scales ``[n, page_size]`` the vectors are numbers of the codec as int8.
         """
-        shape = (-1, self.page_size, self.head_dim)
-        if self.block.scales_at == 0:
+        shape, scales_at = (-1, self.page_size, self.head_dim), self.block.scales_at
+        if not self.block.codec.is_scaled:
             return blocks.view(shape), None
         vectors = blocks[:, : self.page_size * self.head_dim].view(shape)
-        scales_at = self.block.scales_at
         scales = blocks[:, scales_at : scales_at + self.page_size * _SCALE_BYTES]
         return vectors, scales.view(torch.float32)
+
+    def store(self, blocks: Tensor, at: Places, rows: Tensor) -> None:
+        """Write ``rows`` [.., head_dim] float32 to places of some of the blocks."""
+        vectors, scales = self.split(blocks)
+        if scales is None:
+            vectors[at] = rows.to(vectors.dtype)
+        else:
+            vectors[at], scales[at] = encode(self.block.codec, rows)
+
+    def load(self, blocks: Tensor, at: Places, dtype: torch.dtype) -> Tensor:
+        """Return the vectors at places of some of the blocks, ``[.., head_dim]``."""
+        vectors, scales = self.split(blocks)
+        if scales is None:
+            return vectors[at].to(dtype)
+        return decode(self.block.codec, vectors[at], scales[at], dtype)
+
+    def load_blocks(self, blocks: Tensor) -> Tensor:
+        """Return all vectors of some of the blocks, ``[n, page_size, head_dim]`` in `dtype`.
+
+        They are views where the codec is not scaled.
+        """
+        return self.load(blocks, (slice(None), slice(None)), self.dtype)
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the content of some slots, over all layers, into as many others.
@@ -130,8 +151,6 @@ class KVPool:
         kept = kept.to(pages.device)
         targets = torch.arange(first, first + kept.shape[2], device=pages.device)
         vectors, scales = self.split(self.blocks)
-        if vectors.itemsize == 1:  # as in `_copy_slots`
-            vectors = vectors.view(torch.int8)
         shape = (self.num_blocks, self.num_kv_heads, kept.shape[2])
         for layer in range(self.num_layers):  # each is gathered whole before it is written
             own = layer * self.num_blocks * self.num_kv_heads
@@ -152,8 +171,6 @@ class KVPool:
         firsts = (slots // self.page_size).mul_(self.page_blocks)
         blocks, offsets = firsts.unsqueeze(-1) + each, (slots % self.page_size).unsqueeze(-1)
         vectors, scales = self.split(self.blocks)
-        if vectors.itemsize == 1:  # of bytes: not every torch that computes on a GPU indexes float8
-            vectors = vectors.view(torch.int8)
         for kept in (vectors,) if scales is None else (vectors, scales):
             kept[blocks[1], offsets[1]] = kept[blocks[0], offsets[0]]
 
@@ -329,7 +346,8 @@ def bytes_per_mixed_page(
 class BlockLayout:
     """A page's keys or values of one layer and KV head: ``num_items`` of ``dtype``."""
 
-    dtype: torch.dtype
+    codec: KvCodec
+    dtype: torch.dtype  # int8 for bytes: not every torch that computes on a GPU indexes float8
     num_items: int
     scales_at: int  # bytes before the scales, a multiple of 4; 0: there are none
 
@@ -338,11 +356,11 @@ class BlockLayout:
         cls, page_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: KvDtype
     ) -> BlockLayout:
         """The layout of a pool's blocks; ``dtype`` is the model's."""
-        if kv_dtype == "auto":
-            return cls(dtype, page_size * head_dim, 0)
+        codec = KV_CODECS[kv_dtype]
+        if not codec.is_scaled:
+            return cls(codec, dtype, page_size * head_dim, 0)
         scales_at = -(-page_size * head_dim // _SCALE_BYTES) * _SCALE_BYTES
-        num_items = scales_at + page_size * _SCALE_BYTES
-        return cls(SCALED_DTYPES[kv_dtype], num_items, scales_at)
+        return cls(codec, torch.int8, scales_at + page_size * _SCALE_BYTES, scales_at)
 
     @property
     def num_bytes(self) -> int:
@@ -365,24 +383,26 @@ def bytes_per_page(
     return num_blocks * num_layers * num_kv_heads * block.num_bytes
 
 
-def to_scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``[.., head_dim]`` float32 to int8 or e4m3 of that shape and float32 scales ``[..]``.
+def encode(codec: KvCodec, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``rows`` [.., head_dim] float32 as a scaled codec's numbers, and float32 scales [..].
 
-    The largest of a row becomes 127 or 448, what lies between two steps goes to the nearest, ties
-    to even; a row of zeros has the scale 0. The scale of a row that is not finite is not finite
-    either, and its items are 0: so all of it is NaN when it is read.
+    The numbers are the bytes of their dtype, as int8. The largest of a row becomes the codec's
+    ``top``, what lies between two numbers goes to the nearest, ties to even; a row of zeros has the
+    scale 0. The scale of a row that is not finite is not finite either, and its numbers are 0: so
+    all of it is NaN when it is read.
     """
-    top = TOPS[dtype]
     largest = rows.abs().amax(dim=-1)
-    scales = largest / torch.full_like(largest, top)  # by a number, a GPU takes its reciprocal
+    # Divided by a tensor: of a division by a number a GPU makes a product with the reciprocal.
+    scales = largest / torch.full_like(largest, codec.top)
     items = (rows / scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0)
     # The scale of numbers near the smallest there are is itself rounded.
-    items.clamp_(-top, top)
-    if dtype == torch.int8:  # to which torch truncates
+    items.clamp_(-codec.top, codec.top)
+    if codec.number == "int8":  # to which torch truncates
         items.round_()
-    return items.to(dtype), scales
+    return items.to(getattr(torch, codec.number)).view(torch.int8), scales
 
 
-def from_scaled(items: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo `to_scaled`: ``[.., head_dim]`` in ``dtype``."""
-    return items.float().mul_(scales.unsqueeze(-1)).to(dtype)
+def decode(codec: KvCodec, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo `encode`: return ``[.., head_dim]`` in ``dtype``."""
+    wide = numbers.view(getattr(torch, codec.number)).float()
+    return wide.mul_(scales.unsqueeze(-1)).to(dtype)

@@ -18,7 +18,7 @@ It covers, and `FingerprintParts` has a field for each:
 - ``dtype``, ``asked_dtype`` (auto keeps weights as they are stored, the same dtype by name does
   not), ``quantize``, ``exact``, ``load_format``.
 - ``tower``: of a model that sees images, version of transformers and the whole config.
-- ``page_size`` and ``kv_dtype``: how a page is laid out.
+- ``page_size`` and ``kv_codec``: how a page is laid out, and what its vectors are rounded to.
 - ``head``: config and tensors of the trained head whose KV lies in the record, None without one.
 
 CRC-32 reads several GB/s, a cryptographic hash one. It does not resist files that are made to
@@ -114,7 +114,7 @@ class FingerprintParts:
     exact: str
     load_format: str
     page_size: int  # tokens
-    kv_dtype: str
+    kv_codec: str
     head: HeadParts | None = None
     tower: Mapping[str, str] | None = None
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ModelLoadError
+from ...core.interface.kv_codec import KvDtype
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder, OwnDecoder, sequence_pool
 from ...core.model.description.tensors import LM_HEAD
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.opening import open_model
 from ...core.ops.batch import Segment, Taps, Wanted
-from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
+from ...core.ops.kv_pool import KVPool, bytes_per_page
 from ...core.ops.row_extras import RowExtras, SegmentState, fresh_state
 from ...core.ops.weights import table_rows
 from ...core.sampling.drafted_row import DraftedRow

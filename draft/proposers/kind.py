@@ -12,9 +12,10 @@ from typing import NamedTuple, Protocol
 
 from ...core.config import EngineConfig
 from ...core.execution.proposer import Proposer
+from ...core.interface.kv_codec import KvDtype
 from ...core.model.decoder import Decoder
 from ...core.model.formats.checkpoint import OnRead
-from ...core.ops.kv_pool import KvDtype, KVPool
+from ...core.ops.kv_pool import KVPool
 
 
 class TokenText(Protocol):

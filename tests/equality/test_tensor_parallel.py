@@ -9,8 +9,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as GgmlType
 
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.ops.native import native_library
 from support.checkpoints import make_checkpoint
 from support.draft_trees import RandomTrees

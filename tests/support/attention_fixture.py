@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.ops.batch import RaggedBatch, Segment, build_batch
-from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.triton.triton_ops import TritonOps
 from foretoken.core.ops.weights import FIRST_TABLE, HeadLayout, HeadNorm, Tables

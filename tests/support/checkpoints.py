@@ -14,9 +14,10 @@ import transformers
 from torch import Tensor
 
 from foretoken.core.interface.extras.adapter import Adapter
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.ops.batch import Segment
-from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.row_extras import RowExtras, SegmentState
 
 VOCAB_SIZE = 261
@@ -518,6 +519,6 @@ class ModelDriver:
 def void_item(pool: KVPool) -> float:
     """Return the item that fills a pool so that all of it reads as NaN.
 
-    Bytes of -1 make scales of NaN; bytes of a float8 that is NaN make the items so.
+    Bytes of -1 make scales of NaN.
     """
     return -1 if pool.data.dtype == torch.int8 else torch.nan

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from foretoken.core.execution.step_layout import request_segments
 from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.ops.batch import Segment
-from foretoken.core.ops.kv_pool import KvDtype
 from support.checkpoints import void_item
 from support.fixed_depth import FixedDepth
 from support.proposers import BareProposer

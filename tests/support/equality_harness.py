@@ -20,6 +20,7 @@ from foretoken.core.execution.proposer import Proposer
 from foretoken.core.execution.step_layout import table_slots
 from foretoken.core.interface.draft import Draft
 from foretoken.core.interface.extras.tiers import KVTiers
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.protocols import ProposerTraits, Speculator
 from foretoken.core.interface.request import Request
@@ -27,7 +28,7 @@ from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.drafting.rough_copy import rough_decoder
 from foretoken.core.model.loader import ModelImpl, load_decoder
-from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.state_pool import DRAFT_ROOM
 from foretoken.core.scheduling.request_table import SchedulerLimits

@@ -9,11 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.description.config import DecoderConfig, LayerSpec
 from foretoken.core.model.description.rope import RopeSpec
 from foretoken.core.ops.base import Exactness, Ops
-from foretoken.core.ops.kv_pool import KvDtype, KvPlace, KVPool
+from foretoken.core.ops.kv_pool import KvPlace, KVPool
 from foretoken.core.ops.triton.graph.graphs import Graph, MakeGraph, cuda_graphs
 from foretoken.core.ops.triton.triton_ops import TritonOps
 from foretoken.core.ops.weights import (
@@ -139,9 +140,9 @@ def make_pool(decoder: Decoder, kv_dtype: KvDtype = "auto") -> KVPool:
     """Every page holds something, as if it had been computed before."""
     pool = decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE, kv_dtype=kv_dtype)
     torch.manual_seed(1)
-    vectors, scales = pool.split(pool.blocks)
-    drawn = torch.randn(vectors.shape)
-    vectors.copy_(drawn if scales is None else drawn * 50)
-    if scales is not None:
-        scales.copy_(torch.rand(scales.shape) / 50)
+    pool.store(
+        pool.blocks,
+        (slice(None), slice(None)),
+        torch.randn(len(pool.blocks), pool.page_size, pool.head_dim),
+    )
     return pool

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from msgspec.structs import replace
 
 from ....api.types.sampling_params import SamplingParams
@@ -95,10 +94,10 @@ class Bed:
 
 def fill(pool: KVPool) -> None:
     """Random keys and values: zeros would spare the card power, and run faster."""
-    if pool.block.scales_at == 0:
+    if not pool.block.codec.is_scaled:
         pool.data.normal_()
         return
-    pool.data.view(torch.uint8).random_(0, 127)  # finite numbers in int8 and in e4m3
+    pool.data.random_(0, 127)  # finite numbers in each codec
     _, scales = pool.split(pool.blocks)
     if scales is not None:
         scales.fill_(1 / 64)

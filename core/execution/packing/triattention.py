@@ -24,7 +24,7 @@ from ...interface.extras.packing import KvPack
 from ...interface.plan import ScheduledRequest
 from ...model.decoder import OwnDecoder
 from ...model.description.rope import RopeTable
-from ...ops.kv_pool import KVPool, from_scaled
+from ...ops.kv_pool import KVPool
 from ...ops.weights import AttentionWeights, table_rows
 from .policies import KeepPolicy
 
@@ -160,15 +160,9 @@ def pairs(rows: Tensor) -> Tensor:
 def read_keys(pool: KVPool, page_ids: Sequence[int], places: Tensor, layer: int) -> Tensor:
     """Keys of some places of a request, ``[num_kv_heads, len(places), head_dim]`` float32."""
     pages = torch.tensor(list(page_ids), dtype=torch.int64)
-    vectors, scales = pool.split(pool.blocks)
     heads = (
         torch.arange(pool.num_kv_heads).unsqueeze(1) + layer * pool.num_blocks * pool.num_kv_heads
     )
     blocks = pages[places // pool.page_size] * pool.page_blocks + heads
-    blocks, offsets = blocks.to(vectors.device), (places % pool.page_size).to(vectors.device)
-    if scales is None:
-        return vectors[blocks, offsets].float()
-    if vectors.dtype == torch.int8:
-        return from_scaled(vectors[blocks, offsets], scales[blocks, offsets], torch.float32)
-    rows = vectors.view(torch.int8)[blocks, offsets].view(vectors.dtype)
-    return from_scaled(rows, scales[blocks, offsets], torch.float32)
+    at = (blocks.to(pool.data.device), (places % pool.page_size).to(pool.data.device))
+    return pool.load(pool.blocks, at, torch.float32)

@@ -28,10 +28,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...errors import ModelLoadError, RankLost
+from ...interface.kv_codec import KvDtype
 from ...interface.protocols import Companions
 from ...model.decoder import OwnDecoder
 from ...ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Wanted
-from ...ops.kv_pool import KvDtype, KVPool
+from ...ops.kv_pool import KVPool
 from ...ops.native import native_library, products
 from ...ops.native.products import bfloat16_products
 from ...ops.parallel import GlooComm

@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import ForetokenError
+from ...interface.kv_codec import KvDtype
 from ...model.decoder import OwnDecoder
 from ...model.loader import load_decoder
 from ...ops.batch import RaggedBatch
-from ...ops.kv_pool import KvDtype, KVPool
+from ...ops.kv_pool import KVPool
 from ...ops.machine.host_memory import map_shared, map_zeros, shared_zeros
 from ...ops.parallel import GlooComm
 

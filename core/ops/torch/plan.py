@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..batch import IntArray, RaggedBatch, pass_states
-from ..kv_pool import KVPool, from_scaled, to_scaled
+from ..kv_pool import KVPool
 from ..weights import HeadLayout
 
 BLOCK = 256  # positions
@@ -97,12 +97,7 @@ class TorchPlan:
 
     def write(self, kv: Tensor, layer: int) -> None:
         """Store ``[T, num_blocks * num_kv_heads, head_dim]`` float32: keys, then values."""
-        vectors, scales = self._pool.split(self.pages(layer))
-        if scales is None:
-            vectors[self._write_at] = kv.to(vectors.dtype)
-        else:
-            items, scales[self._write_at] = to_scaled(kv, vectors.dtype)
-            vectors.view(torch.int8)[self._write_at] = items.view(torch.int8)  # bytes, as in `read`
+        self._pool.store(self.pages(layer), self._write_at, kv)
 
     def pages(self, layer: int) -> Tensor:
         """The pool's blocks, starting at a layer's."""
@@ -111,27 +106,14 @@ class TorchPlan:
     def read(self, pages: Tensor, block: Block) -> Tensor:
         """Keys, then values of a block, ``[.., width, head_dim]``, as `Block.kv_rows` has them."""
         pool = self._pool
-        # Of bytes: not every torch that computes on a GPU selects float8.
-        whole = pages.view(torch.int8) if pages.itemsize == 1 else pages
-        kv, scales = pool.split(whole.index_select(0, block.kv_rows).view(pages.dtype))
-        if scales is not None:
-            kv = from_scaled(kv, scales, pool.dtype)
+        kv = pool.load_blocks(pages.index_select(0, block.kv_rows))
         if block.void_rows is not None:
             # NaN plus the mask, or times weight 0, would be NaN.
             kv.view(-1, pool.head_dim).index_fill_(0, block.void_rows, 0.0)
         if block.tail is not None:
-            found = self._vectors(pages, block.tail)
+            found = pool.load(pages, (block.tail.blocks, block.tail.offsets), pool.dtype)
             kv.view(-1, pool.head_dim).index_copy_(0, block.tail.rows, found)
         return kv.view(-1, block.width, pool.head_dim)
-
-    def _vectors(self, pages: Tensor, tail: TailRows) -> Tensor:
-        """Keys and values of tails, ``[n, head_dim]``."""
-        vectors, scales = self._pool.split(pages)
-        whole = vectors.view(torch.int8) if vectors.itemsize == 1 else vectors
-        found = whole[tail.blocks, tail.offsets].view(vectors.dtype)
-        if scales is None:
-            return found
-        return from_scaled(found, scales[tail.blocks, tail.offsets], self._pool.dtype)
 
     def blocks(self, window: int | None, *, is_mutual: bool = False) -> list[list[Block]]:
         """The blocks of every group, made at the first layer that has this window.

@@ -8,14 +8,13 @@ from importlib.util import find_spec
 
 import torch
 
-from ..kv_pool import KvDtype
+from ...interface.kv_codec import KV_CODECS, KvDtype
 from ..weights import HeadLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_GROUP = 64  # query heads of a KV head: they fill a tile together
 MIN_CAPABILITY = (8, 0)  # matrix instructions for bfloat16
-FP8_CAPABILITY = (8, 9)  # conversions of e4m3
 INTERPRET = "TRITON_INTERPRET"
 
 
@@ -37,7 +36,7 @@ def _unsuited_device(device: torch.device, dtype: torch.dtype, kv_dtype: KvDtype
         if is_interpreted:
             return f"{INTERPRET}=1 asks for Triton's interpreter, which is for the CPU"
         capability = torch.cuda.get_device_capability(device)
-        lowest = FP8_CAPABILITY if kv_dtype == "fp8" else MIN_CAPABILITY
+        lowest = max(KV_CODECS[kv_dtype].capability, MIN_CAPABILITY)
         if capability < lowest:
             return "compute capability {}.{} is below {}.{}".format(*capability, *lowest)
         return ""

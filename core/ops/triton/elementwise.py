@@ -6,9 +6,7 @@ import triton
 import triton.language as tl
 
 from .chain import begin
-
-ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to integers, ties to even
-EXPONENT = tl.constexpr(0x7F800000)  # of a float32's bits: with these alone it is a power of two
+from .kv_codec import store_vector
 
 
 @triton.jit
@@ -50,26 +48,6 @@ def norm_kernel(
 
 
 @triton.jit
-def to_scaled(x, dtype: tl.constexpr):
-    """A row of float32 as int8 or e4m3, and its scale, bit for bit as core/ops/kv_pool.py.
-
-    Rounded here, not by the conversion, which is then exact: the interpreter's own is not to even.
-    """
-    IS_INT8: tl.constexpr = dtype == tl.int8
-    TOP: tl.constexpr = 127.0 if IS_INT8 else 448.0
-    # A maximum passes over NaN on a GPU: taken as infinite, it makes the row's scale so.
-    scale = tl.div_rn(tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0), TOP)
-    items = tl.div_rn(x, tl.where(scale > 0.0, scale, float("inf")))
-    items = tl.where(items == items, items, 0.0)
-    items = tl.minimum(tl.maximum(items, -TOP), TOP)
-    rounder = ROUNDER
-    if not IS_INT8:  # an eighth of a number's power of two is its step, below 2 ** -6 that of these
-        power = (items.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
-        rounder = tl.maximum(power, 0.015625) * (ROUNDER / 8)
-    return ((items + rounder) - rounder).to(dtype), scale
-
-
-@triton.jit
 def norm_factor(
     x, at, head, eps, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr,
@@ -85,21 +63,6 @@ def norm_factor(
             each = tl.load(others + other * HEAD_DIM).to(tl.float32)
             squares += each * each
     return 1.0 / tl.sqrt(tl.sum(squares, 0) / (HEAD_DIM * num_normed) + eps)
-
-
-@triton.jit
-def write_to_pool(
-    x, kv_ptr, scales_ptr, block, place,
-    HEAD_DIM: tl.constexpr, NUM_ITEMS: tl.constexpr, SCALES_AT: tl.constexpr,
-):  # fmt: skip
-    """Write a head's keys or values to a place of a block, scaled where the pool has scales."""
-    items_at = block * NUM_ITEMS + place * HEAD_DIM + tl.arange(0, HEAD_DIM)
-    if SCALES_AT == 0:
-        tl.store(kv_ptr + items_at, x.to(kv_ptr.dtype.element_ty))
-    else:
-        items, scale = to_scaled(x, kv_ptr.dtype.element_ty)
-        tl.store(kv_ptr + items_at, items)
-        tl.store(scales_ptr + (block * NUM_ITEMS + SCALES_AT) // 4 + place, scale)
 
 
 @triton.jit
@@ -125,6 +88,7 @@ def rope_write_kernel(
     PAGE_SIZE: tl.constexpr,
     NUM_ITEMS: tl.constexpr,
     SCALES_AT: tl.constexpr,
+    CODEC: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_WHOLE: tl.constexpr,  # whether the norm is over all heads of a kind together
     IS_BEHIND: tl.constexpr,  # whether the norm is behind the turn; then of each head alone
@@ -162,7 +126,9 @@ def rope_write_kernel(
         return
     # Blocks of a layer: keys of each head, then values; as the heads come in the row.
     block = slot // PAGE_SIZE * page_blocks + layer_block + head - NUM_HEADS
-    write_to_pool(x, kv_ptr, scales_ptr, block, slot % PAGE_SIZE, HEAD_DIM, NUM_ITEMS, SCALES_AT)
+    store_vector(
+        x, kv_ptr, scales_ptr, block, slot % PAGE_SIZE, HEAD_DIM, NUM_ITEMS, SCALES_AT, CODEC
+    )
 
 
 @triton.jit

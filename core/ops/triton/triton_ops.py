@@ -34,7 +34,7 @@ from ..weights import (
     Table,
     Tables,
 )
-from .attention.launch import Rule, attend, merge, scales, shape
+from .attention.launch import Rule, attend, memory_of, merge, shape
 from .availability import unsuited_heads
 from .chain import chained
 from .elementwise import activate_kernel, norm_kernel, rope_write_kernel
@@ -182,7 +182,7 @@ class TritonOps(Ops, RoughOps):
         heads, pool = device.geometry.heads, device.geometry.pool
         q = qkv.new_empty((len(qkv), heads.num_heads * heads.head_dim))
         rope_write_kernel[(len(qkv), heads.num_heads + 2 * heads.num_kv_heads)](
-            qkv, q, pool.data, scales(pool), device.slots, device.positions,
+            qkv, q, *memory_of(pool), device.slots, device.positions,
             *device.turns[tables.queries], *device.turns[tables.keys],
             qkv if norm is None else norm.weight, 0.0 if norm is None else norm.eps, heads.scale,
             device.geometry.layer_block(layer), device.geometry.page_blocks,

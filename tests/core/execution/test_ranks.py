@@ -28,11 +28,11 @@ from foretoken.core.execution.ranks.worker import (
     pool_message,
     serve_rank,
 )
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.drafting.rough_copy import NoRoughCopyError, rough_decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import RaggedBatch, Segment, Wanted, build_batch
-from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.tiers.page_records import PageRecords
 from support.checkpoints import make_checkpoint
 from support.rank_threads import tp_decoder

@@ -1,4 +1,4 @@
-"""The KV pool: what int8 and fp8 keep of a vector, what a page is, and how pages are copied."""
+"""The KV pool: what a scaled codec keeps of a vector, what a page is, and how pages are copied."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import math
 import pytest
 import torch
 
+from foretoken.core.interface.kv_codec import KV_CODECS, SCALED, KvDtype
 from foretoken.core.ops.kv_pool import (
-    SCALED_DTYPES,
-    KvDtype,
     KVPool,
     KvShape,
     bytes_per_mixed_page,
     bytes_per_page,
-    from_scaled,
-    to_scaled,
+    decode,
+    encode,
 )
 from foretoken.core.ops.kv_pool import make_pool as make_mixed_pool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-KINDS: tuple[KvDtype, ...] = ("int8", "fp8")
+KINDS = tuple(codec.name for codec in SCALED)
+WHOLE = (slice(None), slice(None))
 
 
 def make_pool(
@@ -43,20 +43,23 @@ def make_pool(
 
 
 def kept(rows: torch.Tensor, kind: KvDtype, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return from_scaled(*to_scaled(rows, SCALED_DTYPES[kind]), dtype)
+    codec = KV_CODECS[kind]
+    return decode(codec, *encode(codec, rows), dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_vector_comes_back_to_half_a_step(kind: KvDtype) -> None:
-    """A step of int8 is the same for the whole vector, one of e4m3 an eighth of a power of two."""
+    """A step of whole numbers is the same for all of a vector, one of floats follows their size."""
     torch.manual_seed(0)
     rows = torch.randn(50, 64) * torch.logspace(-20, 20, 50).unsqueeze(1)
     back = kept(rows, kind)
     largest = rows.abs().amax(dim=1, keepdim=True)
-    steps = largest / 127
-    if kind == "fp8":
-        powers = torch.exp2(torch.frexp(rows * 448 / largest).exponent - 1)
-        steps = powers.clamp(min=2**-6) / 8 * largest / 448
+    top, number = KV_CODECS[kind].top, getattr(torch, KV_CODECS[kind].number)
+    steps = largest / top
+    if number.is_floating_point:
+        info = torch.finfo(number)
+        powers = torch.exp2(torch.frexp(rows * top / largest).exponent - 1)
+        steps = powers.clamp(min=info.smallest_normal) * info.eps * largest / top
     assert ((back - rows).abs() <= 0.5001 * steps).all()
     at = rows.abs().argmax(dim=1, keepdim=True)
     torch.testing.assert_close(back.gather(1, at), rows.gather(1, at), rtol=1e-6, atol=0)
@@ -119,9 +122,10 @@ def test_a_page_is_one_blob_of_the_size_that_the_helper_says(
     assert scales is not None
     assert vectors.shape == (60, page_size, head_dim)
     assert scales.shape == (60, page_size)
-    vectors.fill_(7)
-    scales.fill_(2.0)
-    assert (from_scaled(*pool.split(pool.blocks), torch.float32) == 14).all()  # type: ignore[arg-type]
+    rows = torch.arange(60 * page_size, dtype=torch.float32).view(60, page_size, 1)
+    pool.store(pool.blocks, WHOLE, rows.expand(60, page_size, head_dim))
+    back = pool.load(pool.blocks, WHOLE, torch.float32)
+    torch.testing.assert_close(back, rows.expand_as(back))
 
 
 def parts_by_slot(pool: KVPool) -> list[torch.Tensor]:
@@ -182,7 +186,7 @@ def test_parts_whose_blocks_are_nearly_multiples_are_split_into_vectors(kind: Kv
         device="cpu", kv_dtype=kind,
     )  # fmt: skip
     for part, head_dim in zip(pool.parts, (128, 252), strict=True):
-        assert part.split(part.blocks)[0].shape[-2:] == (16, head_dim)
+        assert part.load_blocks(part.blocks).shape[-2:] == (16, head_dim)
     pool.copy_slots([1, 18], [40, 35])
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.ops.base import Ops
 from foretoken.core.ops.batch import IntArray, Segment, build_batch
-from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.row_extras import RowExtras

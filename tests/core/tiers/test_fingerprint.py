@@ -57,7 +57,7 @@ PARTS = FingerprintParts(
     exact="spec",
     load_format="auto",
     page_size=16,
-    kv_dtype="auto",
+    kv_codec="auto",
     head=HeadParts(weights=b"h", config="h"),
     tower={"transformers": "5"},
 )
@@ -79,7 +79,7 @@ CHANGES: dict[str, list[Any]] = {
     "exact": ["off"],
     "load_format": ["random"],
     "page_size": [32],
-    "kv_dtype": ["int8"],
+    "kv_codec": ["int8"],
     "head": [None, HeadParts(weights=b"i", config="h"), HeadParts(weights=b"h", config="i")],
 }
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.ops.kv_pool import KvDtype, KVPool, KvShape, MixedKVPool, make_pool
+from foretoken.core.interface.kv_codec import KvDtype
+from foretoken.core.ops.kv_pool import KVPool, KvShape, MixedKVPool, make_pool
 from foretoken.core.tiers.page_records import PageRecords
 from foretoken.draft.heads.common.head_kv import HeadKV
 from support.tiny_heads import block_config, eagle_config

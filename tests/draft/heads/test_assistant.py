@@ -16,6 +16,7 @@ from torch import Tensor
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.interface.draft import DraftPlan
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import OwnDecoder
@@ -23,7 +24,6 @@ from foretoken.core.model.drafting.assistant import UNSCORED, is_assistant, read
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.opening import open_model
 from foretoken.core.ops.batch import Segment, Wanted
-from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.ops.native import native_library
 from foretoken.draft.heads.assistant import AssistantProposer, join_assistant
 from foretoken.draft.heads.common.head_kv import Written

@@ -7,7 +7,7 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "pool-hides-nan",
-        "to_scaled",
+        "encode",
         "largest = rows.abs().amax(dim=-1)",
         "largest = rows.nan_to_num().abs().amax(dim=-1)",
         ("test_a_vector_that_is_not_finite_stays_so_and_harms_no_other",),

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....interface.kv_codec import KV_CODECS, KvDtype
 from ...batch import RaggedBatch, pass_states
-from ...kv_pool import KvDtype, KVPool
+from ...kv_pool import KVPool
 from ...weights import HeadLayout
 from ..declarations import STRUCTS
 from ..library import DTYPES
@@ -25,8 +26,8 @@ def unsuited(dtype: torch.dtype, heads: Sequence[HeadLayout], kv_dtype: KvDtype 
     """Name the part of a model that the kernels cannot compute; empty if there is none."""
     if dtype not in DTYPES:
         return f"{dtype}"
-    if kv_dtype == "fp8":  # no CPU multiplies it, and int8 takes no more memory
-        return "keys and values of fp8"
+    if KV_CODECS[kv_dtype].native_code is None:
+        return f"keys and values of {kv_dtype}"
     if len(heads) > MAX_PARTS:
         return f"layers with heads of {len(heads)} shapes"
     for each in heads:
@@ -40,14 +41,17 @@ def unsuited(dtype: torch.dtype, heads: Sequence[HeadLayout], kv_dtype: KvDtype 
 def kv_struct(pool: KVPool) -> Structure:
     """Return the ``ft_kv`` of a pool. Raises ValueError for one that the kernels cannot read."""
     block = pool.block
-    if block.dtype not in (pool.dtype, torch.int8):
-        raise ValueError(f"the native kernels read no keys and values of {block.dtype}")
+    if block.codec.native_code is None:
+        raise ValueError(
+            f"the native kernels read no keys and values of torch.{block.codec.number}"
+        )
     return STRUCTS.ft_kv(
         data=pool.data.data_ptr(),
         page_blocks=pool.page_blocks,
         page_size=pool.page_size,
         block_bytes=block.num_bytes,
         scales_at=block.scales_at,
+        codec=block.codec.native_code,
     )
 
 

@@ -14,34 +14,9 @@ import triton
 import triton.language as tl
 
 from ..chain import begin
+from ..kv_codec import load_tile
 
 HIDDEN = tl.constexpr(-1e30)  # finite: a split that a row cannot see at all must not yield NaN
-
-
-@triton.jit
-def load_tile(
-    kv_ptr,
-    scales_ptr,
-    blocks,
-    offsets,
-    mask,
-    NUM_ITEMS: tl.constexpr,
-    SCALES_AT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """Keys or values of some positions, [TILE, HEAD_DIM] in the dtype of the queries.
-
-    ``blocks`` [TILE]: index of each position's block in the pool; ``offsets``: place in its page.
-    """
-    dims = tl.arange(0, HEAD_DIM)
-    at = blocks * NUM_ITEMS + offsets * HEAD_DIM
-    tile = tl.load(kv_ptr + at[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
-    if SCALES_AT > 0:
-        scales_at = (blocks * NUM_ITEMS + SCALES_AT) // 4 + offsets
-        scales = tl.load(scales_ptr + scales_at, mask=mask, other=0.0)
-        tile = (tile.to(tl.float32) * scales[:, None]).to(dtype)
-    return tile
 
 
 @triton.jit
@@ -117,6 +92,7 @@ def attend_span(
     PAGE_SIZE: tl.constexpr,
     NUM_ITEMS: tl.constexpr,
     SCALES_AT: tl.constexpr,
+    CODEC: tl.constexpr,
     TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -136,9 +112,9 @@ def attend_span(
         place = tl.where(in_tail, slot, key) % PAGE_SIZE
         block = page.to(tl.int64) * page_blocks + layer_block
         k = load_tile(kv_ptr, scales_ptr, block, place, is_key,
-                      NUM_ITEMS, SCALES_AT, HEAD_DIM, q.dtype)  # fmt: skip
+                      NUM_ITEMS, SCALES_AT, CODEC, HEAD_DIM, q.dtype)  # fmt: skip
         v = load_tile(kv_ptr, scales_ptr, block + NUM_KV_HEADS, place, is_key,
-                      NUM_ITEMS, SCALES_AT, HEAD_DIM, q.dtype)  # fmt: skip
+                      NUM_ITEMS, SCALES_AT, CODEC, HEAD_DIM, q.dtype)  # fmt: skip
         max_score, exp_sum, acc = attend_tile(
             q, position, key, k, v, max_score, exp_sum, acc, WINDOW, CAP
         )
@@ -178,6 +154,7 @@ def attend_kernel(
     PAGE_SIZE: tl.constexpr,
     NUM_ITEMS: tl.constexpr,
     SCALES_AT: tl.constexpr,
+    CODEC: tl.constexpr,
     SPLIT: tl.constexpr,
     KV_SPLIT_GROUP: tl.constexpr,  # splits
     TILE: tl.constexpr,
@@ -219,7 +196,7 @@ def attend_kernel(
                 q, position, first * SPLIT, tl.minimum(stop, (first + 1) * SPLIT),
                 pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
                 layer_block + kv_head, page_blocks,
-                NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
+                NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT, CODEC,
                 TILE, TILE_ROWS, WINDOW, CAP,
             )  # fmt: skip
             place = tl.load(places_ptr + row, mask=is_row, other=0)
@@ -234,7 +211,7 @@ def attend_kernel(
                     q, position, first * SPLIT, tl.minimum(stop, (last + 1) * SPLIT),
                     pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
                     layer_block + kv_head, page_blocks,
-                    NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
+                    NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT, CODEC,
                     TILE, TILE_ROWS, WINDOW, CAP,
                 )  # fmt: skip
             else:
@@ -246,7 +223,7 @@ def attend_kernel(
                         q, position, split * SPLIT, tl.minimum(stop, (split + 1) * SPLIT),
                         pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
                         layer_block + kv_head, page_blocks,
-                        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
+                        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT, CODEC,
                         TILE, TILE_ROWS, WINDOW, CAP,
                     )  # fmt: skip
                     max_score, exp_sum, acc = merge_state(

@@ -70,7 +70,7 @@ def attend(
         launch = attention_launch(pool, is_narrow=is_narrow, one_tile=geometry.one_tile)
     num_programs = max(1, launch.programs * _num_multiprocessors(q.device) // heads.num_kv_heads)
     attend_kernel[(num_programs, heads.num_kv_heads)](
-        q, out, pool.data, scales(pool), partial.acc, partial.max_score, partial.exp_sum,
+        q, out, *memory_of(pool), partial.acc, partial.max_score, partial.exp_sum,
         plan.last_seen, work.places, work.counts, q if rule.sinks is None else rule.sinks,
         plan.words,
         geometry.layer_block(layer), geometry.page_blocks,
@@ -100,8 +100,8 @@ def merge(out: Tensor, plan: DevicePlan, work: Work, rule: Rule) -> None:
     )  # fmt: skip
 
 
-def shape(heads: HeadLayout, pool: KVPool) -> dict[str, int]:
-    """Constants of a kernel that reads or writes the pool."""
+def shape(heads: HeadLayout, pool: KVPool) -> dict[str, int | str]:
+    """Return constants of a kernel that reads or writes the pool."""
     return {
         "NUM_HEADS": heads.num_heads,
         "NUM_KV_HEADS": heads.num_kv_heads,
@@ -109,12 +109,19 @@ def shape(heads: HeadLayout, pool: KVPool) -> dict[str, int]:
         "PAGE_SIZE": pool.page_size,
         "NUM_ITEMS": pool.block.num_items,
         "SCALES_AT": pool.block.scales_at,
+        "CODEC": pool.block.codec.name,
     }
 
 
-def scales(pool: KVPool) -> Tensor:
-    """The pool's memory as float32 where scales lie in it; else anything."""
-    return pool.data.view(torch.float32) if pool.block.scales_at else pool.data
+def memory_of(pool: KVPool) -> tuple[Tensor, Tensor]:
+    """Return the pool's memory in the dtype that kernels load, and as float32 for its scales.
+
+    Where there are no scales the second is anything.
+    """
+    codec = pool.block.codec
+    if not codec.is_scaled:
+        return pool.data, pool.data
+    return pool.data.view(getattr(torch, codec.number)), pool.data.view(torch.float32)
 
 
 @cache

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.ops.base import Ops
 from foretoken.core.ops.batch import Segment, build_batch
-from foretoken.core.ops.kv_pool import KvDtype, KVPool, from_scaled
+from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.torch.torch_ops import TorchOps
@@ -99,8 +100,9 @@ class Kept:
         heads = self.heads
         shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
         wide = Kept(shape, self.page_size, torch.float32, "auto")
+        at = (slice(None), slice(None))
         vectors, _ = wide.pool.split(wide.pool.blocks)
-        vectors.copy_(from_scaled(*self.split(), torch.float32))
+        vectors.copy_(self.pool.load(self.pool.blocks, at, torch.float32))
         return wide
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.drafting.rough_copy import rough_decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment
-from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.row_passes import NativeRowPasses
 from foretoken.core.sampling.drafted_row import DraftedRow

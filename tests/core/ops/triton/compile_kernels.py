@@ -92,8 +92,9 @@ SCALARS = dict.fromkeys(("eps", "scale", "least", "factor"), "fp32")  # others a
 DIVISIBLE = ("IN", "OUT", "logits_stride")  # scalars that are multiples of 16; pointers all are
 
 HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PAGE_SIZE": 32}
-PLAIN = {"NUM_ITEMS": 32 * 128, "SCALES_AT": 0}
-SCALED = {"NUM_ITEMS": 32 * 128 + 32 * 4, "SCALES_AT": 32 * 128}
+PLAIN = {"NUM_ITEMS": 32 * 128, "SCALES_AT": 0, "CODEC": "auto"}
+INT8 = {"NUM_ITEMS": 32 * 128 + 32 * 4, "SCALES_AT": 32 * 128, "CODEC": "int8"}
+FP8 = {**INT8, "CODEC": "fp8"}
 KV_INT8, KV_FP8 = {"kv_ptr": "i8"}, {"kv_ptr": "fp8e4nv"}
 RULE = {"WINDOW": 0, "CAP": 0.0, "HAS_SINKS": False}
 ATTEND = {**HEADS, **RULE, "SPLIT": 256, "KV_SPLIT_GROUP": 16, "TILE": 32, "ITEM_WORDS": 7}
@@ -121,14 +122,14 @@ LAUNCHED = {
 VARIANTS: dict[str, Variant] = {
     "attend narrow": Variant(attend_kernel, {**ATTEND, **PLAIN, **NARROW}),
     "attend narrow window": Variant(attend_kernel, {**ATTEND, **PLAIN, **NARROW, "WINDOW": 4096}),
-    "attend narrow int8": Variant(attend_kernel, {**ATTEND, **SCALED, **NARROW}, KV_INT8),
-    "attend narrow fp8": Variant(attend_kernel, {**ATTEND, **SCALED, **NARROW}, KV_FP8),
+    "attend narrow int8": Variant(attend_kernel, {**ATTEND, **INT8, **NARROW}, KV_INT8),
+    "attend narrow fp8": Variant(attend_kernel, {**ATTEND, **FP8, **NARROW}, KV_FP8),
     "attend wide": Variant(attend_kernel, {**ATTEND, **PLAIN, **WIDE}),
     "attend wide window": Variant(attend_kernel, {**ATTEND, **PLAIN, **WIDE, "WINDOW": 4096}),
-    "attend wide int8": Variant(attend_kernel, {**ATTEND, **SCALED, **WIDE}, KV_INT8),
-    "attend wide fp8": Variant(attend_kernel, {**ATTEND, **SCALED, **WIDE}, KV_FP8),
+    "attend wide int8": Variant(attend_kernel, {**ATTEND, **INT8, **WIDE}, KV_INT8),
+    "attend wide fp8": Variant(attend_kernel, {**ATTEND, **FP8, **WIDE}, KV_FP8),
     "attend one tile": Variant(attend_kernel, {**ATTEND, **PLAIN, **ONE_TILE}),
-    "attend one tile int8": Variant(attend_kernel, {**ATTEND, **SCALED, **ONE_TILE}, KV_INT8),
+    "attend one tile int8": Variant(attend_kernel, {**ATTEND, **INT8, **ONE_TILE}, KV_INT8),
     "merge": Variant(merge_kernel, MERGE),
     "merge window": Variant(merge_kernel, {**MERGE, "WINDOW": 4096}),
     "attend narrow capped": Variant(attend_kernel, {**ATTEND, **PLAIN, **NARROW, "CAP": 50.0}),
@@ -148,8 +149,8 @@ VARIANTS: dict[str, Variant] = {
         rope_write_kernel, {**HEADS, **PLAIN, **NORMED, "IS_BEHIND": True}
     ),
     "rope write whole": Variant(rope_write_kernel, {**HEADS, **PLAIN, **NORMED, "IS_WHOLE": True}),
-    "rope write int8": Variant(rope_write_kernel, {**HEADS, **SCALED, **PLAIN_HEADS}, KV_INT8),
-    "rope write fp8": Variant(rope_write_kernel, {**HEADS, **SCALED, **PLAIN_HEADS}, KV_FP8),
+    "rope write int8": Variant(rope_write_kernel, {**HEADS, **INT8, **PLAIN_HEADS}, KV_INT8),
+    "rope write fp8": Variant(rope_write_kernel, {**HEADS, **FP8, **PLAIN_HEADS}, KV_FP8),
     "silu mul": Variant(activate_kernel, ACTIVATION),
     "relu2": Variant(activate_kernel, {**ACTIVATION, "IS_GATED": False, "KIND": "relu2"}),
     "gelu": Variant(activate_kernel, {**ACTIVATION, "IS_GATED": False, "KIND": "gelu_tanh"}),

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from foretoken.core.interface.kv_codec import KvDtype
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.drafting.rough_copy import rough_decoder
 from foretoken.core.ops.batch import Segment, Wanted
-from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.kv_pool import KVPool
 
 pytest.importorskip("triton")
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.core.interface.kv_codec import SCALED, KvDtype
 from foretoken.core.ops.base import Exactness
 from foretoken.core.ops.batch import Segment
-from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.kv_pool import KVPool
 
 pytest.importorskip("triton")
 
@@ -78,7 +79,7 @@ def test_a_chunk_agrees_with_the_oracle(
     assert_attention_agrees([*beside, CASES[name]], filled_pool(), window)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", [codec.name for codec in SCALED])
 def test_scaled_vectors_are_read_as_the_oracle_does(
     kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from foretoken.core.interface.kv_codec import SCALED, KvDtype
 from foretoken.core.ops.batch import Segment
-from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.kv_pool import KVPool, decode
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.weights import Activation, HeadNorm, Norm, Tables
 
@@ -27,6 +28,7 @@ from support.attention_fixture import (
     write,
 )
 
+SCALED_NAMES = [codec.name for codec in SCALED]
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     # Lanes of a tile that hold no row divide nothing by nothing; they are not stored.
@@ -84,7 +86,7 @@ def test_queries_and_keys_are_turned_by_tables_of_their_own(whole: bool) -> None
     torch.testing.assert_close(other.data, pool.data, atol=tolerance(), rtol=0)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", SCALED_NAMES)
 @pytest.mark.parametrize("name", ["sharers", "mixed"])
 def test_attention_reads_scaled_vectors_as_the_oracle_does(name: str, kv_dtype: KvDtype) -> None:
     assert_attention_agrees(RAGGED[name], filled_pool(kv_dtype), None)
@@ -121,7 +123,7 @@ def test_with_exact_batch_a_row_of_a_long_chunk_has_the_bits_of_a_decoded_one() 
         assert torch.equal(row[0], chunk[index])
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", *SCALED_NAMES])
 @pytest.mark.parametrize("normed", [False, True])
 def test_keys_are_normed_turned_and_stored_as_the_oracle_does(
     kv_dtype: KvDtype, normed: bool
@@ -145,14 +147,17 @@ def assert_stored_alike(pool: KVPool, other: KVPool) -> None:
     assert scales is not None
     assert wanted is not None
     torch.testing.assert_close(scales, wanted, atol=0, rtol=1e-6)
-    items, expected = items.float(), expected.float()
-    torch.testing.assert_close(
-        items, expected, atol=1, rtol=0 if pool.data.dtype == torch.int8 else 1 / 8
-    )
     assert int((items != expected).sum()) <= 2
+    codec = pool.block.codec
+    step = 1 if codec.number == "int8" else codec.top / 8
+    found, known = (
+        decode(codec, each, torch.ones(each.shape[:-1]), torch.float32)
+        for each in (items, expected)
+    )
+    torch.testing.assert_close(found, known, atol=step, rtol=0)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", SCALED_NAMES)
 def test_a_row_that_is_not_finite_has_a_scale_that_is_not_and_its_neighbours_have(
     kv_dtype: KvDtype,
 ) -> None:

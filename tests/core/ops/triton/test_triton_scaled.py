@@ -1,4 +1,4 @@
-"""Rows become int8 and e4m3 by Triton's arithmetic as by the oracle's, to the last bit."""
+"""Rows become numbers by Triton's arithmetic as by the oracle's, to the last bit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.core.interface.kv_codec import SCALED, KvDtype
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.ops.kv_pool import SCALED_DTYPES as DTYPES
-from foretoken.core.ops.kv_pool import KvDtype, from_scaled
-from foretoken.core.ops.kv_pool import to_scaled as oracle
+from foretoken.core.ops.kv_pool import KVPool
 from support.checkpoints import ModelDriver, make_checkpoint
 
 pytest.importorskip("triton")
@@ -19,35 +18,79 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from foretoken.core.ops.triton.attention.launch import memory_of
 from foretoken.core.ops.triton.availability import unsuited
-from foretoken.core.ops.triton.elementwise import to_scaled
+from foretoken.core.ops.triton.kv_codec import load_tile, store_vector
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide):RuntimeWarning"),
     pytest.mark.slow,
 ]
+KINDS = [codec.name for codec in SCALED]
 WIDTH = 16
+WHOLE = (slice(None), slice(None))
 
 
 @triton.jit
-def scale_kernel(rows_ptr, items_ptr, scales_ptr, WIDTH: tl.constexpr):
-    at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    items, scale = to_scaled(tl.load(rows_ptr + at), items_ptr.dtype.element_ty)
-    tl.store(items_ptr + at, items)
-    tl.store(scales_ptr + tl.program_id(0), scale)
+def store_kernel(
+    rows_ptr, kv_ptr, scales_ptr,
+    WIDTH: tl.constexpr, NUM_ITEMS: tl.constexpr, SCALES_AT: tl.constexpr, CODEC: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0)
+    row = tl.load(rows_ptr + place * WIDTH + tl.arange(0, WIDTH))
+    store_vector(row, kv_ptr, scales_ptr, 0, place, WIDTH, NUM_ITEMS, SCALES_AT, CODEC)
 
 
-def scaled(rows: Tensor, kind: KvDtype) -> tuple[Tensor, Tensor]:
-    items, scales = torch.empty(rows.shape, dtype=DTYPES[kind]), torch.empty(len(rows))
-    scale_kernel[(len(rows),)](rows, items, scales, WIDTH=WIDTH)
-    return items, scales
+@triton.jit
+def load_kernel(
+    rows_ptr, kv_ptr, scales_ptr,
+    WIDTH: tl.constexpr, NUM_ITEMS: tl.constexpr, SCALES_AT: tl.constexpr, CODEC: tl.constexpr,
+):  # fmt: skip
+    places = tl.program_id(0) * 16 + tl.arange(0, 16)
+    tile = load_tile(
+        kv_ptr, scales_ptr, places * 0, places, places >= 0,
+        NUM_ITEMS, SCALES_AT, CODEC, WIDTH, tl.float32,
+    )  # fmt: skip
+    tl.store(rows_ptr + places[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], tile)
+
+
+def pool_of(rows: Tensor, kind: KvDtype) -> KVPool:
+    """Return a pool of one block with room for rows, and for whole tiles of them."""
+    return KVPool(
+        1, num_layers=1, num_kv_heads=1, head_dim=WIDTH, page_size=-(-len(rows) // 16) * 16,
+        dtype=torch.float32, device=torch.get_default_device(), kv_dtype=kind, num_blocks=1,
+    )  # fmt: skip
+
+
+def constants(pool: KVPool) -> dict[str, int | str]:
+    block = pool.block
+    return {
+        "WIDTH": WIDTH, "NUM_ITEMS": block.num_items, "SCALES_AT": block.scales_at,
+        "CODEC": block.codec.name,
+    }  # fmt: skip
+
+
+def scaled(rows: Tensor, kind: KvDtype) -> KVPool:
+    pool = pool_of(rows, kind)
+    store_kernel[(len(rows),)](rows, *memory_of(pool), **constants(pool))
+    return pool
 
 
 def assert_as_the_oracle_does(rows: Tensor, kind: KvDtype) -> None:
-    (items, scales), (expected, wanted) = scaled(rows, kind), oracle(rows, DTYPES[kind])
+    """Bit for bit, but for the sign of a zero, and the kernels load what the oracle does."""
+    pool, expected = scaled(rows, kind), pool_of(rows, kind)
+    at = (slice(None), slice(len(rows)))
+    expected.store(expected.blocks, at, rows)
+    kept = pool.load_blocks(pool.blocks)
+    assert torch.equal(kept, expected.load_blocks(expected.blocks))
+    scales, wanted = (each.split(each.blocks)[1] for each in (pool, expected))
+    assert scales is not None
+    assert wanted is not None
     assert torch.equal(scales, wanted)
-    assert torch.equal(items.float(), expected.float())
+    back = torch.empty(pool.page_size, WIDTH)
+    load_kernel[(pool.page_size // 16,)](back, *memory_of(pool), **constants(pool))
+    assert torch.equal(back[None], kept)
 
 
 def behind(top: float, numbers: Tensor) -> Tensor:
@@ -62,7 +105,8 @@ def test_every_half_step_of_int8_goes_to_the_even_one(top: float) -> None:
     halves = (torch.arange(-127, 127) + 0.5) * abs(top) / 127
     rows = behind(top, halves)
     assert_as_the_oracle_does(rows, "int8")
-    assert (scaled(rows, "int8")[0][:, 1:] % 2 == 0).all()
+    pool = scaled(rows, "int8")
+    assert (pool.split(pool.blocks)[0][0, : len(rows), 1:] % 2 == 0).all()
 
 
 @pytest.mark.parametrize("top", [448.0, -1.75, 448.0 * 2**20])
@@ -77,7 +121,7 @@ def test_every_number_half_way_between_two_of_e4m3_and_beside_goes_to_the_neares
     assert_as_the_oracle_does(behind(top, near * (abs(top) / 448)), "fp8")
 
 
-@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_any_size_are_scaled_alike(kind: KvDtype) -> None:
     torch.manual_seed(0)
     sizes = torch.logspace(-44, 37, 100).unsqueeze(1)
@@ -85,20 +129,22 @@ def test_rows_of_any_size_are_scaled_alike(kind: KvDtype) -> None:
     assert_as_the_oracle_does(torch.zeros(1, WIDTH), kind)
 
 
-@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_reads_as_nan(bad: float, kind: KvDtype) -> None:
     """The row's scale is infinite without a maximum over NaN: a GPU's maximum passes over NaN."""
     rows = torch.ones(2, WIDTH)
     rows[0, 5] = bad
-    items, scales = scaled(rows, kind)
-    assert scales[0] == torch.inf
-    back = from_scaled(items, scales, torch.float32)
+    pool = scaled(rows, kind)
+    _, scales = pool.split(pool.blocks)
+    assert scales is not None
+    assert scales[0, 0] == torch.inf
+    back = pool.load_blocks(pool.blocks)[0]
     assert back[0].isnan().all()
     torch.testing.assert_close(back[1], rows[1])
 
 
-def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_needs_a_gpu_that_converts_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     device = torch.device("cuda")
@@ -107,7 +153,7 @@ def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert problem == "compute capability 8.6 is below 8.9"
 
 
-@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_says_what_it_says_over_the_oracle(kind: KvDtype, tmp_path: Path) -> None:
     """The last token reads what was kept of those before it."""
     device = torch.get_default_device()

@@ -49,7 +49,7 @@ static void begin_task(const attend_task *task, attend_space *space) {
         space->max_score[i] = sinks ? sinks[task->first + i % task->group] : HIDDEN;
         v_store(space->exp_sums[i], v_set(0.0f));
         space->exp_sums[i][0] = sinks ? 1.0f : 0.0f;
-        if (is_int8(task)) {
+        if (is_scaled(task)) {
             pack_query(space, i, query, task->dim, heads->dtype == FT_BFLOAT16);
             continue;
         }
@@ -85,7 +85,7 @@ static void attend_block(const attend_task *task, attend_space *space, const ft_
     int64_t first = space->first_query[step->first], stop = space->first_query[step->stop];
     while (first < stop && space->reaches[first] <= step->lo) first++; /* these see none of it */
     if (first == stop) return;
-    if (is_int8(task)) {
+    if (is_scaled(task)) {
         load_scales(task, space, step);
         load_key_bytes(task, space, rows, step->count);
     } else {
@@ -93,7 +93,7 @@ static void attend_block(const attend_task *task, attend_space *space, const ft_
     }
     score_all(task, space, first, stop);
     for (int64_t i = first; i < stop; i++) weigh_seen(task, space, i, step->lo);
-    if (is_int8(task))
+    if (is_scaled(task))
         load_value_bytes(task, space, rows, next_rows, step->count);
     else
         load_values(task, space, rows, next_rows, step->count);

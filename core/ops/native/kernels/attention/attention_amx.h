@@ -1,16 +1,16 @@
-/* Scores and weighted values through the matrix unit (amx.h): of bf16, and of keys kept as int8.
+/* Scores and weighted values through the matrix unit (amx.h): of bf16, and of scaled keys.
  *
  * Up to sixteen queries are a tile, each a row of it, so a query's bits do not depend on the others.
  * A block's turned keys and paired values are tiles as they lie: sixteen keys, or dimensions, side by
  * side, along words of dimensions, or of keys. Both are filled up with zeros to whole tiles.
  * A last tile of queries may go beyond them, into space that is kept for that; its sums are not read.
  *
- * Of int8 the unit's sums are exact, so all bits are those of attention_int8.h.
+ * Of bytes the unit's sums are exact, so all bits are those of attention_bytes.h.
  */
 #ifndef FT_ATTENTION_AMX_H
 #define FT_ATTENTION_AMX_H
 
-#include "attention_int8.h"
+#include "attention_bytes.h"
 
 #if defined(FT_AMX)
 
@@ -114,7 +114,7 @@ static void gather_pairs_of(attend_space *space, int64_t at, int64_t stop, int64
     }
 }
 
-/* ---- int8: 256 times the sums of the high bytes, and those of the low ones ---- */
+/* ---- bytes: 256 times the sums of the high bytes, and those of the low ones ---- */
 
 typedef struct {
     _Alignas(64) int32_t high[AMX_ROWS][16], low[AMX_ROWS][16];
@@ -205,7 +205,7 @@ static void score_all_amx(const attend_task *task, attend_space *space, int64_t 
                           int64_t stop) {
     const int64_t words = key_stride(task);
     for (int64_t at = first; at < stop; at += AMX_ROWS) {
-        if (!is_int8(task)) {
+        if (!is_scaled(task)) {
             score_pairs_amx(space, at, words);
             continue;
         }
@@ -218,7 +218,7 @@ static void gather_all_amx(const attend_task *task, attend_space *space, int64_t
                            int64_t stop, int64_t keys) {
     for (int64_t at = first; at < stop; at += AMX_ROWS) {
         const int64_t end = ft_min(at + AMX_ROWS, stop);
-        if (is_int8(task)) gather_bytes_of(space, at, end, task->padded);
+        if (is_scaled(task)) gather_bytes_of(space, at, end, task->padded);
         else gather_pairs_of(space, at, end, task->padded, keys);
     }
 }

@@ -5,6 +5,7 @@
 #include "common/amx.h"
 #include "attention_plan.h"
 #include "common/vector.h"
+#include "decoder/kv_codec.h"
 
 #if defined(FT_DOT_BF16) || defined(FT_AMX)
 #define FT_PAIRS 1 /* bf16 is kept in pairs, for instructions that multiply these */
@@ -61,7 +62,7 @@ typedef struct {
     _Alignas(64) float wide[ROOM * MAX_DIM];      /* [queries][dim] queries widened to fp32 */
     _Alignas(64) float exp_sums[QUERIES][16];     /* of every sixteenth key */
     float max_score[QUERIES], keep[QUERIES];
-    /* Of int8 keys and values alone. */
+    /* Of scaled keys and values alone. */
     _Alignas(64) float key_scales[KEYS], value_scales[KEYS];
     float taint;
     float query_scale[QUERIES], weight_scale[QUERIES];
@@ -87,13 +88,13 @@ static int uses_dot(const ft_heads *heads) {
 
 static int64_t item_size(const ft_heads *heads) { return heads->dtype == FT_BFLOAT16 ? 2 : 4; }
 
-/* Whether keys and values are kept as bytes with scales. */
-static int is_int8(const attend_task *task) { return task->job->kv->scales_at != 0; }
+/* Whether keys and values are whole numbers with scales. */
+static int is_scaled(const attend_task *task) { return ft_is_scaled(task->job->kv); }
 
 /* Whether the matrix unit computes the task. */
 static int uses_amx(const attend_task *task) {
 #if defined(FT_AMX)
-    return is_int8(task) || uses_dot(task->job->heads);
+    return is_scaled(task) || uses_dot(task->job->heads);
 #else
     (void)task;
     return 0;
@@ -102,7 +103,7 @@ static int uses_amx(const attend_task *task) {
 
 /* Words of a turned key. */
 static int64_t key_words(const attend_task *task) {
-    if (is_int8(task)) return ft_ceil_div(task->dim, 4);
+    if (is_scaled(task)) return ft_ceil_div(task->dim, 4);
     return uses_dot(task->job->heads) ? task->dim / 2 : task->dim;
 }
 
@@ -113,13 +114,13 @@ static int64_t key_stride(const attend_task *task) {
 
 /* Keys of a block whose values are read: those there are, and zeros up to a whole sixteen or tile. */
 static int64_t filled_keys(const attend_task *task, int64_t count) {
-    int64_t unit = !uses_amx(task) ? 16 : is_int8(task) ? 64 : 32;
+    int64_t unit = !uses_amx(task) ? 16 : is_scaled(task) ? 64 : 32;
     return ft_ceil_div(count, unit) * unit;
 }
 
 /* Bytes of a key or value in the pages. */
 static int64_t vector_bytes(const attend_task *task) {
-    return task->dim * (task->job->kv->scales_at ? 1 : item_size(task->job->heads));
+    return ft_vector_bytes(task->job->kv, task->job->heads);
 }
 
 /* -- a block of keys and values --------------------------------------------------------------- */

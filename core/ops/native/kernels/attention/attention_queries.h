@@ -8,7 +8,7 @@
 #define FT_ATTENTION_QUERIES_H
 
 #include "attention_amx.h"
-#include "attention_int8.h"
+#include "attention_bytes.h"
 
 /* -- scores ----------------------------------------------------------------------------------- */
 
@@ -74,7 +74,7 @@ FT_INLINE void score_pairs(attend_space *space, int64_t first, int count, int64_
 #endif
 
 FT_INLINE void score_tile(const attend_task *task, attend_space *space, int64_t first, int count) {
-    if (is_int8(task)) {
+    if (is_scaled(task)) {
         for (int sub = 0; sub < SUBS; sub += 2)
             score_bytes(space, first, count, key_words(task), sub);
         return;
@@ -145,7 +145,7 @@ static void weigh(const attend_task *task, attend_space *space, int64_t query, i
         fill_hidden(row, from, to, 0.0f);
         for (int sub = 0; sub < SUBS; sub++) at[sub] = v_load(row + sub * 16);
     }
-    if (is_int8(task))
+    if (is_scaled(task))
         pack_weights(space, query, at);
     else if (uses_dot(task->job->heads))
         round_weights(space->weights[query], at);
@@ -228,7 +228,7 @@ FT_INLINE void gather_part(const attend_task *task, attend_space *space, int64_t
 FT_INLINE void gather_tile(const attend_task *task, attend_space *space, int64_t first, int count,
                            int64_t stop) {
     int64_t d = 0, padded = task->padded;
-    if (is_int8(task)) {
+    if (is_scaled(task)) {
         for (; d + 32 <= padded; d += 32) gather_bytes(space, first, count, padded, d, 2, stop);
         for (; d < padded; d += 16) gather_bytes(space, first, count, padded, d, 1, stop);
         return;

@@ -30,13 +30,15 @@ typedef struct {
 } ft_batch;
 
 /* A part of the KV pool, [num_layers, 2, num_kv_heads] of a page of blocks [page_size, head_dim],
- * or without the 2 where values are items of the keys: of the model's dtype, or of int8 and then an fp32 scale for each of the page_size vectors. */
+ * or without the 2 where values are items of the keys: of the model's dtype, or as kv_codec.h stores
+ * them, and then an fp32 scale for each of the page_size vectors. */
 typedef struct {
     void *data;
     int64_t page_blocks; /* from a page to the next */
     int64_t page_size;
     int64_t block_bytes;
     int64_t scales_at; /* bytes before a block's scales; 0: there are none */
+    int64_t codec;     /* kv_codec.h */
 } ft_kv;
 
 /* A row of QKV: queries, keys, values, a head after the other. With a rank (latent attention) there

@@ -1,5 +1,5 @@
 /* Norms, RoPE with the KV write, activation, embedding: what touches every number once. */
-#include "decoder.h"
+#include "kv_codec.h"
 #include "common/vector.h"
 
 enum {
@@ -339,22 +339,6 @@ FT_INLINE void latent_row(const rope_job *job, int64_t row, int dtype) {
     turn_latent(job, row, job->turn->k_table, head, 1.0f, dtype, keys + offset * bytes);
 }
 
-/* A vector to its place in a block, as int8: its largest item becomes 127, zeros have the scale 0.
- * One that is not finite has a scale of NaN, so that all of it is NaN when it is read. */
-static void put_int8(const ft_kv *kv, char *block, int64_t offset, const float *vector,
-                     int64_t dim) {
-    int8_t *items = (int8_t *)block + offset * dim;
-    float scale = v_reach(vector, dim) / 127.0f, at[FT_WIDTH];
-    memcpy(block + kv->scales_at + offset * 4, &scale, 4);
-    memset(items, 0, (size_t)dim);
-    if (!(scale > 0.0f)) return;
-    for (int64_t i = 0; i < dim; i += FT_WIDTH) {
-        ft_vec x = v_round(v_div(v_load_n(vector + i, dim - i), v_set(scale)));
-        v_store(at, v_max(v_min(x, v_set(127.0f)), v_set(-127.0f)));
-        for (int64_t j = 0; j < ft_min(FT_WIDTH, dim - i); j++) items[i + j] = (int8_t)at[j];
-    }
-}
-
 /* A value, normed where values are. */
 FT_INLINE void copy_value(const ft_heads *heads, const char *value, int dtype, void *out,
                           int out_dtype) {
@@ -372,21 +356,20 @@ FT_INLINE void copy_value(const ft_heads *heads, const char *value, int dtype, v
 FT_INLINE void write_kv(const rope_job *job, int64_t row, int64_t index, const char *key,
                         const char *value, float whole, int dtype) {
     const ft_kv *kv = job->kv;
-    int64_t dim = job->heads->head_dim, bytes = dim * (dtype == FT_BFLOAT16 ? 2 : 4);
-    int64_t page = job->batch->slots[row] / kv->page_size, head = index - job->heads->num_heads;
-    int64_t offset = job->batch->slots[row] % kv->page_size;
-    char *keys = ft_page(kv, job->heads, page, job->layer, 0, head);
-    char *values = ft_page(kv, job->heads, page, job->layer, 1, head);
-    float wide[FT_MAX_DIM];
-    int is_int8 = kv->scales_at != 0;
-    turn_head(job, row, index, key, whole, dtype, is_int8 ? (void *)wide : keys + offset * bytes,
-              is_int8 ? FT_FLOAT32 : dtype);
-    if (is_int8) {
-        put_int8(kv, keys, offset, wide, dim);
-        copy_value(job->heads, value, dtype, wide, FT_FLOAT32);
-        put_int8(kv, values, offset, wide, dim);
+    const ft_heads *heads = job->heads;
+    int64_t page = job->batch->slots[row] / kv->page_size, head = index - heads->num_heads;
+    int64_t offset = job->batch->slots[row] % kv->page_size, bytes = ft_vector_bytes(kv, heads);
+    char *keys = ft_page(kv, heads, page, job->layer, 0, head);
+    char *values = ft_page(kv, heads, page, job->layer, 1, head);
+    if (ft_is_scaled(kv)) {
+        float wide[FT_MAX_DIM];
+        turn_head(job, row, index, key, whole, dtype, wide, FT_FLOAT32);
+        ft_store_vector(kv, heads, keys, offset, wide);
+        copy_value(heads, value, dtype, wide, FT_FLOAT32);
+        ft_store_vector(kv, heads, values, offset, wide);
     } else {
-        copy_value(job->heads, value, dtype, values + offset * bytes, dtype);
+        turn_head(job, row, index, key, whole, dtype, keys + offset * bytes, dtype);
+        copy_value(heads, value, dtype, values + offset * bytes, dtype);
     }
 }
 

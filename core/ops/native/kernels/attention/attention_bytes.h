@@ -1,4 +1,4 @@
-/* Keys and values kept as int8: scores and weighted values as sums of products of bytes.
+/* Scaled keys and values: scores and weighted values as sums of products of bytes.
  *
  * A query becomes 16-bit integers, and so do a query's weights of a block, each times its value's
  * scale. Such a number is two bytes, 256 * high + low. An instruction multiplies twice as many
@@ -6,8 +6,8 @@
  * key or value is ever widened, which would take longer than to read it. What is lost is below
  * 2^-15 of a query's largest item, or of a block's largest weight.
  */
-#ifndef FT_ATTENTION_INT8_H
-#define FT_ATTENTION_INT8_H
+#ifndef FT_ATTENTION_BYTES_H
+#define FT_ATTENTION_BYTES_H
 
 #include "attention_block.h"
 #include "common/simd.h"
@@ -45,7 +45,7 @@ static void load_key_bytes(const attend_task *task, attend_space *space, const c
     for (int64_t i = 0; i < count; i += 16) {
         uint32_t *out = space->keys + i * stride;
         for (int64_t j = i; j < ft_min(i + 16, count); j++)
-            fetch_soon(rows[j] + value_offset(task), task->dim);
+            fetch_soon(rows[j] + value_offset(task), vector_bytes(task));
         turn_words(rows + i, whole, out);
         memset(out + whole * 16, 0, (size_t)(stride - whole) * 16 * 4);
         if (whole == words) continue;
@@ -82,7 +82,7 @@ static void load_value_bytes(const attend_task *task, attend_space *space, const
     for (int64_t i = 0; i < filled_keys(task, count); i += 4) {
         const char *quad[4];
         for (int j = 0; j < 4; j++) {
-            fetch_soon(next[i + j], task->dim);
+            fetch_soon(next[i + j], vector_bytes(task));
             quad[j] = value_row(task, rows, i + j, count);
         }
         quad_rows(quad, task->dim, space->values + i / 4 * task->padded);
