@@ -160,7 +160,10 @@ KNOWN: dict[str, dict[str, Any]] = {
         moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
         routed_scaling_factor=2.5,
     ),
-    "OLMo Hybrid 7B": _shape("olmo_hybrid", 3840, 11008, 32, 30, 30, 100352, 65536),
+    "OLMo Hybrid 7B": _shape(
+        "olmo_hybrid", 3840, 11008, 32, 30, 30, 100352, 65536,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+    ),
     "LFM2 1.2B": _shape(
         "lfm2", 2048, 12288, 16, 32, 8, 65536, 128000, full_attn_idxs=[2, 5, 8, 10, 12, 14]
     ),

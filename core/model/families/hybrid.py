@@ -58,9 +58,15 @@ def qwen3_5_moe(fields: Fields) -> DecoderConfig:
 def olmo_hybrid(fields: Fields) -> DecoderConfig:
     """OLMo Hybrid: `dense.olmo2` with the delta rule, behind norms, in three of four layers.
 
-    ``beta`` is up to 2, so that a state may change its sign (arXiv 2411.12537). Without a base for
-    RoPE there is none.
+    ``beta`` is up to 2, so that a state may change its sign (arXiv 2411.12537). Where the config
+    says null of RoPE's base, there is no RoPE.
     """
+    if fields.text("hidden_act", "silu") != "silu":  # which the convolutions have, too
+        raise fields.unsupported("hidden_act", "other than silu is not supported")
+    ropes = (fields, fields.object("rope_parameters"))
+    has_none = any("rope_theta" in each.values for each in ropes)
+    has_none = has_none and not any(each.has("rope_theta") for each in ropes)
+    more: dict[str, Any] = {"rope": NO_ROPE} if has_none else {}
     num_heads = fields.positive("num_attention_heads")
     hidden_size = fields.positive("hidden_size")
     key_heads = fields.positive("linear_num_key_heads", num_heads)
@@ -82,8 +88,6 @@ def olmo_hybrid(fields: Fields) -> DecoderConfig:
         norm_eps=1e-5,
     )
     linear = LayerSpec(mixer=delta, norms=LLAMA_NORMS)
-    has_rope = fields.has("rope_theta") or fields.object("rope_parameters").has("rope_theta")
-    more: dict[str, Any] = {} if has_rope else {"rope": NO_ROPE}
     layers = tuple(LayerSpec() if is_full else linear for is_full in _full_layers(fields))
     return olmo2(
         fields,
