@@ -17,7 +17,11 @@ from ...core.model.decoder import Decoder
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel
 from ...draft.control.estimators import AcceptanceModel
-from ...draft.drafters import NAMED
+from ...draft.heads.assistant import ASSISTANT
+from ...draft.heads.joined import HEAD
+from ...draft.heads.mtp import MTP
+from ...draft.proposers.kind import ProposerKind
+from ...draft.proposers.lm_proposer import LM
 from ...draft.proposers.self_draft import SELF
 from ...draft.proposers.vocab_check import OtherTokensError, check_same_tokens
 from ...draft.sources.grammar import GrammarSource
@@ -36,6 +40,10 @@ FREE: dict[str, Callable[[], Source]] = {
     "suffix": SuffixSource,
     "ngram": partial(SuffixSource, own_only=True),
 }
+# With weights. Files are of the first kind that recognises them: a draft model is what nothing else
+# is.
+PROPOSERS = (MTP, SELF, ASSISTANT, HEAD, LM)
+NAMED = {kind.name: kind for kind in PROPOSERS if kind.recognises is None}  # without files
 AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
 
 
@@ -106,6 +114,16 @@ def find_draft(name: str | None) -> Path | None:
     except ModelLoadError as error:
         named = ", ".join(("auto", *FREE, *NAMED))
         raise ModelLoadError(f"draft: {error}; drafters by name: {named}") from None
+
+
+def proposer_kind(name: str, found: Path | None) -> ProposerKind:
+    """Return the kind of a drafter with weights; ``found``: its files, unless it is in `NAMED`.
+
+    Raises `ModelLoadError` for a head that is not supported.
+    """
+    if found is None:
+        return NAMED[name]
+    return next(k for k in PROPOSERS if k.recognises is not None and k.recognises(found))
 
 
 def _sources(name: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """ProposerKind: a drafter with weights, as `--draft` names it, and how it is loaded.
 
-Each kind is one entry in its own file, and a line in the table of draft/drafters.py.
+Each kind is one entry in its own file, and a line in the table of api/build/drafts.py.
 """
 
 from __future__ import annotations

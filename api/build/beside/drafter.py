@@ -14,11 +14,10 @@ from ....core.model.decoder import Decoder
 from ....core.model.formats.checkpoint import OnRead
 from ....core.ops.kv_pool import KVPool
 from ....core.startup import timed
-from ....draft.drafters import kind_of
 from ....draft.heads.joined import JoinedHead
 from ....draft.heads.mtp import MTP, has_mtp
 from ....draft.proposers.kind import Beside, LeftOutError, LoadedDrafter, Pooled
-from ..drafts import DraftSpec, texts_between
+from ..drafts import DraftSpec, proposer_kind, texts_between
 from ..target import load_model
 
 logger = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ def load_drafter(
         texts_between=partial(texts_between, target_path=path, target=target, config=config),
     )
     try:
-        return Drafter(spec=spec, model=kind_of(spec.model, found).load(beside))
+        return Drafter(spec=spec, model=proposer_kind(spec.model, found).load(beside))
     except LeftOutError as reason:
         logger.info("auto drafts without '%s': it %s", spec.model, reason)
         return Drafter(spec=spec, left_out=str(reason))
