@@ -128,7 +128,6 @@ soak: $(VENV)/.serve
 
 # The documentation as a site, into site/: links that lead nowhere are errors.
 docs: .venv-docs/.done
-	.venv-docs/bin/pip install --disable-pip-version-check -q --no-deps --no-compile --upgrade --target build/docs .
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
 
 # Packages of a release, checked and tried as a stranger would; `make release ARGS=--no-readme` leaves that part out.

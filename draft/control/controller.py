@@ -16,7 +16,7 @@ it lacks (``catch_up_price``). Its b-th node takes a row as often as it has one:
 
 `allocate` chooses the D with the largest net_gain, which may be empty. Chances never rise along a
 path, so it is a prefix of all tokens sorted by s_i - r * k * l_i. estimators.py estimates s_i,
-cost_model.py measures seconds, and docs/speculation.md explains the rule with figures.
+cost_model.py measures seconds, and docs/speculation-internals.md explains the rule.
 
 The `Controller` keeps what that needs from step to step. A proposer that does not pay is probed at
 intervals, within a budget. Look-ups need no probes: each guess is scored against the committed

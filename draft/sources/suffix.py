@@ -36,7 +36,8 @@ _POWERS = np.cumprod(np.array([1] + [BASE] * INDEX_CHUNK, np.uint64))
 _INVERSES = np.cumprod(np.array([1] + [pow(BASE, -1, 2**64)] * INDEX_CHUNK, np.uint64))
 _SHIFTS = tuple(pow(BASE, order, 2**64) for order in ORDERS)
 
-# Fitted on the tuning half of bench/common/real_tasks.py, SmolLM2-135M (docs/speculation.md).
+# Fitted on the tuning half of bench/common/real_tasks.py with SmolLM2-135M: see
+# docs/speculation-internals.md.
 # By kind, then by class of positions. Where few were seen (sampled, in other requests) they are
 # guessed.
 _GREEDY: tuple[Chances, ...] = (

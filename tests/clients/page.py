@@ -34,7 +34,7 @@ a feature that fails is in bold.
 
 """
 POINTING = """
-## How to connect them
+## Client setup
 
 These lines are taken from the scripts in `tests/clients/`. The server is `foretoken serve --api-key
 sk-local`. A server without that flag accepts any key; most clients need one to be set.

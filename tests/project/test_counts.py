@@ -1,51 +1,43 @@
-"""Numbers of models, formats and clients that the texts name are those of the code."""
+"""Numbers that stand in several texts are those of the code."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from clients.catalog import CLIENTS
+from foretoken.api.parsing.families import FAMILIES
 from foretoken.core.model.families.registry import MODEL_FAMILIES, TEXT_FAMILIES
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES
 from support.tiny_models import RECURRENT, TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_OWN = len({**MODEL_FAMILIES, **TEXT_FAMILIES})
+OWN_TYPES = len({**MODEL_FAMILIES, **TEXT_FAMILIES})
+RECIPES = len(re.findall(r"(?m)^## \d+\. ", (ROOT / "docs/cookbook.md").read_text("utf-8")))
+WORDS = {"eleven": 11, "twelve": 12}
+
+PLACES = [
+    ("README.md", r"own decoder computes (\d+) model types", OWN_TYPES),
+    ("README.md", r"GGUF of (\d+) architectures", len(ARCHITECTURES)),
+    ("README.md", r"The tests run \[(\d+) clients\]", len(CLIENTS)),
+    ("README.md", r"\[Tool calls and reasoning\]\(docs/tools.md\) in (\d+) formats", len(FAMILIES)),
+    ("CHANGELOG.md", r"own decoder computes (\d+) model types", OWN_TYPES),
+    ("CHANGELOG.md", r"safetensors, GGUF of (\d+) architectures", len(ARCHITECTURES)),
+    ("docs/models.md", r"own decoder computes (\d+) model types", OWN_TYPES),
+    ("docs/models.md", r"(\d+) model types are each tested", len(TYPES)),
+    ("docs/models.md", r"(\d+) more types with recurrent layers", len(RECURRENT)),
+    ("docs/recurrent.md", r"\[(\d+) more types\]", len(RECURRENT)),
+    ("docs/models.md", r"\[(\d+) architectures\]", len(ARCHITECTURES)),
+    ("docs/quickstart.md", r"(\w+) short recipes", RECIPES),
+    ("docs/cookbook.md", r"(\w+) short recipes", RECIPES),
+]
 
 
-def numbers(page: str, *patterns: str) -> list[int]:
-    """The one number that each pattern finds in a page."""
-    text = " ".join((ROOT / page).read_text("utf-8").split())
-    found = [re.findall(pattern, text) for pattern in patterns]
-    assert [len(each) for each in found] == [1] * len(patterns), found
-    return [int(each[0]) for each in found]
-
-
-def test_the_readme_counts_what_there_is() -> None:
-    found = numbers(
-        "README.md",
-        r"own decoder computes (\d+) model types",
-        r"GGUF of (\d+) architectures",
-        r"The tests run \[(\d+) clients\]",
-    )
-    assert found == [NUM_OWN, len(ARCHITECTURES), len(CLIENTS)]
-
-
-def test_the_page_of_models_counts_what_there_is() -> None:
-    found = numbers(
-        "docs/models.md",
-        r"(\d+) model types are each tested",
-        r"(\d+) of them are also in the table above",
-        r"(\d+) more types have recurrent layers",
-    )
-    both = MODEL_FAMILIES.keys() & set(TYPES)
-    assert found == [len(TYPES), len(both), len(RECURRENT)]
-
-
-def test_the_changelog_counts_what_there_is() -> None:
-    unreleased = (
-        r"own decoder computes (\d+) model types",
-        r"safetensors, GGUF of (\d+) architectures",
-    )
-    assert numbers("CHANGELOG.md", *unreleased) == [NUM_OWN, len(ARCHITECTURES)]
+@pytest.mark.parametrize(("page", "pattern", "number"), PLACES)
+def test_a_number_in_a_text_is_that_of_the_code(page: str, pattern: str, number: int) -> None:
+    found = re.findall(pattern, " ".join((ROOT / page).read_text("utf-8").split()))
+    assert len(found) == 1, found
+    word = found[0].lower()
+    assert (WORDS[word] if word in WORDS else int(word)) == number

@@ -1,54 +1,68 @@
-"""The site's reference has what the code has, and what the docs link to is there."""
+"""Pages of docs: reference as in the code, short pages for users, links that lead somewhere."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import json
 import os
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import foretoken
+from support.reference_pages import PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 ROOMS = ("core", "draft", "radix_cache", "api", "tests", "bench", "docs")
+USERS = ("Home", "Start", "Terminal", "Serve", "Models", "Clients", "Speed", "Scale")
+LONGEST_PAGE = 1_500  # words
+MOST_WORDS = 45_000  # of all pages for users
+LONGEST_README = 120  # lines
 
 
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def menu() -> dict[str, list[str]]:
+    """The pages of each section of the site's menu."""
+    text = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    sections = re.findall(r"^  - (\w+):(.*(?:\n {6}.*)*)", text, re.MULTILINE)
+    return {title: re.findall(r"[\w/-]+\.md", pages) for title, pages in sections}
 
 
-def test_the_site_shows_all_flags_of_each_command(hooks, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert hooks.HELP in (DOCS / "flags.md").read_text("utf-8")
-    sections = hooks.help_of_commands().split("## foretoken ")
-    text = {each.partition("\n")[0]: each for each in sections}
-    assert "--cors-origin" in text["serve"]  # a rare one
-    assert {"replica", "run", "certify", "launch", "selftest"} <= text.keys()
+def num_words(page: Path) -> int:
+    """Words of a page; bars and rules of tables are none."""
+    return sum(bool(re.search(r"\w", each)) for each in page.read_text("utf-8").split())
 
 
-def test_the_site_has_the_document_of_a_server(hooks):
-    document = json.loads(hooks.openapi())
-    assert {"/v1/chat/completions", "/v1/load_lora_adapter"} <= document["paths"].keys()
-    assert "openapi.json" in (DOCS / "http.md").read_text("utf-8")
+def test_a_page_for_users_is_short_and_so_are_all_of_them_together() -> None:
+    words = {name: num_words(DOCS / name) for section in USERS for name in menu()[section]}
+    assert len(words) > 50
+    assert {name: num for name, num in words.items() if num > LONGEST_PAGE} == {}
+    assert sum(words.values()) <= MOST_WORDS
 
 
-def test_the_site_describes_each_name_of_the_package():
-    described = re.findall(r"^::: (foretoken\.[\w.]+)$", (DOCS / "sdk.md").read_text("utf-8"), re.M)
-    names = {each.rpartition(".")[2] for each in described}
+def test_the_readme_fits_a_few_screens() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= LONGEST_README
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_reference_page_is_what_the_code_says(name: str) -> None:
+    written = (DOCS / name).read_text("utf-8")
+    assert written == PAGES[name](), "run: PYTHONPATH=tests python -m support.reference_pages"
+
+
+def test_the_reference_has_every_command_route_and_name_of_the_package() -> None:
+    flags, http, sdk = ((DOCS / name).read_text("utf-8") for name in PAGES)
+    assert {"replica", "run", "certify", "launch", "selftest"} <= set(
+        re.findall(r"^## foretoken ([\w-]+)$", flags, re.MULTILINE)
+    )
+    assert "`--cors-origin" in flags  # a flag that --help leaves out
+    assert {"POST /v1/chat/completions", "POST /v1/load_lora_adapter"} <= set(
+        re.findall(r"^### ([A-Z]+ \S+)$", http, re.MULTILINE)
+    )
+    described = set(re.findall(r"^## (\w+)$|^\| `(\w+)` \|", sdk, re.MULTILINE))
+    names = {name for pair in described for name in pair}
     assert set(foretoken.__all__) - {"__version__"} <= names
-    for module, _, name in (each.rpartition(".") for each in described):
-        assert hasattr(importlib.import_module(module), name)
 
 
 def headings(page: Path) -> set[str]:
@@ -82,8 +96,8 @@ def broken_links(page: Path) -> list[str]:
 
 
 def test_every_page_is_in_the_sites_menu():
-    menu = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
-    assert menu == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    listed = {name for names in menu().values() for name in names}
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
 
 def test_every_link_of_the_docs_leads_somewhere():

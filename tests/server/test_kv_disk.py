@@ -1,4 +1,4 @@
-"""Promises of docs/server.md about ``--kv-disk``: a restart, flushes, reports, bad values."""
+"""Promises of docs/tiers.md about ``--kv-disk``: a restart, flushes, reports, bad values."""
 
 from __future__ import annotations
 

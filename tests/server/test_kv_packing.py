@@ -1,4 +1,4 @@
-"""Promises of docs/caching.md about ``--kv-evict``: usage, ``kv_budget``, the cache, bad values."""
+"""Promises of docs/packing.md about ``--kv-evict``: usage, ``kv_budget``, the cache, bad values."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def status(client: HTTPConnection, method: str, path: str, body: str | None = No
 
 
 def test_clients_see_no_error_while_one_of_two_servers_is_stopped(tmp_path: Path) -> None:
-    """Step 4 of an upgrade without downtime, docs/operations.md."""
+    """Step 4 of an upgrade without downtime, docs/upgrade.md."""
     found: list[int] = []
     both_serve, is_stopped = threading.Barrier(5), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Writes docs/models.md: ``PYTHONPATH=tests python -m support.models_page``.
+"""Writes docs/model-types.md: ``PYTHONPATH=tests python -m support.models_page``.
 
 A test compares the page with it.
 """
@@ -28,12 +28,12 @@ _MEMORY_ROWS = (
     "Qwen3 0.6B", "Llama 3.2 1B", "SmolLM3 3B", "Gemma 3 4B", "Qwen2.5 7B", "Llama 3.1 8B",
     "Qwen3 8B", "Phi-4", "Qwen3.5 27B", "Qwen3 30B-A3B", "Gemma 4 31B",
 )  # fmt: skip
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-HERE = Path(__file__).resolve().parent / "models_page.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "model-types.md"
+HERE = Path(__file__).resolve().parent / "model_types_page.md"
 
 
 def page() -> str:
-    """The page: the text of models_page.md with its tables filled in."""
+    """Return the text of model_types_page.md with its tables filled in."""
     text = HERE.read_text("utf-8")
     tables = {
         "FAMILIES": _families(),

@@ -157,12 +157,19 @@ def test_fields_that_change_no_answer_are_ignored(route: Route) -> None:
 def test_the_documentation_names_every_field_that_is_refused_or_mapped() -> None:
     docs = Path(foretoken.__file__).parent / "docs"
     pages = {
-        "migration.md": (RefusedFields, ChatRequest, CompletionRequest, ResponsesRequest, Options),
+        "request-fields.md": (
+            RefusedFields,
+            ChatRequest,
+            CompletionRequest,
+            ResponsesRequest,
+            Options,
+        ),
         "embeddings.md": (PooledRequest, ScoreRequest),
     }
     own = {"tools", "tool_choice", "background", "conversation", "prompt", "logprobs"}  # elsewhere
     for page, structs in pages.items():
-        text = (docs / page).read_text("utf-8") + (docs / "migration.md").read_text("utf-8")
+        parts = (page, "migration.md", "request-fields.md")
+        text = "".join((docs / name).read_text("utf-8") for name in parts)
         marks = [marks_of(struct) for struct in structs]
         names = {name for each in marks for name, _ in (*each.refused, *each.same)} - own
         assert {name for name in names if f"`{name}" not in text} == set()

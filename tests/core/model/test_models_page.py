@@ -1,4 +1,4 @@
-"""docs/models.md is what the code says; what `foretoken show` prints."""
+"""docs/model-types.md is what the code says; what `foretoken show` prints."""
 
 from __future__ import annotations
 
