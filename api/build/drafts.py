@@ -109,14 +109,16 @@ def find_draft(name: str | None) -> Path | None:
 
 
 def _sources(name: str) -> tuple[str, ...]:
-    """The model-free sources that a name stands for; none for a path of a model."""
+    """Return the model-free sources that a name stands for; none for a path of a model."""
     if name == "auto":
         return AUTO
     return (name,) if name in FREE else ()
 
 
 def make_sources(spec: DraftSpec) -> list[Source]:
-    """The model-free sources: forced tokens of a grammar, the caller's prediction, others."""
+    """Return the model-free sources: forced tokens of a grammar, the caller's prediction,
+    others.
+    """
     if spec.is_empty:
         return []
     return [GrammarSource(), PredictionSource(), *(FREE[name]() for name in spec.sources)]
@@ -129,7 +131,7 @@ def make_speculator(
     overlaps: bool,
     proposer: Proposer | None = None,
 ) -> tuple[Speculator, CostModel]:
-    """The speculator and its cost model, which `KeptCosts` fills.
+    """Return the speculator and its cost model, which `KeptCosts` fills.
 
     ``proposer``: the model that drafts, if there is one. ``overlaps``: steps without drafts are
     launched before the one ahead of them is read.
@@ -158,7 +160,8 @@ def make_speculator(
 def texts_between(
     path: Path, draft: Decoder, target_path: Path, target: Decoder, config: EngineConfig
 ) -> tuple[TokenText, TokenText] | None:
-    """The texts of the tokens of a target and of its draft model; None where these are the same.
+    """Return the texts of the tokens of a target and of its draft model; None where these are the
+    same.
 
     Raises `ModelLoadError` for other tokens, unless ``draft_vocab`` is "any" and both have a
     tokenizer. Also for a draft model with recurrent states, which drafts that fail would move on.
@@ -186,7 +189,9 @@ def texts_between(
 
 
 def tokenizer_json(path: Path) -> str | None:
-    """The text of a model's tokenizer.json; for a GGUF file, of the tokenizer made from it."""
+    """Return the text of a model's tokenizer.json; for a GGUF file, of the tokenizer made from
+    it.
+    """
     if path.suffix.lower() == ".gguf":
         return str(load_tokenizer(path).backend_tokenizer.to_str())
     file = path / "tokenizer.json"

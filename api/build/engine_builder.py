@@ -229,7 +229,7 @@ class _Parts(NamedTuple):
 
 
 def _built(parts: _Parts, source: ModelSource, config: EngineConfig) -> LocalBuilt:
-    """The engine, and the facts about its model."""
+    """Return the engine, and the facts about its model."""
     engine, models, kept = parts.engine, parts.models, parts.kept
     target, proposer = models.target, kept.proposer
     return Built(
@@ -314,7 +314,7 @@ def _warm_up(
 def _settings(
     config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool
 ) -> dict[str, object]:
-    """The options by name, those left open as they were chosen."""
+    """Return the options by name, those left open as they were chosen."""
     chosen = {
         "device": str(target.device),
         "ops": type(target.ops).__name__,
@@ -333,7 +333,9 @@ def _supervision(config: EngineConfig, settings: Mapping[str, object]) -> Superv
 
 
 def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -> SchedulerLimits:
-    """The limits of a step and of the queue: no more requests run than there are logs for."""
+    """Return the limits of a step and of the queue: no more requests run than there are logs
+    for.
+    """
     num_logs = sizes.max_running if pool.states is None else pool.states.num_logs
     packing = config.packing()
     return SchedulerLimits(

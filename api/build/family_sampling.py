@@ -91,7 +91,8 @@ _USUAL: Values = MappingProxyType({"temperature": 0.8, "top_p": 0.95, "top_k": 4
 
 
 def family_sampling(file: Path) -> SamplingDefaults:
-    """The published values of the family of a GGUF file, or those that are usual for such files.
+    """Return the published values of the family of a GGUF file, or those that are usual for such
+    files.
 
     None for a file without a chat template. Raises `ModelLoadError` for a damaged file.
     """

@@ -38,13 +38,13 @@ def is_hub_id(name: str) -> bool:
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """The id and the revision of a name of the hub; None: the branch main."""
+    """Return the id and the revision of a name of the hub; None: the branch main."""
     hub_id, _, revision = name.partition("@")
     return hub_id, revision or None
 
 
 def at_revision(model: str | None, revision: str | None) -> str | None:
-    """The name of a model at a revision.
+    """Return the name of a model at a revision.
 
     Raises `InvalidRequest` for a revision of a model that is not of the hub.
     """
@@ -65,7 +65,7 @@ def go_offline() -> None:
 
 
 def download(name: str) -> Path:
-    """The folder of a model in the cache, downloaded where it is not there.
+    """Return the folder of a model in the cache, downloaded where it is not there.
 
     Raises `ModelLoadError` with the reason and what to do.
     """
@@ -116,7 +116,7 @@ def _cause(error: Exception) -> str:
 
 
 def cached_models(hub_id: str | None = None) -> list[CachedModel]:
-    """The models of the cache, by name; of this id alone, where one is given."""
+    """Return the models of the cache, by name; of this id alone, where one is given."""
     found = [
         CachedModel(
             name=repo.repo_id,
@@ -134,7 +134,7 @@ def cached_models(hub_id: str | None = None) -> list[CachedModel]:
 
 
 def find_cached(name: str) -> list[CachedModel]:
-    """The revisions in the cache that a name means; without a revision all of the model.
+    """Return the revisions in the cache that a name means; without a revision all of the model.
 
     A commit may be named by its first `SHORT` digits or more. Raises `ModelLoadError` where there
     are none.

@@ -33,7 +33,8 @@ WORKSPACE_BYTES = 11 * 2**28
 def make_pools(
     target: Decoder, drafts: Sequence[Pooled], config: EngineConfig, sizes: Sizes
 ) -> list[KVPool]:
-    """A pool for the target and each model that drafts: one page id is valid in all of them.
+    """Return a pool for the target and each model that drafts: one page id is valid in all of
+    them.
 
     All have the same data type. Raises `InvalidRequest` for a size that is too small, and
     `ModelLoadError` where there is not enough memory.
@@ -68,7 +69,7 @@ class StateCounts(NamedTuple):
 
 
 def count_states(target: Decoder, config: EngineConfig, sizes: Sizes) -> StateCounts:
-    """The slots and logs that fit ``state_memory``, by default half of the memory for KV.
+    """Return the slots and logs that fit ``state_memory``, by default half of the memory for KV.
 
     A log for each request that runs, and two slots more than logs: one for a state that is kept,
     and one for the next. No more slots than pages, beside those of running requests. Raises what

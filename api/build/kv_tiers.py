@@ -88,7 +88,7 @@ def make_tiers(
 def _host_stores(
     config: EngineConfig, records: PageRecords, states: StateRecords | None, *, pinned: bool
 ) -> list[PageStore]:
-    """The store of pages in memory of the host, and that of states, if there are any."""
+    """Return the store of pages in memory of the host, and that of states, if there are any."""
     num_bytes, quota = parse_size(config.kv_host or "0"), config.cache_quota
     share = num_bytes if states is None else num_bytes // 2
     least = max(LEAST_PAGES * records.num_bytes, states.num_bytes * LEAST_STATES if states else 0)
@@ -100,7 +100,7 @@ def _host_stores(
 def _disk_stores(
     config: EngineConfig, fingerprint: bytes, records: PageRecords, states: StateRecords | None
 ) -> list[PageStore]:
-    """The store of pages in a folder, and that of states, if there are any."""
+    """Return the store of pages in a folder, and that of states, if there are any."""
     disk = config.kv_disk_place()
     assert disk is not None, "no folder was asked for"
     folder, num_bytes = disk

@@ -25,7 +25,7 @@ CLUSTER_KEY = "FORETOKEN_CLUSTER_KEY"
 
 
 def check_secret() -> str:
-    """Return the cluster's secret; raises `InvalidRequest` without one."""
+    """Return the cluster's secret. Raises `InvalidRequest` without one."""
     secret = os.environ.get(CLUSTER_KEY)
     if not secret:
         message = f"kv_transfer needs {CLUSTER_KEY}, the same secret for all servers"

@@ -98,7 +98,10 @@ def names_model(text: str) -> bool:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The folder, or the GGUF file that it has in place of a config. Raises `ModelLoadError`."""
+    """Return the folder, or the GGUF file that it has in place of a config.
+
+    Raises `ModelLoadError`.
+    """
     file = gguf_file(folder)
     if file is None and not (folder / "config.json").exists():
         raise ModelLoadError(f"{folder} is no model: it has neither config.json nor a GGUF file")
@@ -106,7 +109,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def smollm2_file() -> Path | None:
-    """The GGUF file of SmolLM2, or None where its wheel is not installed."""
+    """Return the GGUF file of SmolLM2, or None where its wheel is not installed."""
     try:
         wheel = importlib.metadata.distribution(SMOLLM2_WHEEL)
     except importlib.metadata.PackageNotFoundError:
@@ -252,7 +255,7 @@ def _pooling(report: ModelReport) -> str:
 
 
 def _images(path: Path, report: ModelReport) -> str:
-    """A few words on the images of a model, with the tokens that one takes."""
+    """Return a few words on the images of a model, with the tokens that one takes."""
     if not report.takes_images:
         return report.images
     from ..media.reader import count_rows

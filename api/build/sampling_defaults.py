@@ -32,7 +32,8 @@ GGUF_NAMES = {
 
 
 def sampling_defaults(source: ModelSource, config: EngineConfig) -> SamplingDefaults:
-    """The values of requests that leave them out: the configured ones before the model's own.
+    """Return the values of requests that leave them out: the configured ones before the model's
+    own.
 
     Raises `ModelLoadError` for a value of the model that is outside its bounds.
     """
@@ -47,13 +48,13 @@ def sampling_defaults(source: ModelSource, config: EngineConfig) -> SamplingDefa
 
 
 def described(defaults: SamplingDefaults) -> str:
-    """The values and where they come from, in one line."""
+    """Return the values and where they come from, in one line."""
     values = ", ".join(f"{name} {value:.12g}" for name, value in defaults.given.items())
     return f"{values} ({defaults.origin})" if values else "temperature 1 (OpenAI's defaults)"
 
 
 def model_sampling(source: ModelSource) -> SamplingDefaults:
-    """The values of a model's card, of its generation_config.json or of its GGUF file.
+    """Return the values of a model's card, of its generation_config.json or of its GGUF file.
 
     A GGUF file that names none gets those of its family. Raises `ModelLoadError` for a value
     outside its bounds.
@@ -82,14 +83,14 @@ def _of_gguf(file: Path) -> SamplingDefaults:
 
 
 def _as_written(value: object) -> object:
-    """A float32 as the decimal number that it was made from: 0.6, not 0.6000000238."""
+    """Return a float32 as the decimal number that it was made from: 0.6, not 0.6000000238."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _checked(
     file: Path, values: Mapping[str, Any], origin: str, names: Mapping[str, str] | None = None
 ) -> SamplingDefaults:
-    """The values of a file, where ``names`` has the file's own names of fields."""
+    """Return the values of a file, where ``names`` has the file's own names of fields."""
     top_k = values["top_k"]
     if isinstance(top_k, float) and top_k.is_integer():
         values = {**values, "top_k": int(top_k)}

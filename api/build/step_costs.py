@@ -68,7 +68,7 @@ class KeptCosts:
             self._save(self.costs.learnt())
 
     def _load(self) -> StepProfile | None:
-        """The costs in the file; None without a file that can be believed."""
+        """Return the costs in the file; None without a file that can be believed."""
         if self._file is None:
             return None
         try:

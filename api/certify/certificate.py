@@ -216,7 +216,7 @@ class Certifier:
         )
 
     def _wanted(self, condition: Condition) -> Sequence[State]:
-        """The passes of a condition that are asked for."""
+        """Return the passes of a condition that are asked for."""
         only = self._only or ""
         return [each for each in condition.passes if only in condition.name(each)]
 
@@ -429,7 +429,7 @@ def _answered(done: Completion) -> _Answered:
 
 
 def _guess(tokens: Sequence[int]) -> list[int]:
-    """The answer with one token twice and one left out."""
+    """Return the answer with one token twice and one left out."""
     return [*tokens[:3], *tokens[2:6], *tokens[7:]]
 
 

@@ -43,7 +43,7 @@ class Condition:
     restarts: bool = False
 
     def name(self, state: State) -> str:
-        """The name of a pass, for reports and ``--only``."""
+        """Return the name of a pass, for reports and ``--only``."""
         return f"{self.kv}/{self.drafter.rstrip('/').rpartition('/')[2]}/{state}"
 
 

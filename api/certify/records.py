@@ -63,7 +63,9 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
 
 
 def plain_params(params: Any) -> dict[str, Any]:  # noqa: ANN401 - of any request
-    """The fields that decide tokens, as JSON has them; those of `RECOMMENDED` are always there."""
+    """Return the fields that decide tokens, as JSON has them; those of `RECOMMENDED` are always
+    there.
+    """
     found: dict[str, Any] = {}
     for each in fields(params):
         value = getattr(params, each.name)
@@ -77,7 +79,9 @@ def plain_params(params: Any) -> dict[str, Any]:  # noqa: ANN401 - of any reques
 
 
 def record_of(request: Request, **about: Any) -> RecordedRequest:  # noqa: ANN401 - its fields
-    """The record of a request that has ended; ``about``: fields on the model and on the end."""
+    """Return the record of a request that has ended; ``about``: fields on the model and on the
+    end.
+    """
     sampling, prompt_len = request.sampling, request.prompt_len
     return RecordedRequest(
         id=request.request_id,
@@ -92,7 +96,7 @@ def record_of(request: Request, **about: Any) -> RecordedRequest:  # noqa: ANN40
 
 
 def engine_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The `OPTIONS` among an engine's settings."""
+    """Return the `OPTIONS` among an engine's settings."""
     return {name: settings[name] for name in OPTIONS if settings.get(name) is not None}
 
 
@@ -108,7 +112,7 @@ def kernels_of(settings: Mapping[str, Any]) -> str:
 
 
 def find_record(request_id: str, place: Path) -> RecordedRequest:
-    """The latest record of this id in a file or in the ``*.jsonl`` files of a folder.
+    """Return the latest record of this id in a file or in the ``*.jsonl`` files of a folder.
 
     Raises `InvalidRequest` where there is none, `ForetokenError` for a file that cannot be read.
     """

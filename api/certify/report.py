@@ -15,7 +15,7 @@ COLUMNS = {
 
 
 def markdown(found: Certificate) -> str:
-    """The whole report."""
+    """Return the whole report."""
     return "\n".join([*_parts(found), ""])
 
 

@@ -144,6 +144,6 @@ def _count(text: str) -> int:
 
 
 def _command() -> str:
-    """The command line, but for where this machine keeps its files."""
+    """Return the command line, but for where this machine keeps its files."""
     said = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
     return " ".join(["foretoken", *said])

@@ -261,7 +261,7 @@ def parse(args: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser(needed: Collection[str] = BY_NAME) -> Parser:
-    """The parser of all commands; only those that are needed have their arguments."""
+    """Return the parser of all commands; only those that are needed have their arguments."""
     parser = Parser(prog="foretoken", description="LLM inference with speculative decoding")
     parser.add_argument("--version", action="version", version=f"foretoken {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)

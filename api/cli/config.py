@@ -103,12 +103,15 @@ class Given:
         self._file = {} if self._path is None else self._read_file(self._path)
 
     def options(self, kind: type) -> dict[str, Any]:
-        """The given values of a dataclass, by its fields."""
+        """Return the given values of a dataclass, by its fields."""
         found = ((each.field, self._value(each)) for each in settings_of(kind).values())
         return {field: value for field, value in found if value is not None}
 
     def make(self, kind: type[T], **more: Any) -> T:  # noqa: ANN401 - fields that are no settings
-        """The dataclass. Raises `InvalidRequest`, with variable or file where one is wrong."""
+        """Return the dataclass.
+
+        Raises `InvalidRequest`, with variable or file where one is wrong.
+        """
         options = self.options(kind)  # an error there has the source already
         try:
             return kind(**options, **more)
@@ -131,7 +134,7 @@ class Given:
             logger.warning("variables that are no settings are ignored: %s", ", ".join(unknown))
 
     def _value(self, each: Setting) -> Any:  # noqa: ANN401 - of any setting
-        """The value by the first source that has one; None without any."""
+        """Return the value by the first source that has one; None without any."""
         flag, variable = getattr(self._parsed, each.name, None), _variable(each.name)
         if flag is not None:
             return tuple(flag) if each.is_list else flag
@@ -167,14 +170,14 @@ class Given:
 def given_options(
     parsed: argparse.Namespace, kinds: Iterable[type]
 ) -> tuple[str | None, dict[str, Any]]:
-    """The model and the engine's options of a command that has no other settings to read."""
+    """Return the model and the engine's options of a command that has no other settings to read."""
     given = Given(parsed, kinds)
     given.warn_of_unknown_variables()
     return model_options(given)
 
 
 def model_options(given: Given) -> tuple[str | None, dict[str, Any]]:
-    """The model and the engine's options, which are checked before the slow imports."""
+    """Return the model and the engine's options, which are checked before the slow imports."""
     from ..build.hub import at_revision, go_offline
 
     given.make(EngineConfig)
@@ -185,7 +188,10 @@ def model_options(given: Given) -> tuple[str | None, dict[str, Any]]:
 
 
 def with_adapter(params: SamplingParams, options: Mapping[str, Any]) -> SamplingParams:
-    """The parameters, with the adapter of ``--lora``. Raises `InvalidRequest` for several."""
+    """Return the parameters, with the adapter of ``--lora``.
+
+    Raises `InvalidRequest` for several.
+    """
     names = [*EngineConfig(lora=options.get("lora", ())).lora_folders]
     if len(names) > 1:
         raise InvalidRequest("--lora: run and chat take one adapter", param="lora")

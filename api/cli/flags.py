@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
                 self._rare.append(action)
 
     def format_help(self, *, shows_all: bool = False) -> str:
-        """The help, of the basic flags or of all."""
+        """Return the help, of the basic flags or of all."""
         hidden = [] if shows_all else [(action, action.help) for action in self._rare]
         try:
             for action, _ in hidden:
@@ -102,7 +102,7 @@ class _HelpAll(argparse.Action):
 
 
 def help_of(each: Setting) -> str:
-    """The help with the default, where that is a value and the text has none."""
+    """Return the help with the default, where that is a value and the text has none."""
     from ..types.sampling_params import LeftOut
 
     if each.default in (None, False, True, "", ()) or isinstance(each.default, LeftOut):
@@ -133,7 +133,9 @@ def _reader(each: Setting) -> Callable[[str], object]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The most similar name, as the end of an error about an unknown one; "" where none is."""
+    """Return the most similar name, as the end of an error about an unknown one; "" where none
+    is.
+    """
     found = get_close_matches(name, [*known], 1)
     return f" (the nearest is {found[0]})" if found and found[0] != name else ""
 
@@ -156,7 +158,7 @@ def add_engine_flags(parser: Parser) -> None:
 
 
 def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that the command line sets, without variables and files."""
+    """Return the engine options that the command line sets, without variables and files."""
     from ...core.config import EngineConfig
 
     given = {name: getattr(parsed, name) for name in EngineConfig.names()}

@@ -249,7 +249,7 @@ def _connect(url: str, key: str | None) -> Server:
 
 
 def _flags(parsed: argparse.Namespace) -> list[str]:
-    """The flags of a fresh server that were given, as its command line has them."""
+    """Return the flags of a fresh server that were given, as its command line has them."""
     found: list[str] = []
     for name, each in {**settings_of(Chosen), **settings_of(EngineConfig)}.items():
         value = getattr(parsed, name)
@@ -259,7 +259,7 @@ def _flags(parsed: argparse.Namespace) -> list[str]:
 
 
 def _written(each: Setting, value: object) -> list[str]:
-    """A flag with its value, or once with each of its values."""
+    """Return a flag with its value, or once with each of its values."""
     if each.is_switch:
         return [each.flag]
     if isinstance(value, list):

@@ -111,7 +111,10 @@ def _check(model: str) -> int:
 
 
 def _name(parsed: argparse.Namespace) -> str:
-    """The model with its revision. Raises `InvalidRequest` for a revision of another model."""
+    """Return the model with its revision.
+
+    Raises `InvalidRequest` for a revision of another model.
+    """
     from ..build import hub
 
     given = Given(parsed, KINDS)

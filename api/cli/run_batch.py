@@ -100,7 +100,7 @@ async def _run(
 
 
 def _checked(source: Path) -> int:
-    """Return the number of requests in a file; raises `InvalidRequest` telling its bad lines."""
+    """Return the number of requests in a file. Raises `InvalidRequest` telling its bad lines."""
     from ..dialects import BATCH_PATHS
     from ..dialects.batches.lines import LineCheck, numbered_lines
 

@@ -137,7 +137,9 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, _Operation]]:
 
 
 def _batch() -> RaggedBatch:
-    """A prompt, a verification of five rows, a decode step: pages scattered over the pool."""
+    """Return a prompt, a verification of five rows, a decode step: pages scattered over the
+    pool.
+    """
     pages = array("q", torch.randperm(40).tolist())
     return build_batch(
         [
@@ -161,7 +163,7 @@ def _attend(
     kv_dtype: KvDtype = "auto",
     rule: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rows attended, and the pool with their keys and values in it."""
+    """Return the rows attended, and the pool with their keys and values in it."""
     pool = KVPool(
         40,
         num_layers=1,
@@ -196,7 +198,7 @@ def _compare_linears(library: NativeLibrary) -> Iterator[Comparison]:
 
 
 def _compare_choices(ops: Ops) -> Iterator[Comparison]:
-    """The tokens drawn from a large vocabulary: as error, the share that differs."""
+    """Yield the tokens drawn from a large vocabulary: as error, the share that differs."""
     logits = 3 * torch.randn(24, 32_000)
     for name, params in CHOICES.items():
         rows = [

@@ -57,7 +57,8 @@ def serve(parsed: argparse.Namespace) -> int:
 def _front_client(
     parsed: argparse.Namespace, model: str | None, front: FrontOptions, options: dict[str, Any]
 ) -> EngineClient:
-    """The model of a front. Variables and the file may be those of its replicas, flags are its own.
+    """Return the model of a front. Variables and the file may be those of its replicas, flags are
+    its own.
 
     Raises `InvalidRequest` for a flag of an engine, an address that is none, or without the extra.
     """

@@ -152,7 +152,7 @@ def _above_zero(text: str) -> float:
 
 
 def train_draft(parsed: argparse.Namespace) -> int:
-    """Run the command; raises `InvalidRequest` for wrong data or folders."""
+    """Run the command. Raises `InvalidRequest` for wrong data or folders."""
     _check(parsed)
     from ...draft.training.answers import AnswerOptions
     from ...draft.training.conversations import read_data

@@ -65,7 +65,7 @@ class ImageReader:
     async def read(
         self, sources: Sequence[ImageSource], tokens: ImageTokens
     ) -> dict[str, ReadImage]:
-        """The images by their digests; ``tokens``: the model's, of images.
+        """Return the images by their digests; ``tokens``: the model's, of images.
 
         Raises `InvalidRequest` that names the first image that is not served, and `QueueFull`.
         """
@@ -124,7 +124,7 @@ class ImageReader:
         return ReadImage(rules.write(self._model, tokens, arrays), inputs, content_hash(inputs))
 
     def _decoded(self, source: ImageSource, data: bytes) -> Any:  # noqa: ANN401 - Pillow's
-        """The picture in RGB, upright; its size is read before any pixel is."""
+        """Return the picture in RGB, upright; its size is read before any pixel is."""
         try:
             from PIL import Image, ImageOps
         except ImportError:
@@ -155,7 +155,8 @@ class ImageReader:
         return _token_id(self._written, "image")
 
     def tokens(self, text_of: Callable[[int], str]) -> ImageTokens | None:
-        """The texts of the tokens that the config names for images; None where it names none.
+        """Return the texts of the tokens that the config names for images; None where it names
+        none.
 
         ``text_of``: the text of a token id.
         """

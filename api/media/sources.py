@@ -50,11 +50,13 @@ class ImageSource:
         return f"\ue000image:{self.digest}\ue001"
 
     def refusal(self, why: str) -> InvalidRequest:
-        """An error that names the field."""
+        """Return an error that names the field."""
         return InvalidRequest(f"{self.param}: {why}", param=self.param)
 
     def read(self, media_dir: Path | None) -> bytes:
-        """The bytes of the image. Raises `InvalidRequest` for a URL of another kind, or a bad one.
+        """Return the bytes of the image.
+
+        Raises `InvalidRequest` for a URL of another kind, or a bad one.
 
         ``media_dir``: the folder whose files may be named, as ``file://`` and their path.
         """
@@ -97,7 +99,9 @@ class ImageSource:
 
 
 def file_text(data: str | None, name: str | None) -> str | None:
-    """The text of a file that comes as a data URL; None where it is no text, or not there."""
+    """Return the text of a file that comes as a data URL; None where it is no text, or not
+    there.
+    """
     found = _DATA_URL.match(data or "", 0, 256)
     if data is None or found is None or not (found[1] or "text/plain").startswith(TEXT_TYPES):
         return None
@@ -110,12 +114,12 @@ def file_text(data: str | None, name: str | None) -> str | None:
 
 
 def unread_file(name: str | None) -> str:
-    """The note that stands for a file that is no text."""
+    """Return the note that stands for a file that is no text."""
     return f"[a file that this model cannot read: {name}]" if name else UNREAD
 
 
 def read_part(part: object, where: str) -> str | ImageSource:
-    """A part of a message as OpenAI's clients write it.
+    """Return a part of a message as OpenAI's clients write it.
 
     Raises `InvalidRequest` naming ``where``.
     """
@@ -156,7 +160,7 @@ def join_parts(parts: Sequence[str | ImageSource]) -> Placed:
 
 
 def split_marks(text: str, known: Mapping[str, ImageSource]) -> list[str | ImageSource]:
-    """The parts of a text with marks of known images; other marks are text."""
+    """Return the parts of a text with marks of known images; other marks are text."""
     parts: list[str | ImageSource] = []
     begin = at = 0
     while (found := _MARK.search(text, at)) is not None:

@@ -43,7 +43,7 @@ class ServedAdapter:
         self.namespaces: set[str] = set()  # of its requests so far, for stores that know no groups
 
     def namespace(self, salt: str | None) -> str:
-        """The namespace of a request with this cache_salt."""
+        """Return the namespace of a request with this cache_salt."""
         made = adapter_namespace(self.group, salt)
         if len(self.namespaces) < MAX_NAMESPACES:
             self.namespaces.add(made)
@@ -109,7 +109,7 @@ class Adapters:
         return name in self._served
 
     def enter(self, name: str) -> ServedAdapter:
-        """The adapter for a request, which must `ServedAdapter.leave` it.
+        """Return the adapter for a request, which must `ServedAdapter.leave` it.
 
         Raises `UnknownAdapter`.
         """
@@ -118,7 +118,7 @@ class Adapters:
         return adapter
 
     def find(self, name: str) -> ServedAdapter:
-        """The adapter of this name. Raises `UnknownAdapter`."""
+        """Return the adapter of this name. Raises `UnknownAdapter`."""
         adapter = self._served.get(name)
         if adapter is None:
             raise UnknownAdapter(name)

@@ -94,7 +94,7 @@ class TokenChange:
     now: str
 
     def body(self) -> Body:
-        """The part of the body of an explanation."""
+        """Return the part of the body of an explanation."""
         before, now = (self.before_id, self.before), (self.now_id, self.now)
         pairs = {"before": before, "now": now}
         tokens = {name: {"id": each[0], "text": each[1]} for name, each in pairs.items()}
@@ -127,7 +127,7 @@ class Explanation:
         return 0 if self.compared_with is None else self.prompt_tokens - self.reusable_tokens
 
     def body(self) -> Body:
-        """The body of ``usage.cache_explanation`` and ``GET /cache/explain``."""
+        """Return the body of ``usage.cache_explanation`` and ``GET /cache/explain``."""
         change = self.first_difference
         shown = change and {"path": change.path, "before": change.before, "now": change.now}
         return {
@@ -239,7 +239,10 @@ class Explainer:
         return "hit" if _grew(prompt, other, found.reusable_tokens) else "changed"
 
     def known_cause(self, prompt: Remembered) -> Cause | None:
-        """The cause that needs no comparison with another prompt, None where it needs one. O(1)."""
+        """Return the cause that needs no comparison with another prompt, None where it needs one.
+
+        O(1).
+        """
         readable = self._whole(prompt.num_tokens - 1)
         if not readable:
             return "too_short"
@@ -253,7 +256,8 @@ class Explainer:
     def _of_answers(
         self, prompt: Remembered, other: Remembered
     ) -> tuple[Cause | None, TokenChange | None]:
-        """The cause and the place where a prompt that goes on from another leaves its answer.
+        """Return the cause and the place where a prompt that goes on from another leaves its
+        answer.
 
         Nothing where the answer is there as its tokens, or is another one. O(answer).
         """
@@ -273,7 +277,8 @@ class Explainer:
     def _departure(
         self, prompt: Remembered, position: int, before: Sequence[int]
     ) -> tuple[Cause | None, TokenChange]:
-        """The tokens where a prompt differs from another, and why, if it lost a thought there.
+        """Return the tokens where a prompt differs from another, and why, if it lost a thought
+        there.
 
         ``before``: tokens of the other from there on.
         """
@@ -297,7 +302,7 @@ class Explainer:
         return num_tokens // self._page_size * self._page_size
 
     def _difference(self, now: Remembered, before: Remembered, at: int) -> Difference | None:
-        """The difference of the parts, or else of the tokens."""
+        """Return the difference of the parts, or else of the tokens."""
         is_same_talk = _extends(now.note.parts, before.note.parts)
         if not (is_same_talk and at < before.num_tokens - TAIL_TOKENS):
             found = first_difference(before.note.parts, now.note.parts)
@@ -353,7 +358,7 @@ def _unexplained(prompt: Remembered) -> Explanation:
 def first_pair(
     before: Sequence[Part], now: Sequence[Part]
 ) -> tuple[Part | None, Part | None] | None:
-    """The first parts that differ, None for one that is missing; None if all are equal."""
+    """Return the first parts that differ, None for one that is missing; None if all are equal."""
     for old, new in zip_longest(before, now):
         if old != new:
             return old, new
@@ -361,7 +366,10 @@ def first_pair(
 
 
 def change_of(before: Sequence[Part], now: Sequence[Part]) -> tuple[Cause, str | None]:
-    """The cause of a prompt that differs, and the rule of ``--normalize`` for it. O(text)."""
+    """Return the cause of a prompt that differs, and the rule of ``--normalize`` for it.
+
+    O(text).
+    """
     old, new = first_pair(before, now) or (None, None)
     if "tools" in {part.kind for part in (old, new) if part is not None}:
         if old is None or new is None or old.kind != new.kind:
@@ -382,7 +390,7 @@ def _sorted(tools: str) -> list[bytes]:
 
 
 def first_difference(before: Sequence[Part], now: Sequence[Part]) -> Difference | None:
-    """The first part that differs; None if all are equal."""
+    """Return the first part that differs; None if all are equal."""
     match first_pair(before, now):
         case Part() as old, Part() as new if old.path == new.path:
             at = common_len(old.text, new.text)

@@ -57,7 +57,7 @@ class ChoiceReader:
         self._is_called = False  # whether the last call is whole
 
     def read(self, delta: TextDelta) -> list[TextDelta]:
-        """The deltas of a step: one, or more where content or reasoning follows a call.
+        """Return the deltas of a step: one, or more where content or reasoning follows a call.
 
         None once the choice has ended, even if the engine still generates. Behind its only call it
         goes on to the end of the message, or to the next part, which it does not have.
@@ -84,7 +84,7 @@ class ChoiceReader:
         return parts
 
     def _message_ids(self, delta: TextDelta) -> list[int] | None:
-        """The ids of the whole message.
+        """Return the ids of the whole message.
 
         None where it has none: a stop string may end inside a token, and a choice that ended where
         something came behind its only call may have the beginning of it.
@@ -131,7 +131,7 @@ class ChoiceReader:
                 self._call(part).is_done = self._is_called = True
 
     def _call(self, part: TextDelta) -> CallDelta:
-        """The delta of the present call."""
+        """Return the delta of the present call."""
         index = self._num_calls - 1
         if not part.tool_calls or part.tool_calls[-1].index != index:
             part.tool_calls.append(CallDelta(index=index))
@@ -208,7 +208,7 @@ class ChatAnswer:
             raise
 
     def _parts(self, delta: TextDelta) -> list[TextDelta]:
-        """The parts of a step; the end of a choice is remembered."""
+        """Return the parts of a step; the end of a choice is remembered."""
         reader = self._readers[delta.index]
         parts = reader.read(delta)
         if parts and parts[-1].finish_reason is not None:
@@ -395,7 +395,9 @@ class ChatClient:
             raise
 
     def normalized(self, chat: ChatInput) -> tuple[ChatInput, tuple[str, ...]]:
-        """The conversation as it is rendered, and the names of the rules that have changed it."""
+        """Return the conversation as it is rendered, and the names of the rules that have
+        changed it.
+        """
         return (chat, ()) if self._normalizer is None else self._normalizer.apply(chat)
 
     async def _note(self, chat: ChatInput) -> PromptNote:
@@ -424,7 +426,7 @@ class ChatClient:
         )
 
     def _tail(self, prompt_ids: Sequence[int]) -> str:
-        """The end of the prompt, which may open the reasoning of a model that thinks."""
+        """Return the end of the prompt, which may open the reasoning of a model that thinks."""
         if self.syntax.thinking is None:
             return ""
         return self._llm.tokenizer.decode(prompt_ids[-TAIL_IDS:], skip_special_tokens=False)

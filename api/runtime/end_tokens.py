@@ -159,10 +159,10 @@ def _call(number: int, value: str) -> dict[str, Any]:
 
 
 def _id(number: int) -> str:
-    """An id of nine letters and digits, which some templates insist on."""
+    """Return an id of nine letters and digits, which some templates insist on."""
     return f"call0000{number}"
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message for templates that take lists of parts alone."""
+    """Return a message for templates that take lists of parts alone."""
     return {**message, "content": [{"type": "text", "text": message.get("content", "")}]}

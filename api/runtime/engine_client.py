@@ -105,7 +105,7 @@ class EngineClient:
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:
-        """A client of an existing engine, which `start` starts."""
+        """Return a client of an existing engine, which `start` starts."""
         llm = cls()
         llm._built = built
         return llm
@@ -168,7 +168,9 @@ class EngineClient:
         return end_token_ids(tokenizer, built.eos_token_ids)
 
     async def _build(self) -> Built[ServingEngine]:
-        """The loaded model. A load cannot be cancelled: it is kept for whoever waits next."""
+        """Return the loaded model. A load cannot be cancelled: it is kept for whoever waits
+        next.
+        """
         if self._loading is None:
             self._loading = asyncio.create_task(self._load(), name="foretoken-load")
         try:
@@ -302,7 +304,9 @@ class EngineClient:
         """Wait, after `start`, until all that is to serve is there; here it is."""
 
     def replicas(self) -> Body:
-        """The engines in other processes that serve its requests; none where it has its own."""
+        """Return the engines in other processes that serve its requests; none where it has its
+        own.
+        """
         return {"replicas": []}
 
     async def change_replicas(self, least: int, most: int) -> None:
@@ -427,7 +431,8 @@ class EngineClient:
         tools: Sequence[Mapping[str, Any]] = (),
         is_try: bool = False,
     ) -> str:
-        """The text of a conversation in the model's own format; ``options`` are its template's.
+        """Return the text of a conversation in the model's own format; ``options`` are its
+        template's.
 
         ``tools`` are functions in OpenAI's shape, which is what templates take. ``is_try``: a
         failure of the template is not logged.
@@ -469,7 +474,7 @@ class EngineClient:
         return Explainer(self.prompts, self.page_size, self._decoded)
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids; rows of images, whose ids are negative, have none."""
+        """Return the text of token ids; rows of images, whose ids are negative, have none."""
         text_ids = [token_id for token_id in token_ids if token_id >= 0]
         return self.tokenizer.decode(text_ids, skip_special_tokens=False)
 

@@ -82,7 +82,8 @@ class Generation:
             yield delta
 
     async def pooled(self) -> array[float]:
-        """The numbers that a request wants in place of an answer, once its prompt is computed.
+        """Return the numbers that a request wants in place of an answer, once its prompt is
+        computed.
 
         Raises `DeadlineExceeded`, and `EngineDead` where it was aborted.
         """
@@ -182,7 +183,7 @@ class Answer:
             generation.close()
 
     def deltas(self) -> AsyncGenerator[TextDelta]:
-        """The deltas of all choices as they come, each with its index."""
+        """Yield the deltas of all choices as they come, each with its index."""
         if len(self.generations) == 1:
             return self.generations[0].deltas()
         return merge([generation.deltas() for generation in self.generations])
@@ -236,7 +237,7 @@ class Answers:
         return self.all[prompt_index].generations[index].usage.completion_tokens
 
     def deltas(self) -> AsyncGenerator[TextDelta]:
-        """The deltas of all choices as they come, each with its index."""
+        """Yield the deltas of all choices as they come, each with its index."""
         if len(self.all) == 1:
             return self.all[0].deltas()
         return merge([_shifted(each, self._n * index) for index, each in enumerate(self.all)])
@@ -255,7 +256,9 @@ class Answers:
 
 
 async def _shifted(answer: Answer, first_index: int) -> AsyncGenerator[TextDelta]:
-    """An answer's deltas with the indices that its choices have among those of all answers."""
+    """Yield an answer's deltas with the indices that its choices have among those of all
+    answers.
+    """
     async with aclosing(answer.deltas()) as deltas:
         async for delta in deltas:
             yield replace(delta, index=first_index + delta.index)
@@ -344,7 +347,7 @@ def count_standing(prediction: Sequence[int], answer: Sequence[int]) -> int:
 
 
 def _places(prediction: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
-    """The positions of each run of tokens."""
+    """Return the positions of each run of tokens."""
     places: dict[tuple[int, ...], list[int]] = {}
     for start in range(len(prediction) - RUN + 1):
         places.setdefault(tuple(prediction[start : start + RUN]), []).append(start)

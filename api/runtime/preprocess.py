@@ -63,7 +63,7 @@ def is_one_conversation(messages: object) -> TypeGuard[Conversation]:
 
 
 def one_params(params: object) -> SamplingParams:
-    """The parameters of a single prompt."""
+    """Return the parameters of a single prompt."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -85,7 +85,7 @@ def warm_params(params: SamplingParams, *, max_tokens: int = 0) -> SamplingParam
 
 
 def with_adapter(params: object, lora: str | None) -> object:
-    """The parameters, one set or several, with the name of an adapter, if there is one."""
+    """Return the parameters, one set or several, with the name of an adapter, if there is one."""
     if lora is None:
         return params
     if params is None or isinstance(params, SamplingParams):
@@ -106,7 +106,7 @@ def many_params(params: object, count: int) -> list[SamplingParams]:
 
 
 def one_id(request_id: object) -> str | None:
-    """The id of a single request."""
+    """Return the id of a single request."""
     if request_id is not None and not (isinstance(request_id, str) and request_id):
         raise InvalidRequest("request_id must be a text", param="request_id")
     return request_id
@@ -149,7 +149,7 @@ async def bad_words_ids(
 
 
 async def prediction_ids(tokenizer: Tokenizer, params: SamplingParams) -> array[int] | None:
-    """The prediction's token ids; None for an empty prediction."""
+    """Return the prediction's token ids; None for an empty prediction."""
     guess = params.prediction or ()
     if isinstance(guess, str):
         guess = await tokenizer.encode_prediction(guess)
@@ -279,7 +279,7 @@ def submit(engine: ServingEngine, request: Request) -> TokenStream:
 
 
 def ended_stream(request: Request) -> TokenStream:
-    """The stream of a request that was aborted before its first token."""
+    """Return the stream of a request that was aborted before its first token."""
     request.usage.prompt_tokens = request.prompt_len
     stream = TokenStream(request)
     stream.push(Delta(finish_reason=FinishReason.ABORT))

@@ -111,7 +111,7 @@ class ChatOptions:
         self._choice = _choice(choice, self._tools, is_parallel=is_parallel)
 
     def chat_input(self, messages: Conversation, params: SamplingParams) -> ChatInput:
-        """The chat request."""
+        """Return the chat request."""
         is_one_conversation(messages)  # for its errors
         check_messages(messages)
         read = [read_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
@@ -143,7 +143,7 @@ def _choice(given: GivenChoice, tools: Sequence[Tool], *, is_parallel: bool) -> 
 
 
 def _handles(messages: Conversation) -> list[Handle]:
-    """The messages that are rendered by their ids, as `Completion.message` has them."""
+    """Return the messages that are rendered by their ids, as `Completion.message` has them."""
     return [
         Handle(place, messages[index]["token_ids"], f"messages[{index}].token_ids")
         for place, index in enumerate(_places(messages))
@@ -152,7 +152,7 @@ def _handles(messages: Conversation) -> list[Handle]:
 
 
 def _places(messages: Conversation) -> list[int]:
-    """The indices of the messages that are left where those of the system become one."""
+    """Return the indices of the messages that are left where those of the system become one."""
     shift = max(0, num_system(message["role"] for message in messages) - 1)
     every = range(len(messages))
     return [*every[:1], *every[shift + 1 :]]
@@ -235,7 +235,7 @@ class AsyncLLM(EngineClient):
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
     ) -> Completion | list[Completion]:
-        """The next message of one conversation or of a list of them.
+        """Return the next message of one conversation or of a list of them.
 
         ``tools`` and ``tool_choice`` have the form of OpenAI's API; tool calls are in the
         completion's ``tool_calls``.
@@ -281,7 +281,9 @@ class AsyncLLM(EngineClient):
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
     ) -> AsyncGenerator[TextDelta]:
-        """The next message, step by step, as content, reasoning and calls. Leaving early aborts."""
+        """Yield the next message, step by step, as content, reasoning and calls. Leaving early
+        aborts.
+        """
         options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
         own = with_adapter(params, lora)
         chat = options.chat_input(messages, one_params(own))
@@ -311,7 +313,7 @@ class AsyncLLM(EngineClient):
         cache_salt: str | None = None,
         lora: str | None = None,
     ) -> Embedding | list[Embedding]:
-        """The vector of one text (or token ids), or those of a list of them, in order.
+        """Return the vector of one text (or token ids), or those of a list of them, in order.
 
         A vector is the hidden state of the last token, of length 1. ``dimensions``: cut it before,
         for models whose config names this length. Raises `InvalidRequest`, naming the input.
@@ -365,7 +367,9 @@ class AsyncLLM(EngineClient):
         ]
 
     async def _read(self, prompts: PooledPrompts) -> list[Pooled]:
-        """The numbers of all prompts; where the queue is full of other calls, this one waits."""
+        """Return the numbers of all prompts; where the queue is full of other calls, this one
+        waits.
+        """
         return await self._patiently(prompts.read)
 
     @cached_property
@@ -468,7 +472,7 @@ class AsyncLLM(EngineClient):
 
 
 def _inputs(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """The inputs of a call, and whether it was a single one. Raises `InvalidRequest`."""
+    """Return the inputs of a call, and whether it was a single one. Raises `InvalidRequest`."""
     try:
         if is_one_prompt(given):
             return [given], True
@@ -479,7 +483,10 @@ def _inputs(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 
 
 def _texts(query: str, documents: Sequence[str], instruct: str | None) -> list[str]:
-    """The documents of a call. Raises `InvalidRequest` for what are no texts, and for none."""
+    """Return the documents of a call.
+
+    Raises `InvalidRequest` for what are no texts, and for none.
+    """
     texts = list(as_tuple("documents", documents))
     require(bool(texts), "documents", "must have at least one text")
     for index, text in enumerate(texts):

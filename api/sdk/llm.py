@@ -123,7 +123,7 @@ class _Reader:
         self._reading: asyncio.Task[Any] | None = None
 
     async def next(self) -> TextDelta | None:
-        """The next delta; None at the end."""
+        """Return the next delta; None at the end."""
         self._reading = asyncio.current_task()
         return await anext(self._deltas, None)
 
@@ -155,7 +155,7 @@ class LLM:
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:
-        """An LLM over an existing engine."""
+        """Return an LLM over an existing engine."""
         llm = cls.__new__(cls)
         llm._boot(AsyncLLM.from_built(built))
         return llm
@@ -231,7 +231,7 @@ class LLM:
         params: Params = None,
         **options: Any,
     ) -> Completion | list[Completion]:
-        """The next message of one conversation or of a list of them: `AsyncLLM.chat`."""
+        """Return the next message of one conversation or of a list of them: `AsyncLLM.chat`."""
         chat: _Call[Completion] = self._llm.chat
         return self._run(chat(messages, params, **options))
 
@@ -261,7 +261,9 @@ class LLM:
     def embed(
         self, inputs: Prompt | Sequence[Prompt], **options: Any
     ) -> Embedding | list[Embedding]:
-        """The vector of one text (or token ids), or those of a list of them: `AsyncLLM.embed`."""
+        """Return the vector of one text (or token ids), or those of a list of them:
+        `AsyncLLM.embed`.
+        """
         embed: _Call[Embedding] = self._llm.embed
         return self._run(embed(inputs, **options))
 

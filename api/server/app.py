@@ -58,7 +58,7 @@ OPERATOR_PATHS = frozenset(each.path for each in operations() if each.is_operato
 def create_app(
     llm: EngineClient, settings: Settings | None = None, observing: Observing | None = None
 ) -> ASGIApp:
-    """The application over a started AsyncLLM."""
+    """Return the application over a started AsyncLLM."""
     settings, observing = settings or Settings(), observing or Observing()
     llm.for_server(settings.limits.max_request_seconds)
     service = Service(llm, settings, observing.metrics)
@@ -114,7 +114,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def routes(service: Service) -> list[BaseRoute]:
-    """The routes of all APIs, and those of the server."""
+    """Return the routes of all APIs, and those of the server."""
     settings = service.settings
     apis = [api for api in APIS if api.is_served(settings)]
     dialects = open_dialects(service, apis)

@@ -43,7 +43,7 @@ class Warm(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_prewarm(path: str) -> list[Warm]:
-    """The prompts of a file; raises `InvalidRequest` naming the line or the place."""
+    """Return the prompts of a file. Raises `InvalidRequest` naming the line or the place."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -76,7 +76,7 @@ async def prewarm(llm: EngineClient, chat: ChatClient, warms: Sequence[Warm]) ->
 
 
 async def _prompt(client: ChatClient, warm: Warm) -> str | list[int]:
-    """A conversation without the mark that opens an answer: what comes next is not known."""
+    """Return a conversation without the mark that opens an answer: what comes next is not known."""
     if warm.messages is None:
         return warm.prompt or ""
     chat = plain_chat(warm.messages, tools=read_tools(warm.tools), opens=False)

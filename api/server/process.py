@@ -139,7 +139,7 @@ async def _serve_on(
 
 
 def _bind(config: uvicorn.Config, closing: contextlib.ExitStack) -> socket.socket:
-    """The socket that will listen, until ``closing`` ends.
+    """Return the socket that will listen, until ``closing`` ends.
 
     Raises OSError; uvicorn's own way would end the process.
     """
@@ -174,7 +174,7 @@ def _why_not_bound(error: OSError, listen: Listen) -> str:
 def uvicorn_config(
     llm: EngineClient, listen: Listen, observing: Observing | None = None
 ) -> uvicorn.Config:
-    """The app behind uvicorn, with every limit on what a client may hold.
+    """Return the app behind uvicorn, with every limit on what a client may hold.
 
     Raises `InvalidRequest` for a certificate or a key that cannot be used.
     """

@@ -40,7 +40,7 @@ def remove(path: Path, ours: os.stat_result) -> None:
 
 
 def _locked(lock: Path) -> int:
-    """A descriptor of the file, which is locked. Raises OSError."""
+    """Return a descriptor of the file, which is locked. Raises OSError."""
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, SOCKET_MODE)
         try:

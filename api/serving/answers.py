@@ -54,7 +54,7 @@ async def prewarm(
 
 
 def warm_usage(service: Service, done: Completion) -> Usage:
-    """Usage of a prompt that was put into the cache; raises `ApiError` if it was aborted."""
+    """Usage of a prompt that was put into the cache. Raises `ApiError` if it was aborted."""
     refuse_aborted(service, done.choices[0].finish_reason, 0)
     return done.usage
 

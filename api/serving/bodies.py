@@ -35,7 +35,7 @@ async def chunks(request: Request, limits: Limits, name: str) -> AsyncGenerator[
 
 
 def content_coding(request: Request) -> str:
-    """The Content-Encoding of a request's body, "" for none."""
+    """Return the Content-Encoding of a request's body, "" for none."""
     return ",".join(request.headers.getlist("content-encoding"))
 
 

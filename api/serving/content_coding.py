@@ -33,7 +33,7 @@ class Inflater(Protocol):
         """Data behind its end."""
 
     def decompress(self, data: bytes, max_length: int, /) -> bytes:
-        """The next bytes, no more than ``max_length``."""
+        """Return the next bytes, no more than ``max_length``."""
 
 
 def decode_body(data: bytes, coding: str, most: int) -> bytes:
@@ -79,7 +79,7 @@ Decode = Callable[[bytes, int], bytes]
 
 @cache
 def _codings() -> Mapping[str, Decode]:
-    """The codings that can be decoded here."""
+    """Return the codings that can be decoded here."""
     found: dict[str, Decode] = {"gzip": _gunzip, "x-gzip": _gunzip, "deflate": _inflate}
     for name in ZSTD_MODULES:
         with suppress(ImportError):

@@ -126,12 +126,12 @@ class Dialect(Generic[B]):
         return decoder(self.body)
 
     def decode(self, data: bytes) -> B:
-        """A body; raises `ApiError` 400."""
+        """Return a body. Raises `ApiError` 400."""
         body: B = self._decode(data)
         return body
 
     def read_request(self, request: Request, data: bytes) -> B:  # noqa: ARG002
-        """A body, with what the path and the query say; raises `ApiError` 400."""
+        """Return a body, with what the path and the query say. Raises `ApiError` 400."""
         return self.decode(data)
 
     def check(self, body: B) -> None:
@@ -140,7 +140,7 @@ class Dialect(Generic[B]):
         self.service.check_range(body, most_temperature=self.most_temperature)
 
     async def open(self, body: B) -> Reply:
-        """Render the body and submit it; raises `InvalidRequest`, `QueueFull` and `EngineDead`."""
+        """Render the body and submit it. Raises `InvalidRequest`, `QueueFull` and `EngineDead`."""
         raise NotImplementedError
 
     def rename(self, error: InvalidRequest, body: B) -> None:  # noqa: ARG002
@@ -149,7 +149,7 @@ class Dialect(Generic[B]):
             error.rename(name)
 
     def error_event(self, error: ApiError) -> bytes:
-        """An error inside a stream."""
+        """Return an error inside a stream."""
         context = CONTEXT.get()
         return self.error_form.event(error, None if context is None else context.request_id)
 

@@ -88,19 +88,19 @@ class ApiError(Exception):
         return ErrorBody(error=error)
 
     def response(self) -> JsonResponse:
-        """The whole answer."""
+        """Return the whole answer."""
         return JsonResponse(self.body, self.status, headers=self.headers)
 
 
 def clipped(message: str) -> str:
-    """The message, cut to `MAX_MESSAGE_CHARS`."""
+    """Return the message, cut to `MAX_MESSAGE_CHARS`."""
     if len(message) <= MAX_MESSAGE_CHARS:
         return message
     return f"{message[: MAX_MESSAGE_CHARS - 3]}..."
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The error body for an exception; an unexpected one shows nothing of its text."""
+    """Return the error body for an exception; an unexpected one shows nothing of its text."""
     match error:
         case ApiError():
             return error
@@ -179,7 +179,9 @@ def _from_starlette(error: HTTPException) -> ApiError:
 
 
 def logged_api_error(request: Request, error: Exception) -> ApiError:
-    """The error for the client of this request; an unexpected one is logged for the operator."""
+    """Return the error for the client of this request; an unexpected one is logged for the
+    operator.
+    """
     answer = to_api_error(error)
     if answer.status == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)

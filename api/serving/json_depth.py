@@ -18,10 +18,10 @@ _BLOCK = 2**16  # bytes that are looked at together, so that they stay in the ca
 
 
 def find_excess(data: bytes, *, depth: int, containers: int, values: int) -> Excess | None:
-    """The limit that the text exceeds, if any. Invalid JSON may exceed any.
+    """Return the limit that the text exceeds, if any. Invalid JSON may exceed any.
 
-    O(len). A decoder counts the depth only up to the interpreter's limit of about a thousand, and
-    a template or a schema compiler that then walks what it decoded may be less careful. A million
+    O(len). A decoder counts the depth only up to the interpreter's limit of about a thousand, and a
+    template or a schema compiler that then walks what it decoded may be less careful. A million
     containers are decoded quickly; but the collector of garbage then looks through each. Millions
     of values are decoded in one call that nothing else runs beside, in whatever thread.
     """
@@ -50,7 +50,9 @@ def find_excess(data: bytes, *, depth: int, containers: int, values: int) -> Exc
 
 
 def _marks(data: bytes) -> bytes:
-    """The brackets, commas and quotes, without those that are escaped and without empty texts."""
+    """Return the brackets, commas and quotes, without those that are escaped and without empty
+    texts.
+    """
     escaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     return escaped.translate(None, _OTHERS).replace(b'""', b"")
 

@@ -104,7 +104,7 @@ class Limits:
         check_settings(self)
 
     def named(self, name: str) -> str:
-        """A limit as an error message names it: value and flag."""
+        """Return a limit as an error message names it: value and flag."""
         return f"{getattr(self, name):.12g} (--{name.replace('_', '-')})"
 
     def check(self, param: str, found: int, name: str) -> None:

@@ -63,7 +63,7 @@ def rendered(
     token_ids: Sequence[int],
     request_id: str,
 ) -> Rendered:
-    """The answer for one prompt that passed all checks."""
+    """Return the answer for one prompt that passed all checks."""
     built = service.llm.built
     options = getattr(body, "stream_options", None) if body.stream else None
     return Rendered(
@@ -81,7 +81,7 @@ def rendered(
 
 
 def _sampling(params: SamplingParams, room: int) -> Free:
-    """The parameters by vLLM's names; ``room``: tokens of the context behind the prompt."""
+    """Return the parameters by vLLM's names; ``room``: tokens of the context behind the prompt."""
     shown = {name: _plain(getattr(params, name)) for name in SHOWN}
     shown["max_tokens"] = room if params.max_tokens is None else min(params.max_tokens, room)
     asked = {name: getattr(params, own) for name, own in STRUCTURED.items()}
@@ -93,7 +93,7 @@ def _sampling(params: SamplingParams, room: int) -> Free:
 
 
 def _plain(value: object) -> object:
-    """A value that JSON can have: without the mark of fields that a request left out."""
+    """Return a value that JSON can have: without the mark of fields that a request left out."""
     if isinstance(value, LeftOutFloat):
         return float(value)
     return int(value) if isinstance(value, LeftOutInt) else value

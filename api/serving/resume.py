@@ -56,7 +56,7 @@ class ResumableStream:
         return self._first <= number <= self._first + len(self._kept)
 
     def attach(self, start: int) -> Reader:
-        """A reader of the events from this number on; the present reader ends."""
+        """Return a reader of the events from this number on; the present reader ends."""
         self._reader, self._next = Reader(self), start
         self._stop_timer()
         self._notify()
@@ -163,7 +163,7 @@ class ResumableStreams:
         return len(self._streams)
 
     def begin(self, reply: Reply, on_error: Callable[[ApiError], bytes]) -> Reader:
-        """The first reader of an answer, which is closed at its end."""
+        """Return the first reader of an answer, which is closed at its end."""
         stream = ResumableStream(reply, on_error, lambda: self._forget(stream), self.seconds)
         reader = stream.attach(0)
         self._streams[stream.name] = stream
@@ -173,7 +173,7 @@ class ResumableStreams:
         return reader
 
     def resume(self, last_event_id: str) -> Reader:
-        """A reader of the events behind this one; raises `ApiError` 404."""
+        """Return a reader of the events behind this one. Raises `ApiError` 404."""
         name, _, number = last_event_id.partition(":")
         stream = self._streams.get(name)
         is_number = number.isascii() and number.isdigit() and len(number) < 16

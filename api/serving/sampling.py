@@ -156,10 +156,10 @@ def sampling_params(
     guess: Prediction | str | None = None,
     **own: object,
 ) -> SamplingParams:
-    """The parameters of a body; raises `InvalidRequest`.
+    """Return the parameters of a body. Raises `InvalidRequest`.
 
-    ``guess``: its prediction. ``own``: parameters that its API has under another name or in
-    another form. They take precedence; None is a field that was left out.
+    ``guess``: its prediction. ``own``: parameters that its API has under another name or in another
+    form. They take precedence; None is a field that was left out.
     """
     given = {name: getattr(body, name) for name in SAME_NAME}
     for more in (structured_outputs(body.structured_outputs), own):
@@ -177,7 +177,7 @@ def sampling_params(
 
 
 def cache_options(body: Sampling) -> CacheOptions:
-    """The use of the prefix cache that a body asks for."""
+    """Return the use of the prefix cache that a body asks for."""
     return read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
 
 

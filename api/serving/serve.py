@@ -49,7 +49,7 @@ class Serve(Generic[B]):
         await answer(scope, receive, send)
 
     async def _streamed(self, request: Request, body: B) -> Reply:
-        """An answer, or with ``--resume-seconds`` one that can be picked up again."""
+        """Return an answer, or with ``--resume-seconds`` one that can be picked up again."""
         streams = self._service.streams
         if streams is None or not self._dialect.can_resume:
             return await self._dialect.submit(body)

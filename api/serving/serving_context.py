@@ -45,7 +45,7 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 def chat_client(llm: EngineClient, settings: Settings) -> ChatClient:
-    """A client that renders and reads conversations as the settings say."""
+    """Return a client that renders and reads conversations as the settings say."""
     history = TokenHistory(max_bytes=settings.token_history_bytes)
     return ChatClient(
         llm,
@@ -141,14 +141,14 @@ class Service:
             raise InvalidRequest(message, param="prompt" if num_prompts > 1 else "n")
 
     async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
-        """The body, whole and within the limits."""
+        """Return the body, whole and within the limits."""
         self.check_ready()
         body = decode(await self.read_bytes(request))
         self.settings.limits.check_body(body)
         return body
 
     async def read_bytes(self, request: Request) -> bytes:
-        """The bytes of the body. Raises 413, 503, and 400 for too much nesting.
+        """Return the bytes of the body. Raises 413, 503, and 400 for too much nesting.
 
         The time that a body may take is kept by its connection.
         """
@@ -177,7 +177,7 @@ class Service:
         return await self.llm.tokenizer.apart(origin().num_bytes, job)
 
     def wanted(self, receive: Receive, deadline_ms: float | None = None) -> UnlessGone:
-        """A block that is cancelled when the client leaves or the time is over.
+        """Return a block that is cancelled when the client leaves or the time is over.
 
         Its time is the shorter of the caller's limit and ours. Raises `DeadlineExceeded` where
         nothing of it is left.

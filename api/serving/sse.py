@@ -95,11 +95,11 @@ class Reply:
     """A running answer. Its owner must `close` it in a ``finally``."""
 
     async def whole(self) -> object:
-        """The answer as one JSON body."""
+        """Return the answer as one JSON body."""
         raise NotImplementedError
 
     def events(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -113,11 +113,11 @@ class ReadyReply(Reply):
         self._body, self._events = body, events
 
     async def whole(self) -> object:
-        """The body."""
+        """Return the body."""
         return self._body
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The events."""
+        """Yield the events."""
         for each in self._events:
             yield each
 

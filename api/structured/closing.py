@@ -80,7 +80,7 @@ class ClosingPath:
     def _judge(
         self, matcher: Matcher, mask: NDArray[np.bool_], number: int, place: _Place
     ) -> NDArray[np.int64]:
-        """The late tokens of a place near the limit."""
+        """Return the late tokens of a place near the limit."""
         before = self._places.get(number - 1)
         known = before.known if before is not None and before.known is not None else ()
         most = self._limit - number - 2  # tokens behind the next one, and the stop token
@@ -97,7 +97,7 @@ class ClosingPath:
         return self._limit - number - 1 - len(end)
 
     def _place(self, matcher: Matcher, number: int, between: Between) -> _Place | None:
-        """The place, if it is one where an end is looked for."""
+        """Return the place, if it is one where an end is looked for."""
         at = max(each for each in self._places if each <= number)
         while at < number:
             following = self._following(at)
@@ -125,7 +125,7 @@ class ClosingPath:
             self._judge(matcher, mask, number, place)
 
     def _following(self, number: int) -> int:
-        """The next place where an end is looked for."""
+        """Return the next place where an end is looked for."""
         place = self._places[number]
         if place.end is None or (spare := self._spare(number, place.end)) < 0:
             return number + (1 if place.is_inside else RETRY)

@@ -112,7 +112,7 @@ class Grammars:
         self._thread.close()
 
     async def compile(self, params: SamplingParams) -> Grammar | None:
-        """The grammar that the answer must follow, if any.
+        """Return the grammar that the answer must follow, if any.
 
         Raises `InvalidRequest` naming the field for one that is wrong, too big or too slow, and
         `QueueFull` where too many wait.
@@ -134,7 +134,9 @@ class Grammars:
             raise
 
     def _job(self, field: str, source: str, compiler: _Compiler) -> _Job:
-        """A compiled or pending grammar, else a new one; the least recently used are dropped."""
+        """Return a compiled or pending grammar, else a new one; the least recently used are
+        dropped.
+        """
         key = (field, source)
         known = self._grammars.get(key)
         if known is None or known.is_lost:
@@ -210,7 +212,7 @@ class _Compiler:
         return RewindingMatcher(matcher, uncounted) if uncounted else matcher
 
     def _prepared(self, field: str, source: str) -> tuple[str, bool]:
-        """The source with its schemas as followed, and whether equal keys must not count."""
+        """Return the source with its schemas as followed, and whether equal keys must not count."""
         if field == "json_schema":
             prepared = self._preparer.prepare(json.loads(source), field)
             return json.dumps(prepared.schema), prepared.counts_keys

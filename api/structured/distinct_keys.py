@@ -189,7 +189,7 @@ class DistinctKeysMatcher:
         return self._matcher.get_error()
 
     def _along(self, tokens: Sequence[int]) -> list[_Place]:
-        """The places behind each of the tokens, up to one that repeats a key."""
+        """Return the places behind each of the tokens, up to one that repeats a key."""
         places: list[_Place] = []
         place = self._places[-1]
         for token_id in tokens:

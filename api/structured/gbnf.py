@@ -71,7 +71,7 @@ class Part:
     most: int | None = 1
 
     def lark(self, numbers: Mapping[str, str]) -> str:
-        """The part as Lark text."""
+        """Return the part as Lark text."""
         if self.most == 0:
             return EMPTY
         text = self.symbol or numbers.get(self.name, "")
@@ -182,7 +182,7 @@ class _Reader:
         return parts
 
     def _parts(self, depth: int) -> list[Part]:
-        """The part that one token stands for, or a group."""
+        """Return the part that one token stands for, or a group."""
         kind, text = self._kind, self._next()
         if kind == "name":
             self._rule.references.add(text)
@@ -203,7 +203,7 @@ class _Reader:
 
 
 def _repeated(part: Part, times: str) -> Part:
-    """A part so many times; one that is repeated already becomes a group."""
+    """Return a part so many times; one that is repeated already becomes a group."""
     known: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
     if times in known:
         least, most = known[times]
@@ -221,7 +221,7 @@ def _repeated(part: Part, times: str) -> Part:
 
 
 def _chars(text: str) -> list[str]:
-    """The characters of a text with escapes."""
+    """Return the characters of a text with escapes."""
     chars, at = [], 0
     while at < len(text):
         found = _CHAR.match(text, at)
@@ -242,7 +242,7 @@ def _char(found: re.Match[str]) -> str:
 
 
 def _set_of(text: str) -> str:
-    """A set of characters, without its brackets."""
+    """Return a set of characters, without its brackets."""
     is_negated = text.startswith("^")
     ranges: list[tuple[str, str]] = []
     found = list(_members(text[is_negated:]))
@@ -273,6 +273,6 @@ def _members(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _set(ranges: list[tuple[str, str]], *, is_negated: bool = False) -> str:
-    """A symbol that is one of these characters."""
+    """Return a symbol that is one of these characters."""
     inside = "".join(f"\\u{{{ord(first):X}}}-\\u{{{ord(last):X}}}" for first, last in ranges)
     return f"/[{'^' if is_negated else ''}{inside}]/"

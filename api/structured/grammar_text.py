@@ -44,7 +44,7 @@ _LARK_RULE = re.compile(r"^[ \t]*[!?]*\w+(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re
 
 
 def json_rule(schema: Mapping[str, object] | str) -> str:
-    """The text that stands for JSON of this schema inside a Lark ``grammar``.
+    """Return the text that stands for JSON of this schema inside a Lark ``grammar``.
 
     Raises `InvalidRequest` unless it is a JSON object.
     """
@@ -62,7 +62,7 @@ def json_block(schema: Mapping[str, object]) -> str:
 
 
 def json_form(schema: str) -> dict[str, object]:
-    """The form of JSON that follows a schema, given as its text.
+    """Return the form of JSON that follows a schema, given as its text.
 
     A character may be written in one way only, so that no two spellings of a key are equal. Control
     characters have no other way than a number.
@@ -72,7 +72,7 @@ def json_form(schema: str) -> dict[str, object]:
 
 
 def _white_space(schema: object) -> dict[str, object]:
-    """The form of JSON as to its white space.
+    """Return the form of JSON as to its white space.
 
     None but one blank behind a comma and a colon where the schema names all keys: then most of the
     text is forced, and is drafted.
@@ -110,7 +110,7 @@ def _listed(schema: Mapping[str, object], *names: str) -> list[object]:
 
 
 def lark_rules(grammar: str) -> str:
-    """A ``grammar`` as Lark, whichever way it was written. Raises `InvalidRequest`."""
+    """Return a ``grammar`` as Lark, whichever way it was written. Raises `InvalidRequest`."""
     try:
         return _lark(grammar)
     except ValueError as error:
@@ -118,12 +118,12 @@ def lark_rules(grammar: str) -> str:
 
 
 def lark_text(text: str) -> str:
-    """A string literal of a Lark ``grammar``."""
+    """Return a string literal of a Lark ``grammar``."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def source_text(field: str, value: object) -> str:
-    """The key of a compiled grammar: a text of bounded length with all of its source."""
+    """Return the key of a compiled grammar: a text of bounded length with all of its source."""
     if field == "json_schema":
         text = _json_text(field, value)
     elif field == "choice":
@@ -172,7 +172,7 @@ def _json_text(field: str, schema: object) -> str:
 
 
 def guidance_text(field: str, source: str) -> str:
-    """The source as llguidance takes it. Raises ValueError."""
+    """Return the source as llguidance takes it. Raises ValueError."""
     if field == "json_schema":
         return LLMatcher.grammar_from_json_schema(source, overrides=json_form(source))  # type: ignore[arg-type]
     if field == "regex":

@@ -60,13 +60,16 @@ class Grammar:
         return None if self.shortest is None else len(self.shortest)
 
     def anew(self) -> Matcher:
-        """A matcher with states of its own. Raises `ConstraintFailed` where that takes long."""
+        """Return a matcher with states of its own.
+
+        Raises `ConstraintFailed` where that takes long.
+        """
         if self.seconds > QUICK_SECONDS:
             raise ConstraintFailed("the grammar is too complex to be matched")
         return self.compile()
 
     def matcher(self, stop_ids: frozenset[int], limit: int | None = None) -> GrammarMatcher:
-        """A constraint whose complete answers end with any of ``stop_ids``.
+        """Return a constraint whose complete answers end with any of ``stop_ids``.
 
         ``limit``: output tokens, the stop token included, within which the answer is to be
         completed; None: wherever that takes it.
@@ -116,7 +119,9 @@ class GrammarMatcher:
         return self._sound(lambda: self._count_allowed(tokens, start, guess))
 
     def _sound(self, job: Callable[[], T]) -> T:
-        """A matcher that fails stays broken, and others wear it out: one of its own tries again."""
+        """Return a matcher that fails stays broken, and others wear it out: one of its own
+        tries again.
+        """
         if self._seconds > FREE_SECONDS + SECONDS_PER_TOKEN * self._num_sure:
             raise ConstraintFailed("the grammar takes too much time for each token: simplify it")
         began = perf_counter()
@@ -191,7 +196,7 @@ class GrammarMatcher:
         self._forget(0)
 
     def _new(self, tokens: array[int], start: int, tail: Sequence[int]) -> list[int]:
-        """The path behind the sure tokens."""
+        """Return the path behind the sure tokens."""
         return [*tokens[start + self._num_sure :], *tail]
 
     def _goto(self, new: Sequence[int]) -> bool:
@@ -268,7 +273,7 @@ class GrammarMatcher:
         self._seconds -= perf_counter() - began  # its work is bounded by nodes
 
     def _forced_now(self) -> Sequence[int]:
-        """The tokens that must come next, if the grammar forces some."""
+        """Return the tokens that must come next, if the grammar forces some."""
         if self._live.is_stopped():
             self._check()
             return self._stops if len(self._stops) == 1 else ()
@@ -284,7 +289,7 @@ class GrammarMatcher:
 
 
 def error_text(matcher: Matcher) -> str:
-    """The error of a matcher as one line for the caller."""
+    """Return the error of a matcher as one line for the caller."""
     text = matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "")
     reason = _SOURCE.split(text, maxsplit=1)[0]
     for part, said in _PLAINLY.items():

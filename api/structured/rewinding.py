@@ -16,7 +16,7 @@ _NAMED = re.compile(r"<\[([0-9,]+)\]>")
 
 
 def named_tokens(source: str) -> frozenset[int]:
-    """The tokens that the text of a grammar names by their numbers."""
+    """Return the tokens that the text of a grammar names by their numbers."""
     lists = (found.split(",") for found in _NAMED.findall(source))
     return frozenset(int(number) for each in lists for number in each if number)
 

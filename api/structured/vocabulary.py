@@ -50,14 +50,14 @@ class Vocabulary:
         return ids
 
     def id_of(self, text: bytes) -> int | None:
-        """The token that is exactly this."""
+        """Return the token that is exactly this."""
         return self._ids.get(text)
 
     def _spells(self, ids: Sequence[int], text: str) -> bool:
         return b"".join(self.texts[token_id] for token_id in ids) == text.encode()
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
-        """The tokenizer's own ids, if need be behind a line break, else the longest ones.
+        """Return the tokenizer's own ids, if need be behind a line break, else the longest ones.
 
         Some tokenizers put a space before a text's first word.
         """
@@ -69,7 +69,7 @@ class Vocabulary:
         return tuple(self.spell(data))
 
     def _ending(self, ids: Sequence[int], data: bytes) -> tuple[int, ...] | None:
-        """The last of ``ids`` if they spell ``data``, nothing more and nothing less."""
+        """Return the last of ``ids`` if they spell ``data``, nothing more and nothing less."""
         length = 0
         for index in range(len(ids), -1, -1):
             if length == len(data):
@@ -81,7 +81,9 @@ class Vocabulary:
         return None
 
     def spell(self, data: bytes) -> list[int]:
-        """The longest token that fits, over and over; stops at a byte that no token begins with."""
+        """Return the longest token that fits, over and over; stops at a byte that no token
+        begins with.
+        """
         ids: list[int] = []
         while data and (token_id := self.longest(data)) is not None:
             ids.append(token_id)
@@ -89,7 +91,7 @@ class Vocabulary:
         return ids
 
     def longest(self, data: bytes) -> int | None:
-        """The longest token that these bytes begin with."""
+        """Return the longest token that these bytes begin with."""
         for length in range(min(self._lengths[data[0]], len(data)), 0, -1):
             if (token_id := self._ids.get(data[:length])) is not None:
                 return token_id

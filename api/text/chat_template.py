@@ -129,7 +129,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], budget: Budget
     ) -> str:
-        """The text of a conversation, as transformers' ``apply_chat_template`` writes it.
+        """Return the text of a conversation, as transformers' ``apply_chat_template`` writes it.
 
         Raises `TemplateRefusal`, `InvalidRequest`, `TooLong` and `TimeoutError`.
         """
@@ -194,7 +194,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - values of JSON
-    """A copy of plain JSON types: methods of other objects could lead out of the sandbox."""
+    """Return a copy of plain JSON types: methods of other objects could lead out of the sandbox."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -234,16 +234,16 @@ class Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """The text of a template, a block or a macro."""
+        """Return the text of a template, a block or a macro."""
         return bounded_text(pieces)
 
     def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - values of a template
-        """An attribute, in time."""
+        """Return an attribute, in time."""
         BUDGET.get().check_time()
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:  # noqa: ANN401 - values of a template
-        """An item, in time."""
+        """Return an item, in time."""
         BUDGET.get().check_time()
         return super().getitem(obj, argument)
 
@@ -253,7 +253,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - values of a template
-        """The result, unless it would be too long."""
+        """Return the result, unless it would be too long."""
         BUDGET.get().check(_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
@@ -264,7 +264,7 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja2's name
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block, with a scope of its own."""
+        """Return the block, with a scope of its own."""
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(lineno)
@@ -416,7 +416,7 @@ def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any
 
 
 def deeper(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """The field that is nested too deeply for a template."""
+    """Return the field that is nested too deeply for a template."""
     given = {"messages": messages, "tools": options.get("tools", ())}
     given["chat_template_kwargs"] = {name: options[name] for name in options if name != "tools"}
     return max(given, key=lambda name: _depth(given[name]))
@@ -445,7 +445,8 @@ def check_options(options: Mapping[str, Any], param: str = "chat_template_kwargs
 
 
 def template_of(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:
-    """The chat template of the options, "" for the model's own, and its arguments by default.
+    """Return the chat template of the options, "" for the model's own, and its arguments by
+    default.
 
     Raises `InvalidRequest` if the file cannot be read or is no jinja, and for a reserved name.
     """
@@ -457,7 +458,7 @@ def template_of(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:
 
 
 def read_template(path: str) -> str:
-    """The text of a file. Raises `InvalidRequest` if it cannot be read or is no jinja."""
+    """Return the text of a file. Raises `InvalidRequest` if it cannot be read or is no jinja."""
     try:
         text = Path(path).read_text("utf-8")
         _compiled(text)
@@ -474,7 +475,8 @@ def read_template(path: str) -> str:
 
 
 def refusal(error: Exception, talk: Sequence[Mapping[str, Any]]) -> TemplateRefusal:
-    """The error for the caller: the template's own words, and the message at which it failed.
+    """Return the error for the caller: the template's own words, and the message at which it
+    failed.
 
     The frames of a template hold the message and the call that it was reading.
     """
@@ -498,7 +500,7 @@ def refusal(error: Exception, talk: Sequence[Mapping[str, Any]]) -> TemplateRefu
 
 
 def _cause(error: Exception, *, is_inside: bool) -> str:
-    """The words of an error; what was raised outside of a template is not for the caller."""
+    """Return the words of an error; what was raised outside of a template is not for the caller."""
     if type(error) in (TemplateError, UndefinedError, ValueError):
         return str(error)[:MAX_CAUSE_CHARS]
     kind = type(error).__name__

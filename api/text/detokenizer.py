@@ -77,7 +77,8 @@ class StopStrings:
         return self._table.depths[self._state]
 
     def feed(self, text: str, *, count: bool = True) -> tuple[str, int] | None:
-        """The first stop string that ``text`` completes and how many of its characters that took.
+        """Return the first stop string that ``text`` completes and how many of its characters that
+        took.
 
         With ``count=False`` complete matches are passed over.
         """
@@ -93,13 +94,13 @@ class Detokenizer(Protocol):
     """Text of a growing answer. What `push` and `flush` return adds up to the whole text."""
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """The characters that these tokens complete."""
+        """Return the characters that these tokens complete."""
 
     def flush(self) -> str:
-        """The rest of the text at its end: U+FFFD for an incomplete character."""
+        """Return the rest of the text at its end: U+FFFD for an incomplete character."""
 
 
 class ByteDetokenizer:
@@ -110,11 +111,11 @@ class ByteDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
         return self._utf8.decode(self._piece(token_id))
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """The characters that these tokens complete."""
+        """Return the characters that these tokens complete."""
         return self._utf8.decode(b"".join(map(self._piece, token_ids)))
 
     def flush(self) -> str:
@@ -147,7 +148,7 @@ class WindowDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
         if token_id in self._skipped:
             return ""
         if token_id in self._byte_values:
@@ -160,7 +161,7 @@ class WindowDetokenizer:
         return head + self._settle(text)
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """The characters that these tokens complete."""
+        """Return the characters that these tokens complete."""
         return "".join(map(self.push, token_ids))
 
     def flush(self) -> str:
@@ -237,7 +238,7 @@ class AnswerText:
         return stop
 
     def take(self, *, final: bool = False) -> str:
-        """The text that is final and not taken yet; with ``final`` all of the rest."""
+        """Return the text that is final and not taken yet; with ``final`` all of the rest."""
         whole, held = "".join(self._parts), 0
         if final and not self._stopped:
             whole += self._detokenizer.flush()

@@ -49,7 +49,7 @@ class Waiting:
         return len(self._caller_of)
 
     def put(self, job: Job[Any]) -> None:
-        """Append a job to its caller's; raises `QueueFull`."""
+        """Append a job to its caller's. Raises `QueueFull`."""
         caller, num_bytes = job.origin
         own = self._bytes.get(caller, 0)
         share = FAIR_SHARE * self._max_bytes

@@ -63,7 +63,10 @@ def check_vocabulary(path: Path) -> None:
 
 
 def load_gguf_tokenizer(file: Path) -> Any:  # noqa: ANN401 - transformers is untyped
-    """A fast tokenizer of transformers. Raises what transformers raises, and `ModelLoadError`."""
+    """Return a fast tokenizer of transformers.
+
+    Raises what transformers raises, and `ModelLoadError`.
+    """
     from transformers import PreTrainedTokenizerFast
 
     check_vocabulary(file)

@@ -94,7 +94,7 @@ class LiteralEncoder(Encoder):
         return ids
 
     def _segments(self, text: str) -> Iterator[_Segment]:
-        """The parts between names, each of which every tokenizer encodes by itself."""
+        """Yield the parts between names, each of which every tokenizer encodes by itself."""
         (whole,) = self._plain.backend.encode_batch([text], add_special_tokens=False)
         ids, at, first = list(whole.ids), 0, 0
         for number, (token_id, (start, end)) in enumerate(zip(ids, whole.offsets, strict=True)):

@@ -35,30 +35,32 @@ class Marks:
         return self._may_have_edges(text) and any(self._edges(text))
 
     def found(self, text: str) -> list[str]:
-        """The marks in a text, in order."""
+        """Return the marks in a text, in order."""
         return self._pattern.findall(text)
 
     def broken(self, text: str, breaker: str) -> str:
-        """The text with ``breaker`` inside each mark and at an end that has a part of one."""
+        """Return the text with ``breaker`` inside each mark and at an end that has a part of
+        one.
+        """
         cuts = sorted({*self._inside(text), *self._edges(text)})
         pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
         return breaker.join(text[start:end] for start, end in pieces)
 
     def parts(self, text: str) -> list[str]:
-        """The text cut inside each mark."""
+        """Return the text cut inside each mark."""
         cuts = self._inside(text)
         pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
         return [text[start:end] for start, end in pieces]
 
     def _inside(self, text: str) -> list[int]:
-        """A place inside each mark."""
+        """Return a place inside each mark."""
         return [found.start() + 1 for found in self._starts.finditer(text)]
 
     def _may_have_edges(self, text: str) -> bool:
         return text[-MIN_EDGE:] in self._tail_ends or text[:MIN_EDGE] in self._head_starts
 
     def _edges(self, text: str) -> Iterator[int]:
-        """A place inside each part of a mark that stands at an end of the text."""
+        """Yield a place inside each part of a mark that stands at an end of the text."""
         if text[-MIN_EDGE:] in self._tail_ends:
             first = max(0, len(text) - self._most_chars + 1)
             for start in range(first, len(text) - MIN_EDGE + 1):
@@ -105,7 +107,9 @@ def is_mark(name: str) -> bool:
 
 
 def unused_char(texts: Iterable[str]) -> str | None:
-    """A private character that none of these texts has, nor its escape; None where all are used."""
+    """Return a private character that none of these texts has, nor its escape; None where all
+    are used.
+    """
     known = list(texts)
     return next(
         (
@@ -118,7 +122,7 @@ def unused_char(texts: Iterable[str]) -> str | None:
 
 
 def escape(char: str) -> str:
-    """The way in which JSON and Python write a private character as ASCII."""
+    """Return the way in which JSON and Python write a private character as ASCII."""
     return char.encode("unicode_escape").decode()
 
 
@@ -128,7 +132,8 @@ def _private() -> Iterator[int]:
 
 
 def any_of(words: Iterable[str]) -> str:
-    """A regular expression that matches one of the words; it takes no longer for many of them.
+    """Return a regular expression that matches one of the words; it takes no longer for many of
+    them.
 
     Beginnings that words share are tried once, and so are their ends.
     """

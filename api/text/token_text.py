@@ -24,7 +24,7 @@ class TokenText:
         self._shown = {tokenizer.vocab[name] for name in shown if name in tokenizer.vocab}
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of a token, empty for a special one that is not shown."""
+        """Return the bytes of a token, empty for a special one that is not shown."""
         piece = self._pieces.get(token_id)
         if piece is None:
             is_text = token_id in self._shown or token_id not in self.special_ids

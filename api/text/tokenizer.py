@@ -90,7 +90,7 @@ class Tokenizer:
     @classmethod
     @timed("tokenizer")
     def load(cls, path: Path, *, max_model_len: int) -> Tokenizer:
-        """Load a tokenizer from a local folder or a GGUF file; raises `ModelLoadError`."""
+        """Load a tokenizer from a local folder or a GGUF file. Raises `ModelLoadError`."""
         try:
             hf = load_tokenizer(path)
         except Exception as error:  # any of the files may be damaged in any way
@@ -233,7 +233,7 @@ class Tokenizer:
         return longest if exact else longest * LOSSY
 
     def fingerprint(self) -> str:
-        """A hash of the whole tokenizer, to recognise token ids of another one."""
+        """Return a hash of the whole tokenizer, to recognise token ids of another one."""
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
 
     def check_ids(
@@ -343,7 +343,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         is_try: bool = False,
     ) -> str:
-        """The text of a conversation in the model's own format; ``options`` are the template's.
+        """Return the text of a conversation in the model's own format; ``options`` are the
+        template's.
 
         ``tools`` are functions in OpenAI's shape. ``is_try``: a failure is not logged. Raises
         `TemplateRefusal` where the template fails.
@@ -394,7 +395,7 @@ class Tokenizer:
         settings: Mapping[str, Any],
         most_chars: int | None = None,
     ) -> str:
-        """A short one at once, unless the template takes long: it is a program.
+        """Return a short one at once, unless the template takes long: it is a program.
 
         ``most_chars``: as many as may fit into the context by default.
         """
@@ -451,11 +452,13 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, the name of a special one; empty for an id without a token."""
+        """Return the bytes of a token, the name of a special one; empty for an id without a
+        token.
+        """
         if self.is_byte_level:
             return self._bytes_of(token_id)
         if token_id in self._byte_values:

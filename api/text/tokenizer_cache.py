@@ -52,7 +52,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def load_tokenizer(path: Path) -> LoadedTokenizer:
-    """The tokenizer of a folder or a GGUF file, from the cache if it is there.
+    """Return the tokenizer of a folder or a GGUF file, from the cache if it is there.
 
     Raises what transformers raises, and `ModelLoadError` for a GGUF file that cannot be read.
     """
@@ -71,7 +71,7 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
 
 
 def _kept_file(key: str) -> Path | None:
-    """The file of a tokenizer in the cache; None without a folder for it."""
+    """Return the file of a tokenizer in the cache; None without a folder for it."""
     try:
         return cache_folder() / "tokenizers" / f"{key}.json"
     except OSError as error:
@@ -84,7 +84,9 @@ def _tell_why_not_kept(error: OSError) -> None:
 
 
 def _processor_template(path: Path) -> str | None:
-    """The chat template of a multimodal model's processor, which older folders have alone."""
+    """Return the chat template of a multimodal model's processor, which older folders have
+    alone.
+    """
     file = path / "chat_template.json"
     if not file.is_file():
         return None
@@ -132,7 +134,7 @@ def _sources(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _read(file: Path) -> LoadedTokenizer | None:
-    """A kept tokenizer; None where there is none, or a damaged one."""
+    """Return a kept tokenizer; None where there is none, or a damaged one."""
     try:
         content = file.read_bytes()
     except OSError:

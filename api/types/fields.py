@@ -70,7 +70,7 @@ def marks_of(struct: type[Struct]) -> Marks:
 
 
 def written_name(struct: type[Struct], name: str) -> str:
-    """The name of a field in JSON."""
+    """Return the name of a field in JSON."""
     names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
     return dict(names)[name]
 
@@ -93,7 +93,7 @@ def _hints(struct: type[Struct]) -> dict[str, Any]:
 
 
 def structs_in(hint: Any) -> Iterator[type[Struct]]:  # noqa: ANN401 - a type, or several
-    """The structs that a type is made of, without those inside of them."""
+    """Yield the structs that a type is made of, without those inside of them."""
     if isinstance(hint, type) and issubclass(hint, Struct):
         yield hint
     for each in get_args(hint):

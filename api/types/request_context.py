@@ -131,12 +131,12 @@ forget to pass it on.
 
 
 def random_id() -> str:
-    """A new id of 32 hexadecimal digits."""
+    """Return a new id of 32 hexadecimal digits."""
     return os.urandom(16).hex()
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """The first header field of this name, which is in lower case; "" without one."""
+    """Return the first header field of this name, which is in lower case; "" without one."""
     for key, value in scope["headers"]:
         if key == name:
             return str(value, "latin-1")
@@ -144,13 +144,14 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def session_id() -> str | None:
-    """The session that the present request belongs to by its header; None in the SDK."""
+    """Return the session that the present request belongs to by its header; None in the SDK."""
     context = CONTEXT.get()
     return None if context is None else header(context.scope, SESSION_ID) or None
 
 
 def session_key(name: str | None) -> str | None:
-    """The caller's session: of the present request's header, else of this name; None without.
+    """Return the caller's session: of the present request's header, else of this name; None
+    without.
 
     Callers that choose the same name have sessions of their own.
     """
@@ -175,13 +176,13 @@ def arrival() -> float:
 
 
 def caller() -> bytes:
-    """The caller of the present request: a hash of its key, or `NOBODY`."""
+    """Return the caller of the present request: a hash of its key, or `NOBODY`."""
     context = CONTEXT.get()
     return NOBODY if context is None else context.caller
 
 
 def origin() -> Origin:
-    """The tenant of the present work, and the size of its body."""
+    """Return the tenant of the present work, and the size of its body."""
     context = CONTEXT.get()
     return NO_ORIGIN if context is None else Origin(context.caller, context.num_bytes)
 
@@ -200,7 +201,7 @@ def note_adapter(name: str | None) -> None:
 
 
 def adapter_name() -> str | None:
-    """The adapter that the present request names as its model; None in the SDK."""
+    """Return the adapter that the present request names as its model; None in the SDK."""
     context = CONTEXT.get()
     return None if context is None else context.adapter
 
@@ -220,13 +221,13 @@ def note_answer(answer: EngineAnswer) -> None:
 
 
 def caller_of(key: str | bytes) -> bytes:
-    """A caller by its key, which is not kept."""
+    """Return a caller by its key, which is not kept."""
     given = key if isinstance(key, bytes) else key.encode("latin-1")  # as starlette read it
     return hashlib.sha256(given).digest() if given else NOBODY
 
 
 def owner_of(cache_salt: str | None) -> Owner:
-    """The owner of responses and prompts that the caller may read: its key and this salt."""
+    """Return the owner of responses and prompts that the caller may read: its key and this salt."""
     return _owner_of(caller(), cache_salt)
 
 
@@ -236,7 +237,9 @@ def _owner_of(caller: bytes, cache_salt: str | None) -> Owner:
 
 
 def tenant_of(cache_salt: str | None) -> str | None:
-    """The tenant that the scheduler charges: the salt, else a short hash of the key, else none."""
+    """Return the tenant that the scheduler charges: the salt, else a short hash of the key,
+    else none.
+    """
     if cache_salt is not None:
         return cache_salt
     return f"key-{caller().hex()[:16]}" if caller() else None

@@ -27,7 +27,10 @@ class ToolCall(Struct, kw_only=True):
     arguments: str  # JSON text, as the model wrote it
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments as an object; raises `ForetokenError` if they are not a JSON object."""
+        """Return the arguments as an object.
+
+        Raises `ForetokenError` if they are not a JSON object.
+        """
         try:
             return msgspec.json.decode(self.arguments, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
@@ -36,14 +39,14 @@ class ToolCall(Struct, kw_only=True):
             ) from None
 
     def reply(self, content: str) -> dict[str, Any]:
-        """The message that returns the tool's result to the model."""
+        """Return the message that returns the tool's result to the model."""
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
 def message_of(
     text: str, reasoning: str, calls: Sequence[ToolCall], token_ids: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """An answer as a message in OpenAI's form, to be appended to its conversation.
+    """Return an answer as a message in OpenAI's form, to be appended to its conversation.
 
     With ``token_ids`` it is rendered by them.
     """

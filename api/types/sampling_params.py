@@ -254,7 +254,7 @@ class SamplingDefaults(
         return {name: getattr(params, name) for name in RECOMMENDED}
 
     def fill(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with these values in place of those left out; others are kept."""
+        """Return the parameters with these values in place of those left out; others are kept."""
         found = {
             name: value
             for name, value in self.given.items()

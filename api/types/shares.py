@@ -48,7 +48,7 @@ class Shares(Generic[K]):
         self._by_owner[self._entries[key][0]].move_to_end(key)
 
     def excess(self) -> K | None:
-        """The entry that must go next; None while all is within the bounds. O(1)."""
+        """Return the entry that must go next; None while all is within the bounds. O(1)."""
         if self.num_bytes <= self._max_bytes and len(self._entries) <= self._max_entries:
             return None
         if self._large:
@@ -62,6 +62,6 @@ class Shares(Generic[K]):
         mark(owner)
 
     def _part(self, owner: Owner) -> float:
-        """An owner's share of the memory, by bytes or by entries, whichever is more."""
+        """Return an owner's share of the memory, by bytes or by entries, whichever is more."""
         in_entries = len(self._by_owner[owner]) / self._max_entries
         return max(self._bytes[owner] / self._max_bytes, in_entries)

@@ -123,7 +123,7 @@ def prefix_cache(config: EngineConfig, pool: KVPool) -> PrefixCache:
 
 
 def _state_slots(config: EngineConfig, pool: KVPool, states: StatePool) -> StateSlots:
-    """The ledger of a pool of recurrent states.
+    """Return the ledger of a pool of recurrent states.
 
     By default states that are no larger than a page are kept at the end of each page of a prompt.
     """

@@ -118,7 +118,9 @@ def chat_with_server(
 
 
 def without_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as text alone, as a template needs them that cannot take ids in their places."""
+    """Return the messages as text alone, as a template needs them that cannot take ids in their
+    places.
+    """
     return [
         {name: each for name, each in message.items() if name != "token_ids"}
         for message in messages
@@ -242,7 +244,7 @@ class Conversation:
             print(each, self._in_force(each))
 
     def _in_force(self, name: str) -> str:
-        """The value of a parameter; where it is left out the model's, if that is known."""
+        """Return the value of a parameter; where it is left out the model's, if that is known."""
         value = getattr(self._params, name)
         if not isinstance(value, LeftOut):
             return dumps(value)
@@ -265,7 +267,7 @@ class Conversation:
     # -- messages -------------------------------------------------------------------------------
 
     async def _read_message(self, *, is_terminal: bool) -> str | None:
-        """The next message that is not empty; None at the end of stdin."""
+        """Return the next message that is not empty; None at the end of stdin."""
         while (line := await self._read("> " if is_terminal else "")) is not None:
             if not line.startswith(MANY_LINES) or not is_terminal:
                 if line.strip():
@@ -289,7 +291,7 @@ class Conversation:
 
 
 async def _read_line(prompt: str) -> str | None:
-    """The next line of stdin without its end; None at the end of stdin.
+    """Return the next line of stdin without its end; None at the end of stdin.
 
     Read in a thread that may be left behind; an executor's is waited for at exit.
     """
@@ -314,7 +316,7 @@ def _piped_line() -> str | None:
 
 
 def _half_line() -> str:
-    """The typed part of the line that is being read, where Python has readline."""
+    """Return the typed part of the line that is being read, where Python has readline."""
     readline = sys.modules.get("readline")
     return "" if readline is None else readline.get_line_buffer()
 

@@ -89,7 +89,7 @@ class ServerModel:
     async def _events(
         self, path: str, body: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The JSON objects of an event stream."""
+        """Yield the JSON objects of an event stream."""
         rest = b""
         async with aclosing(self._pieces("POST", path, json.dumps(body).encode())) as pieces:
             async for piece in pieces:
@@ -102,7 +102,10 @@ class ServerModel:
     async def _pieces(
         self, method: str, path: str, body: bytes = b""
     ) -> AsyncGenerator[bytes, None]:
-        """A response's body as it comes. Raises `ForetokenError` with the server's own message."""
+        """Yield a response's body as it comes.
+
+        Raises `ForetokenError` with the server's own message.
+        """
         target = urlsplit(self._url)
         http = h11.Connection(h11.CLIENT)
         host = target.netloc.rpartition("@")[2]
@@ -143,7 +146,9 @@ class ServerModel:
 
 
 async def _received(http: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The body of a response with status 200; `ForetokenError` with the message of another."""
+    """Yield the body of a response with status 200; `ForetokenError` with the message of
+    another.
+    """
     status, failure = 0, b""
     while not isinstance(event := http.next_event(), h11.EndOfMessage):
         if event is h11.NEED_DATA:
@@ -161,7 +166,7 @@ async def _received(http: h11.Connection, reader: asyncio.StreamReader) -> Async
 
 
 def checked(url: str) -> str:
-    """The address of a server, without /v1. Raises `ForetokenError` for what is none."""
+    """Return the address of a server, without /v1. Raises `ForetokenError` for what is none."""
     url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(url)
@@ -180,12 +185,12 @@ def _given(params: SamplingParams) -> dict[str, Any]:
 
 
 def _message(error: object) -> str:
-    """The words of an error: OpenAI's form, or any other server's."""
+    """Return the words of an error: OpenAI's form, or any other server's."""
     return str(error.get("message", error) if isinstance(error, Mapping) else error)
 
 
 def _failure(body: bytes, status: int) -> ForetokenError:
-    """The server's own error; an `InvalidRequest` if it names a field."""
+    """Return the server's own error; an `InvalidRequest` if it names a field."""
     try:
         error = json.loads(body)["error"]
         message, param = str(error["message"]), error.get("param")

@@ -76,7 +76,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _question(
     parsed: argparse.Namespace, prompt: str | None, images: Sequence[str]
 ) -> Question | None:
-    """The question; None where a conversation is to be held.
+    """Return the question; None where a conversation is to be held.
 
     Raises `InvalidRequest` for flags that do not go together, and where there is no prompt.
     """
@@ -123,7 +123,7 @@ async def _answer(
 
 
 def read_words(parsed: argparse.Namespace) -> tuple[str | None, str | None]:
-    """The model and the prompt, None where they are not given.
+    """Return the model and the prompt, None where they are not given.
 
     One word is the model if it can name one, and behind "--" it is the prompt. Exits with status 2
     for more than two, and for a prompt before the model.
@@ -148,7 +148,7 @@ def read_words(parsed: argparse.Namespace) -> tuple[str | None, str | None]:
 
 
 def piped_text() -> str | None:
-    """The text of standard input; None where it is a terminal, or closed.
+    """Return the text of standard input; None where it is a terminal, or closed.
 
     Raises `InvalidRequest` for what is no text, and for more than 64 MiB.
     """
@@ -192,7 +192,7 @@ def read_schema(given: str) -> dict[str, object]:
 
 
 def data_url(path: Path) -> str:
-    """An image file as a data URL. Raises `InvalidRequest`."""
+    """Return an image file as a data URL. Raises `InvalidRequest`."""
     try:
         data = path.read_bytes()
     except OSError as error:

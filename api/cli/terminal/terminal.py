@@ -39,7 +39,7 @@ class Palette:
         self._sources: list[str] = []
 
     def name(self, source: str) -> str:
-        """The name of the colour of a source."""
+        """Return the name of the colour of a source."""
         if not source:
             return "plain"
         if source not in self._sources:
@@ -47,7 +47,7 @@ class Palette:
         return list(COLOURS)[self._sources.index(source) % len(COLOURS)]
 
     def paint(self, text: str, source: str) -> str:
-        """The text with the escape codes of the colour of a source."""
+        """Return the text with the escape codes of the colour of a source."""
         name = self.name(source)
         if not text or not source or not self.coloured:
             return text
@@ -68,7 +68,7 @@ class Painter:
         self._counts: Counter[str] = Counter()
 
     def paint(self, delta: TextDelta) -> str:
-        """The text of the next delta."""
+        """Return the text of the next delta."""
         for token_id, source in zip(delta.token_ids, delta.sources, strict=True):
             self._ahead.append((len(self._push(token_id)), source))
             self._counts[source] += 1
@@ -159,7 +159,7 @@ class Shown(Protocol):
         """The prompt."""
 
     def deltas(self) -> AsyncGenerator[TextDelta]:
-        """The steps."""
+        """Yield the steps."""
 
 
 class LocalModel:

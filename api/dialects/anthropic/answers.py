@@ -206,7 +206,7 @@ def error_body(error: ApiError, request_id: str | None) -> MessageError:
 
 
 def error_event(error: ApiError, request_id: str | None) -> bytes:
-    """An error inside a stream."""
+    """Return an error inside a stream."""
     return named_event(error_body(error, request_id))
 
 

@@ -100,7 +100,7 @@ class Blocks:
 
 
 def _opening(segment: Segment) -> ContentBlock:
-    """The empty block, as ``content_block_start`` carries it."""
+    """Return the empty block, as ``content_block_start`` carries it."""
     match segment.kind:
         case "reasoning":
             return ThinkingContent()
@@ -111,7 +111,7 @@ def _opening(segment: Segment) -> ContentBlock:
 
 
 def tool_use_id(call_id: str) -> str:
-    """The id of a tool call in Anthropic's form, ``toolu_...``."""
+    """Return the id of a tool call in Anthropic's form, ``toolu_...``."""
     return f"toolu_{call_id.removeprefix('call_')}"
 
 

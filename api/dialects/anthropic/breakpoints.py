@@ -64,7 +64,7 @@ class Breakpoints:
 
 
 def read_marks(body: CountRequest) -> list[Mark]:
-    """All breakpoints of a body; raises `InvalidRequest` for more than four."""
+    """All breakpoints of a body. Raises `InvalidRequest` for more than four."""
     places = [*_in_tools(body), *_in_system(body), *_in_messages(body)]
     if body.cache_control is not None and places and places[-1].control is None:
         places[-1] = Place(body.cache_control, places[-1].head)

@@ -62,7 +62,7 @@ class Known:
 
 
 def read_conversation(body: CountRequest) -> ChatInput:
-    """The chat request of a body; raises `InvalidRequest`."""
+    """Return the chat request of a body. Raises `InvalidRequest`."""
     tools = read_tools(body.tools, _referenced(body))
     messages = plain_conversation(body, tools)
     paths = [message.pop(PATH) for message in messages]
@@ -85,7 +85,7 @@ def read_conversation(body: CountRequest) -> ChatInput:
 
 
 def plain_conversation(body: CountRequest, tools: Sequence[Tool] = ()) -> list[Plain]:
-    """Messages for the chat template; raises `InvalidRequest` naming the path of a bad block.
+    """Messages for the chat template. Raises `InvalidRequest` naming the path of a bad block.
 
     Tool results come before the text of their message, directly after the calls they answer.
     Consecutive messages of one role become one, which many templates require.
@@ -122,7 +122,7 @@ def template_options(body: CountRequest, messages: Sequence[Plain]) -> dict[str,
 
 
 def read_tools(specs: Sequence[ToolSpec] | None, referenced: frozenset[str]) -> list[Tool]:
-    """The tools that the caller runs; raises `InvalidRequest` for an incomplete one.
+    """Return the tools that the caller runs. Raises `InvalidRequest` for an incomplete one.
 
     ``referenced``: names of those that a search found: the others that are to be loaded later are
     left out.
@@ -162,7 +162,7 @@ def _referenced(body: CountRequest) -> frozenset[str]:
 
 
 def read_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
-    """``tool_choice``; raises `InvalidRequest`."""
+    """``tool_choice``. Raises `InvalidRequest`."""
     choice = body.tool_choice
     if choice is None:
         return ToolChoice()
@@ -227,7 +227,7 @@ def _plain(message: Message, path: str, known: Known) -> list[Plain]:
 
 
 def _seen(blocks: Sequence[Block], path: str, known: Known, *, is_result: bool = False) -> Plain:
-    """The content of blocks that the model reads; others are left out."""
+    """Return the content of blocks that the model reads; others are left out."""
     parts: list[str | ImageSource] = []
     loaded = [block.tool_name for block in _of(blocks, ToolReferenceBlock)]
     if loaded:
@@ -249,7 +249,7 @@ def _seen(blocks: Sequence[Block], path: str, known: Known, *, is_result: bool =
 
 
 def _document(block: DocumentBlock | SearchResultBlock) -> str:
-    """The text of a document; a note where it has none."""
+    """Return the text of a document; a note where it has none."""
     source = block.source
     if isinstance(block, SearchResultBlock):
         head = f"{block.title or ''} {source if isinstance(source, str) else ''}".strip()
@@ -329,7 +329,7 @@ def _blocks(result: ToolResultBlock) -> Sequence[Block]:
 
 
 def _kind(block: Block) -> str:
-    """The type of a block."""
+    """Return the type of a block."""
     return block.type if isinstance(block, OtherBlock) else str(block.__struct_config__.tag)
 
 
@@ -348,7 +348,7 @@ def _assistant(blocks: Sequence[Block], known: Known) -> list[Plain]:
 
 
 def _provided(block: OtherBlock, known: Known) -> Plain:
-    """The result of a call that a provider ran."""
+    """Return the result of a call that a provider ran."""
     text = readable(block.content)
     return _result(block.tool_use_id or "", text, known, is_error=bool(block.is_error))
 
@@ -371,7 +371,7 @@ def _said(blocks: Sequence[Block], known: Known) -> Plain:
 
 
 def _call(block: ToolUseBlock) -> Plain:
-    """A call; arguments that were no object are again the text that they were."""
+    """Return a call; arguments that were no object are again the text that they were."""
     text = _unparsed(block.input)
     arguments = plain_arguments(block.input) if text is None else text
     function = {"name": block.name, "arguments": arguments}
@@ -379,7 +379,7 @@ def _call(block: ToolUseBlock) -> Plain:
 
 
 def _unparsed(given: object) -> str | None:
-    """The text of arguments that were no object, as this server or Claude Code wraps it."""
+    """Return the text of arguments that were no object, as this server or Claude Code wraps it."""
     match given:
         case {"INVALID_JSON": str(text), **more} if not more:
             return text
@@ -389,7 +389,7 @@ def _unparsed(given: object) -> str | None:
 
 
 def _tool(block: ToolResultBlock, known: Known, path: str) -> Plain:
-    """The result of a call that the client ran."""
+    """Return the result of a call that the client ran."""
     if isinstance(block.content, list):
         seen = _seen(block.content, f"{path}.content", known, is_result=True)
     else:
@@ -399,14 +399,16 @@ def _tool(block: ToolResultBlock, known: Known, path: str) -> Plain:
 
 
 def _result(call_id: str, text: str, known: Known, *, is_error: bool) -> Plain:
-    """The result of a call. Templates have no place for ``is_error``, so the text says it."""
+    """Return the result of a call. Templates have no place for ``is_error``, so the text says
+    it.
+    """
     content = f"Error: {text}" if is_error else text
     plain: Plain = {"role": "tool", "content": content, "tool_call_id": call_id}
     return plain | ({"name": known.names[call_id]} if call_id in known.names else {})
 
 
 def _system_text(system: str | Sequence[SystemBlock]) -> str | None:
-    """The text of the system prompt; None where all of its blocks are left out."""
+    """Return the text of the system prompt; None where all of its blocks are left out."""
     if isinstance(system, str):
         return system
     texts: list[str] = []

@@ -86,7 +86,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         return AnswerReply(self.service, writer, answer)
 
     async def read(self, body: MessagesRequest) -> tuple[Sequence[Mark], ChatInput]:
-        """The marked blocks of a body and its chat request; raises `InvalidRequest`."""
+        """Return the marked blocks of a body and its chat request. Raises `InvalidRequest`."""
         return await self.service.apart(lambda: (read_marks(body), read_chat(body)))
 
     def _writer(self, body: MessagesRequest, breakpoints: Breakpoints) -> MessageWriter:
@@ -104,7 +104,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
     async def _with_pins(
         self, marks: Sequence[Mark], chat: ChatInput, prompt_ids: Sequence[int]
     ) -> tuple[ChatInput, Breakpoints]:
-        """The chat request with its breakpoints as pins; none where cache writes are off."""
+        """Return the chat request with its breakpoints as pins; none where cache writes are off."""
         if not marks or not chat.cache.write:
             return chat, Breakpoints()
         breakpoints = await self._locator.locate(marks, chat, prompt_ids)
@@ -132,7 +132,7 @@ class MessagesRender(MessagesRoute):
 
 
 def read_chat(body: MessagesRequest) -> ChatInput:
-    """The chat request of a body; raises `InvalidRequest`."""
+    """Return the chat request of a body. Raises `InvalidRequest`."""
     if body.n not in (None, 1):
         raise InvalidRequest("n must be 1", param="n")
     if is_prewarm(body):

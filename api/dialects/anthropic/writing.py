@@ -73,7 +73,7 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
         return self._blocks.take(delta)
 
     def whole(self, answer: ChatAnswer) -> MessageAnswer:
-        """The answer in one body."""
+        """Return the answer in one body."""
         self._blocks.end()
         message = self._ended(self._end(answer), answer.usage, self._blocks.contents)
         message.token_ids = self._message_ids
@@ -91,18 +91,18 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
     # -- streamed -------------------------------------------------------------------------------
 
     def begin(self, answer: ChatAnswer) -> Iterator[bytes]:
-        """The first event, which reports cached tokens."""
+        """Yield the first event, which reports cached tokens."""
         start = self._message(answer.usage)
         if self.returns_ids:
             start.prompt_token_ids = list(answer.prompt_token_ids)
         yield named_event(MessageStart(message=start))
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """The events of a step."""
+        """Yield the events of a step."""
         return map(named_event, self.take(delta))
 
     def end(self, answer: ChatAnswer) -> Iterator[bytes]:
-        """The events that end the last block and the message."""
+        """Yield the events that end the last block and the message."""
         end, stop = self._ending(self._end(answer), answer.usage)
         end.token_ids = self._message_ids
         return map(named_event, [*self._blocks.end(), end, stop])
@@ -110,7 +110,7 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
     # -- of nothing -----------------------------------------------------------------------------
 
     def warmed(self, usage: Usage) -> Reply:
-        """The answer without content, for a prompt that was only cached."""
+        """Return the answer without content, for a prompt that was only cached."""
         events = [MessageStart(message=self._message(usage)), *self._ending(WARMED, usage)]
         return ReadyReply(self._ended(WARMED, usage, []), map(named_event, events))
 
@@ -120,14 +120,14 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
         return MessageDelta(delta=end, usage=self.usage(usage)), MessageStop()
 
     def _diagnosis(self) -> Free | None:
-        """The reason for the cache miss; known once the first tokens are computed."""
+        """Return the reason for the cache miss; known once the first tokens are computed."""
         if self.previous_id is None:
             return None
         found = self.service.llm.explain(self.id, previous_id=self.previous_id)
         return anthropic_diagnostics(found)
 
     def _message(self, usage: Usage) -> MessageAnswer:
-        """The message without content, as ``message_start`` carries it."""
+        """Return the message without content, as ``message_start`` carries it."""
         return MessageAnswer(
             id=self.id,
             model=self.service.model,
@@ -136,7 +136,7 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
         )
 
     def _ended(self, end: Ending, usage: Usage, content: list[ContentBlock]) -> MessageAnswer:
-        """The whole message."""
+        """Return the whole message."""
         return replace(
             self._message(usage), **asdict(end), content=content, usage=self.usage(usage)
         )

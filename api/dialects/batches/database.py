@@ -178,7 +178,7 @@ def _give_back_pages(connection: sqlite3.Connection) -> None:
 
 
 def _refusal(error: sqlite3.OperationalError) -> Exception:
-    """The error of a job for its caller; what is not expected stays as it is."""
+    """Return the error of a job for its caller; what is not expected stays as it is."""
     code: int = getattr(error, "sqlite_errorcode", 0)  # errors of the module itself have none
     match code & 0xFF:
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:

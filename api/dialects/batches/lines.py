@@ -43,7 +43,7 @@ decode_line = msgspec.json.Decoder(InputLine).decode
 
 
 def numbered_lines(file: Path) -> Iterator[NumberedLine]:
-    """The lines of a file that are not empty, with their places in it, from 1."""
+    """Yield the lines of a file that are not empty, with their places in it, from 1."""
     with file.open("rb") as opened:
         for number, line in enumerate(opened, 1):
             if line.strip():
@@ -190,7 +190,7 @@ class LineRunner:
         return most if is_alone else max(1, most // SHARE_BESIDE_PEOPLE)
 
     async def _answer(self, line: bytes, caller: bytes) -> OutputLine | None:
-        """The answer to a line; None if the server ends before that is complete."""
+        """Return the answer to a line; None if the server ends before that is complete."""
         request = decode_line(line)
         context = RequestContext(
             {"type": "http", "method": "POST", "path": request.url, "headers": []},

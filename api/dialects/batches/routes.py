@@ -107,12 +107,12 @@ class FileRoutes(Endpoints):
 
     @get("/v1/files/{id}", FileBody, errors=KEPT)
     async def retrieve(self, request: Request) -> Response:
-        """A file, without its content."""
+        """Return a file, without its content."""
         return JsonResponse(await self._store.find(FileBody, caller(), request.path_params["id"]))
 
     @get("/v1/files/{id}/content", media=BINARY, errors=KEPT)
     async def content(self, request: Request) -> Response:
-        """The content of a file."""
+        """Return the content of a file."""
         file = await self._store.find(FileBody, caller(), request.path_params["id"])
         return StreamingResponse(
             self._store.content(file.id),
@@ -154,7 +154,7 @@ class BatchRoutes(Endpoints):
 
     @get("/v1/batches/{id}", BatchBody, errors=KEPT)
     async def retrieve(self, request: Request) -> Response:
-        """A batch: its state and how many of its requests are answered."""
+        """Return a batch: its state and how many of its requests are answered."""
         await self._jobs.resume()
         return JsonResponse(await self._store.find(BatchBody, caller(), request.path_params["id"]))
 
@@ -166,5 +166,5 @@ class BatchRoutes(Endpoints):
 
 
 def _page(request: Request) -> Page:
-    """The part of a list that ``limit`` and ``after`` name; raises `InvalidRequest`."""
+    """Return the part of a list that ``limit`` and ``after`` name. Raises `InvalidRequest`."""
     return Page(page_limit(request), request.query_params.get("after"))

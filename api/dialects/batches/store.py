@@ -151,7 +151,7 @@ class BatchStore:
         return msgspec.json.decode(row[0], type=kind)
 
     def _is_kept(self, kind: type[FileBody] | type[BatchBody]) -> tuple[str, float]:
-        """A condition for what has not expired, and its parameter."""
+        """Return a condition for what has not expired, and its parameter."""
         if kind is FileBody:
             return "expires_at > ?", now()
         return f"ifnull(ended_at, {NEVER}) > ?", now() - self._limits.file_seconds
@@ -335,7 +335,9 @@ def now() -> int:
 
 
 def _reading(file_id: str, number: int) -> Job[tuple[bytes, int]]:
-    """A job that returns some of a file's pieces behind this one, and the number of the last."""
+    """Return a job that returns some of a file's pieces behind this one, and the number of the
+    last.
+    """
 
     def read(connection: Connection) -> tuple[bytes, int]:
         rows = connection.execute(
@@ -378,7 +380,7 @@ def _save(connection: Connection, batch_id: str, body: bytes, ended_at: int | No
 
 
 def _counted(connection: Connection, kept: KeptBatch) -> Counts:
-    """The counts of a batch by what is written of it."""
+    """Return the counts of a batch by what is written of it."""
     good, bad = (
         _one(connection, "SELECT count(*) FROM pieces WHERE file_id = ?", file_id)[0]
         for file_id in kept.outputs

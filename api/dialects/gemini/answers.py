@@ -166,7 +166,7 @@ def error_body(error: ApiError, _request_id: str | None) -> GeminiError:
 
 
 def error_event(error: ApiError, request_id: str | None) -> bytes:
-    """An error inside a stream."""
+    """Return an error inside a stream."""
     return event(error_body(error, request_id))
 
 

@@ -43,7 +43,7 @@ COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "ma
 
 
 def read_chat(body: GenerateBody) -> ChatInput:
-    """The chat request of a body; raises `InvalidRequest`."""
+    """Return the chat request of a body. Raises `InvalidRequest`."""
     config = body.generation_config or GenerationConfig()
     tools = read_tools(body.tools or ())
     messages, images, paths = plain_messages(body)
@@ -59,7 +59,7 @@ def read_chat(body: GenerateBody) -> ChatInput:
 
 
 def read_params(body: GenerateBody, config: GenerationConfig) -> SamplingParams:
-    """Sampling parameters; raises `InvalidRequest`."""
+    """Sampling parameters. Raises `InvalidRequest`."""
     given: dict[str, Any] = {name: getattr(config, name) for name in SAME_NAME}
     given |= {"cache_salt": body.cache_salt, "speculation": body.speculation}
     given |= {"n": config.candidate_count, "max_tokens": config.max_output_tokens}
@@ -74,7 +74,7 @@ def read_params(body: GenerateBody, config: GenerationConfig) -> SamplingParams:
 
 
 def answer_form(config: GenerationConfig) -> Mapping[str, Any]:
-    """The fields of `SamplingParams` for the form of an answer; raises `InvalidRequest`."""
+    """Return the fields of `SamplingParams` for the form of an answer. Raises `InvalidRequest`."""
     kind, schema = config.response_mime_type or "", config.response_json_schema
     if schema is None and config.response_schema is not None:
         schema = json_schema(config.response_schema)
@@ -106,7 +106,7 @@ def template_options(config: ThinkingConfig | None) -> Mapping[str, object]:
 
 
 def read_tools(specs: Sequence[ToolGroup]) -> list[Tool]:
-    """The functions among the tools of a body; tools that Google runs are left out."""
+    """Return the functions among the tools of a body; tools that Google runs are left out."""
     if any(spec.function_declarations is None for spec in specs):
         tell_left_out("tools that are no functions")
     return [
@@ -123,7 +123,7 @@ def _parameters(function: FunctionDeclaration) -> Schema | None:
 
 
 def read_choice(body: GenerateBody, tools: Sequence[Tool]) -> ToolChoice:
-    """Read which functions may or must be called; raises `InvalidRequest`."""
+    """Read which functions may or must be called. Raises `InvalidRequest`."""
     config = body.tool_config and body.tool_config.function_calling_config
     config = config or FunctionCallingConfig()
     field = "toolConfig.functionCallingConfig"
@@ -147,7 +147,7 @@ def read_choice(body: GenerateBody, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def json_schema(schema: Schema) -> Schema:
-    """A JSON schema of one in Google's form.
+    """Return a JSON schema of one in Google's form.
 
     That has types in upper case, ``nullable``, counts as texts, and an order of its properties.
     """
@@ -236,7 +236,7 @@ class _Calls:
 def _messages(
     content: Content, path: str, calls: _Calls
 ) -> list[tuple[Plain, Sequence[ImageSource]]]:
-    """The messages of a content: results of functions come first, each one by itself."""
+    """Return the messages of a content: results of functions come first, each one by itself."""
     role = (content.role or "user").lower()
     if role not in ("user", "model", "function", "system"):
         raise InvalidRequest(f"{path}.role must be user or model", param=f"{path}.role")
@@ -273,7 +273,7 @@ def _messages(
 
 
 def _shown(part: Part, path: str, *, is_users: bool) -> list[str | ImageSource]:
-    """Read what a part shows; raises `InvalidRequest` for an unreadable file of the user."""
+    """Read what a part shows. Raises `InvalidRequest` for an unreadable file of the user."""
     if part.text is not None:
         return [part.text]
     if part.inline_data is not None:
@@ -303,7 +303,7 @@ def _standard(data: str) -> str:
 
 
 def _result_text(response: object) -> str:
-    """The result of a function as a text: that of its only field, else JSON."""
+    """Return the result of a function as a text: that of its only field, else JSON."""
     if isinstance(response, dict) and len(response) == 1:
         [(name, value)] = response.items()
         if name in RESULT and isinstance(value, str):

@@ -46,7 +46,7 @@ class GeminiDialect(Dialect[B]):
         return gemini_decoder(self.body)
 
     def read_request(self, request: Request, data: bytes) -> B:
-        """A body with the model of the path; raises `ApiError` 400."""
+        """Return a body with the model of the path. Raises `ApiError` 400."""
         body = self.decode(data)
         body.model = request.path_params["model"]
         return body
@@ -98,7 +98,7 @@ class StreamGenerateContent(GenerateContent):
     query = ("alt!",)
 
     def read_request(self, request: Request, data: bytes) -> GenerateBody:
-        """A body that is streamed; raises `ApiError` 400 for another form of stream."""
+        """Return a body that is streamed. Raises `ApiError` 400 for another form of stream."""
         if request.query_params.get("alt") != "sse":
             raise InvalidRequest("alt must be sse: a stream has server-sent events", param="alt")
         body = super().read_request(request, data)
@@ -135,14 +135,14 @@ class GeminiModelRoutes(Endpoints):
 
     @get(MODELS, GeminiModels)
     async def index(self, _request: Request) -> Response:
-        """The model, once by each of its names, and its adapters."""
+        """Return the model, once by each of its names, and its adapters."""
         adapters = [each.name for each in self.service.llm.adapters.served]
         names = dict.fromkeys([*self.service.names, *adapters])
         return JsonResponse(GeminiModels(models=[self._model(name) for name in names]))
 
     @get(MODELS + "/{name:path}", GeminiModel, errors=(404,))
     async def retrieve(self, request: Request) -> Response:
-        """The model or an adapter, by any name that requests may use."""
+        """Return the model or an adapter, by any name that requests may use."""
         name = request.path_params["name"]
         self.service.check_model(name)
         return JsonResponse(self._model(name))

@@ -63,7 +63,9 @@ class CandidateWriter(AnswerWriter[ChatAnswer]):
         return ()
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """An event for each step that adds something; the last of a candidate has a reason."""
+        """Yield an event for each step that adds something; the last of a candidate has a
+        reason.
+        """
         candidate = self._step(delta)
         is_last = delta.finish_reason is not None
         if candidate.content.parts or is_last:

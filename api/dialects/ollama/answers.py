@@ -140,7 +140,7 @@ def error_body(error: ApiError, _request_id: str | None) -> OllamaError:
 
 
 def error_line(error: ApiError, request_id: str | None) -> bytes:
-    """An error inside a stream."""
+    """Return an error inside a stream."""
     return encode(error_body(error, request_id)) + b"\n"
 
 

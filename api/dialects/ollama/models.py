@@ -29,7 +29,7 @@ decode_show = decoder(OllamaShowBody)
 
 
 def own_name(service: Service, name: str | None) -> str | None:
-    """The name without the tag that Ollama's clients add."""
+    """Return the name without the tag that Ollama's clients add."""
     if name is None or name in service.names:
         return name
     return name.removesuffix(LATEST)
@@ -45,7 +45,7 @@ class OllamaModels(Endpoints):
 
     @get("/api/tags", answers.TagList)
     async def tags(self, _request: Request) -> Response:
-        """The model, once by each of its names."""
+        """Return the model, once by each of its names."""
         await self._read()
         return JsonResponse(answers.TagList(models=[self._tag(n) for n in self.service.names]))
 
@@ -60,7 +60,7 @@ class OllamaModels(Endpoints):
 
     @get("/api/version", answers.OllamaVersion)
     async def version(self, _request: Request) -> Response:
-        """The version of Ollama whose API this is, and that of foretoken."""
+        """Return the version of Ollama whose API this is, and that of foretoken."""
         return JsonResponse(answers.OllamaVersion(version=API_VERSION, foretoken=__version__))
 
     @post("/api/show", answers.Shown, body=OllamaShowBody, errors=READS)
@@ -142,7 +142,7 @@ class OllamaModels(Endpoints):
 
 
 def _size(num_parameters: int) -> str:
-    """A number of parameters as Ollama writes it: 135M, 8.0B."""
+    """Return a number of parameters as Ollama writes it: 135M, 8.0B."""
     if num_parameters >= 1e9:
         return f"{num_parameters / 1e9:.1f}B"
     return f"{num_parameters / 1e6:.0f}M"

@@ -19,7 +19,7 @@ SAME_NAME = (
 
 
 def read_chat(body: OllamaChatBody) -> ChatInput:
-    """The chat request of a body; raises `InvalidRequest`."""
+    """Return the chat request of a body. Raises `InvalidRequest`."""
     messages = body.messages or ()
     return ChatInput(
         messages=plain_messages(messages),
@@ -35,7 +35,7 @@ def read_chat(body: OllamaChatBody) -> ChatInput:
 
 
 def read_prompt(body: OllamaGenerateBody) -> ChatInput:
-    """A prompt, and a system text, as a conversation; raises `InvalidRequest`."""
+    """Return a prompt, and a system text, as a conversation. Raises `InvalidRequest`."""
     text, images = _placed(body.images, body.prompt, "images")
     messages = [{"role": "user", "content": text}]
     if body.system:
@@ -49,7 +49,7 @@ def read_prompt(body: OllamaGenerateBody) -> ChatInput:
 
 
 def read_params(body: OllamaBody) -> SamplingParams:
-    """Sampling parameters; raises `InvalidRequest`."""
+    """Sampling parameters. Raises `InvalidRequest`."""
     options = body.options or Options()
     given = {name: getattr(options, name) for name in SAME_NAME}
     given["repetition_penalty"] = options.repeat_penalty
@@ -102,7 +102,7 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _placed(images: Sequence[str] | None, text: str | None, where: str) -> Placed:
-    """The content of a message: its images, then its text."""
+    """Return the content of a message: its images, then its text."""
     sources = [
         ImageSource(
             each if each.startswith("data:") else f"data:;base64,{each}", f"{where}[{index}]"

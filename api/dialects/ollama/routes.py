@@ -61,7 +61,7 @@ class OllamaDialect(Dialect[B]):
             raise InvalidRequest(f'"{name}" does not support thinking', param="think")
 
     def decode(self, data: bytes) -> B:
-        """A body, streamed where null or nothing says otherwise; raises `ApiError` 400."""
+        """Return a body, streamed where null or nothing says otherwise. Raises `ApiError` 400."""
         body = super().decode(data)
         if body.stream is None:
             body.stream = True

@@ -50,7 +50,9 @@ class PartWriter(AnswerWriter[RunningAnswer]):
         return ChatPart(model=model, created_at=created_at, message=message)
 
     def loaded(self) -> Reply:
-        """The answer to a body without a prompt, which asks only that the model is loaded."""
+        """Return the answer to a body without a prompt, which asks only that the model is
+        loaded.
+        """
         part = self.part()
         part.done, part.done_reason = True, "load"
         return ReadyReply(part, [line(part)])
@@ -101,5 +103,5 @@ def line(part: object) -> bytes:
 
 
 def now() -> str:
-    """The time as Ollama writes it."""
+    """Return the time as Ollama writes it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

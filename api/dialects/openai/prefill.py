@@ -29,7 +29,7 @@ NO_ROOM = "the pages of earlier prompts wait to be read by other servers"
 
 
 def transfer_of(body: OpenAISampling, *, num_prompts: int = 1) -> Mapping[str, Any] | None:
-    """The ``kv_transfer_params`` of a body with one prompt; of others they mean nothing."""
+    """Return the ``kv_transfer_params`` of a body with one prompt; of others they mean nothing."""
     params = body.kv_transfer_params
     if params is None or num_prompts != 1 or is_prewarm(body):
         return None
@@ -64,7 +64,7 @@ class PrefillReply(Reply):
         self._is_answered = False
 
     async def whole(self) -> object:
-        """The answer, with parameters."""
+        """Return the answer, with parameters."""
         with _as_unavailable():
             body = await self._reply.whole()
         if isinstance(body, Struct):
@@ -73,7 +73,7 @@ class PrefillReply(Reply):
         return body
 
     def events(self) -> AsyncGenerator[bytes]:
-        """The events, without parameters."""
+        """Yield the events, without parameters."""
         return self._reply.events()
 
     def close(self) -> None:

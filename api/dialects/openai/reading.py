@@ -48,7 +48,7 @@ from .bodies import (
 
 
 def read_chat(body: ChatRequest) -> ChatInput:
-    """The chat request of a body; raises `InvalidRequest`."""
+    """Return the chat request of a body. Raises `InvalidRequest`."""
     check_logprobs(body)
     tools = read_tools(body.tools)
     parallel = body.parallel_tool_calls is not False
@@ -125,7 +125,7 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
 
 
 def read_prompts(prompt: str | list[str | int | list[int]], param: str = "prompt") -> list[Prompt]:
-    """A text, token ids, or a list of either."""
+    """Return a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {*map(type, prompt)}  # a loop over a million ids would hold the event loop
@@ -182,7 +182,8 @@ def plain_chat(
     cache_salt: str | None = None,
     template: Mapping[str, Any] = NO_OPTIONS,
 ) -> ChatInput:
-    """A conversation that is only rendered. ``opens``: with what opens an answer at its end.
+    """Return a conversation that is only rendered. ``opens``: with what opens an answer at its
+    end.
 
     ``template``: other options of the chat template.
     """
@@ -198,7 +199,7 @@ def plain_chat(
 
 
 def tokenized_chat(body: TokenizeRequest, messages: list[Message]) -> ChatInput:
-    """The conversation of /tokenize, with its options for the chat template."""
+    """Return the conversation of /tokenize, with its options for the chat template."""
     continues = bool(body.continue_final_message)
     return plain_chat(
         messages,
@@ -209,7 +210,7 @@ def tokenized_chat(body: TokenizeRequest, messages: list[Message]) -> ChatInput:
 
 
 def read_handles(messages: list[Message]) -> list[Handle]:
-    """The messages that are rendered by their ids, as `plain_messages` numbers them.
+    """Return the messages that are rendered by their ids, as `plain_messages` numbers them.
 
     Raises `InvalidRequest` for ids of a message that is not the assistant's.
     """
@@ -230,7 +231,7 @@ def read_handles(messages: list[Message]) -> list[Handle]:
 
 
 def read_paths(messages: list[Message]) -> list[str]:
-    """The places of the messages in the body, as `plain_messages` numbers them."""
+    """Return the places of the messages in the body, as `plain_messages` numbers them."""
     shift = max(0, num_system(message.role for message in messages) - 1)
     paths = [_path(message, index) for index, message in enumerate(messages)]
     return [*paths[:1], *paths[shift + 1 :]]
@@ -255,7 +256,10 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
 
 
 def read_images(messages: list[Message]) -> list[ImageSource]:
-    """The images of a conversation, in the order of their marks. Raises as `plain_messages`."""
+    """Return the images of a conversation, in the order of their marks.
+
+    Raises as `plain_messages`.
+    """
     return [
         image
         for index, message in enumerate(messages)
@@ -275,7 +279,7 @@ def _content(message: Message, path: str) -> Placed:
 
 
 def _part(part: ContentPart, where: str, role: str) -> str | ImageSource | None:
-    """A part as the model gets it; None for one that it does not get."""
+    """Return a part as the model gets it; None for one that it does not get."""
     if part.type == "image_url" and part.image_url is not None:
         image = part.image_url
         where = image.param if isinstance(image, NamedImage) else where

@@ -65,7 +65,7 @@ class ChatRoute(Dialect[ChatRequest]):
         return ChatReply(self.service, writer, answer)
 
     async def read(self, body: ChatRequest) -> ChatInput:
-        """The chat request of a body, within the server's room; raises `InvalidRequest`."""
+        """Return the chat request of a body, within the server's room. Raises `InvalidRequest`."""
         chat = await self.service.apart(partial(read_chat, body))
         self.service.check_room(1, chat.params.n)
         return chat
@@ -131,7 +131,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
     async def read(
         self, body: CompletionRequest
     ) -> tuple[SamplingParams, list[Prompt], list[str] | None]:
-        """Parameters, prompts and, with ``echo``, their texts; raises `InvalidRequest`."""
+        """Parameters, prompts and, with ``echo``, their texts. Raises `InvalidRequest`."""
         refuse(body)
         params, prompts = completion_params(body), read_prompts(body.prompt)
         self.service.check_room(len(prompts), params.n)

@@ -18,7 +18,9 @@ from .writing import Head, Writer, finite, reason_body, token_name
 
 
 def echo_ids(tokenizer: Tokenizer, token_ids: Sequence[int], added_ids: Sequence[int]) -> str:
-    """The text that a prompt of token ids stands for; without special tokens that encoding adds."""
+    """Return the text that a prompt of token ids stands for; without special tokens that
+    encoding adds.
+    """
     count = len(added_ids)
     start = count if list(token_ids[:count]) == list(added_ids) else 0
     return tokenizer.decode(token_ids[start:], skip_special_tokens=False)
@@ -59,7 +61,9 @@ class LegacyLogprobs:
         self._offset = len(echoed or "")
 
     def body(self, entries: Sequence[TokenLogprob | None]) -> TextLogprobs:
-        """The lists for the next tokens; an entry without a value is the prompt's first token."""
+        """Return the lists for the next tokens; an entry without a value is the prompt's first
+        token.
+        """
         ids = [self._first_id if each is None else each.token_id for each in entries]
         return TextLogprobs(
             tokens=[token_name(self._tokenizer, token_id) for token_id in ids],
@@ -111,7 +115,7 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
         return None if self._echoed is None else self._echoed[prompt_index]
 
     def legacy_logprobs(self, prompt_ids: Sequence[int], echoed: str | None) -> LegacyLogprobs:
-        """The log-probabilities of one choice."""
+        """Return the log-probabilities of one choice."""
         return LegacyLogprobs(self._service.llm.tokenizer, prompt_ids, echoed)
 
     # -- whole ----------------------------------------------------------------------------------
@@ -127,7 +131,7 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
         return self.answer(choices, usage, metrics=self.metrics(usage, len(choices)))
 
     def nothing(self, index: int) -> TextChoiceBody:
-        """The choice of a prompt that was only to be cached."""
+        """Return the choice of a prompt that was only to be cached."""
         return TextChoiceBody(index=index, text="", finish_reason="length", stop_reason=None)
 
     def nothing_chunks(self, index: int) -> list[bytes]:
@@ -158,7 +162,9 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
     # -- streamed -------------------------------------------------------------------------------
 
     def begin(self, answer: Answers) -> Iterator[bytes]:
-        """The chunks with the echoed prompts; log-probabilities have their prompt with them."""
+        """Yield the chunks with the echoed prompts; log-probabilities have their prompt with
+        them.
+        """
         self.follow(lambda: answer.usage)
         self._states = [
             _ChoiceWriter(self, each, self._lead(prompt_index) if self._wants_logprobs else None)
@@ -172,7 +178,7 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
             yield self.chunk(TextChoiceBody(index=index, text=text))
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """The chunk of a delta; none if the delta is empty."""
+        """Yield the chunk of a delta; none if the delta is empty."""
         return self._states[delta.index].chunks(delta)
 
 
@@ -189,7 +195,7 @@ class _ChoiceWriter:
             self._prompt_ids = list(answer.prompt_token_ids)
 
     def chunks(self, delta: TextDelta) -> Iterator[bytes]:
-        """The chunk of a delta; none if the delta is empty."""
+        """Yield the chunk of a delta; none if the delta is empty."""
         self._writer.tell(delta)
         if self._lead:
             self._lead += delta.prompt_logprobs

@@ -43,7 +43,7 @@ class TokenPieces:
             self._tokens.append((len(text), source))
 
     def read(self, delta: TextDelta) -> list[TokenPiece]:
-        """The pieces of what a delta adds."""
+        """Return the pieces of what a delta adds."""
         pieces = []
         if delta.reasoning:
             pieces += self._read(delta.reasoning, "reasoning")
@@ -55,7 +55,7 @@ class TokenPieces:
         return pieces
 
     def rest(self) -> list[TokenPiece]:
-        """The tokens whose text the answer does not have."""
+        """Return the tokens whose text the answer does not have."""
         return self._take(len(self._raw), is_shown=False)
 
     def _read(self, text: str, channel: Channel) -> list[TokenPiece]:
@@ -71,7 +71,7 @@ class TokenPieces:
         return self._raw.find(text, at + len(mark) if at >= 0 else 0)
 
     def _take(self, count: int, *, is_shown: bool = True) -> list[TokenPiece]:
-        """The tokens of the next ``count`` characters, and those without any behind them."""
+        """Return the tokens of the next ``count`` characters, and those without any behind them."""
         pieces: list[TokenPiece] = []
         while self._tokens and (count or not self._tokens[0][0]):
             length, source = self._tokens.popleft()

@@ -109,7 +109,8 @@ def metrics_body(usage: Usage, depth: object) -> MetricsBody | UnsetType:
 
 
 def reason_body(reason: str) -> str:
-    """The ``finish_reason`` of OpenAI's API, which has no "abort": a deadline becomes "length".
+    """Return the ``finish_reason`` of OpenAI's API, which has no "abort": a deadline becomes
+    "length".
 
     Its ``stop_reason`` says "deadline". Clients check ``finish_reason`` against a closed list.
     """
@@ -137,7 +138,9 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as a JSON key: a part of a character is written as bytes, so that keys differ."""
+    """Return a token as a JSON key: a part of a character is written as bytes, so that keys
+    differ.
+    """
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
@@ -146,7 +149,7 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as a finite number, since JSON has no infinity."""
+    """Return a log-probability as a finite number, since JSON has no infinity."""
     # Not max(): it gives a NaN back.
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
@@ -190,7 +193,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         refuse_aborted(self._service, reason, num_tokens)
 
     def nothing(self, index: int) -> C:
-        """The choice of a prompt that was only to be cached."""
+        """Return the choice of a prompt that was only to be cached."""
         raise NotImplementedError
 
     def nothing_chunks(self, index: int) -> list[bytes]:
@@ -226,7 +229,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         return self._event(choices, usage, **more)
 
     def end(self, answer: A) -> Iterator[bytes]:
-        """The events after the last choice."""
+        """Yield the events after the last choice."""
         return self._end(answer.usage, answer.num_choices)
 
     def _end(self, usage: Usage, num_answers: int = 0) -> Iterator[bytes]:
@@ -235,7 +238,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         yield DONE
 
     def warmed(self, usages: Sequence[Usage]) -> Reply:
-        """The answer to prompts that were only cached: an empty choice for each."""
+        """Return the answer to prompts that were only cached: an empty choice for each."""
         usage, indices = batch_usage(usages), range(len(usages))
         chunks = [chunk for index in indices for chunk in self.nothing_chunks(index)]
         whole = self.answer([self.nothing(index) for index in indices], usage)

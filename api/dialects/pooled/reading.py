@@ -15,18 +15,18 @@ from .bodies import MAX_INPUTS, EmbeddingsRequest, PooledRequest, ScoreRequest
 
 
 def params_of(body: PooledRequest) -> SamplingParams:
-    """Parameters of each prompt of a body; raises `InvalidRequest`."""
+    """Parameters of each prompt of a body. Raises `InvalidRequest`."""
     seconds = None if body.deadline_ms is None else body.deadline_ms / 1000
     return pool_params(cache_salt=body.cache_salt, priority=body.priority, deadline=seconds)
 
 
 def cache_of(body: PooledRequest) -> CacheOptions:
-    """The use of the prefix cache that a body asks for."""
+    """Return the use of the prefix cache that a body asks for."""
     return read_cache(body.cache, None, None)
 
 
 def read_inputs(body: EmbeddingsRequest) -> list[Prompt]:
-    """The inputs of a body. Raises `InvalidRequest` for none, too many, and other lists."""
+    """Return the inputs of a body. Raises `InvalidRequest` for none, too many, and other lists."""
     if not body.input:
         raise InvalidRequest("input must not be empty", param="input")
     inputs = read_prompts(body.input, "input")
@@ -65,7 +65,7 @@ def read_pairs(body: ScoreRequest) -> tuple[Texts, Texts]:
 
 
 def _one_of(body: ScoreRequest, name: str, other: str) -> Texts:
-    """The texts of the field that a body has of these two, and its name."""
+    """Return the texts of the field that a body has of these two, and its name."""
     given = [each for each in (name, other) if getattr(body, each) is not None]
     if not given:
         raise InvalidRequest(f"the body needs {name} or {other}", param=name)

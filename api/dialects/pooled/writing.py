@@ -54,7 +54,7 @@ def _vector_json(index: int, pooled: Pooled, body: EmbeddingsRequest) -> bytes:
 
 
 def _vector_bytes(vector: NDArray[np.float32], body: EmbeddingsRequest) -> bytes:
-    """The numbers in the type and the byte order that a body asks for."""
+    """Return the numbers in the type and the byte order that a body asks for."""
     endianness = body.endianness or "little"
     order = {"little": "<", "big": ">"}[sys.byteorder if endianness == "native" else endianness]
     if body.embed_dtype == "bfloat16":  # the upper half of a float32, rounded to even

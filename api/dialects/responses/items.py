@@ -26,7 +26,7 @@ HOSTED_CALLS = ("web_search_call", "file_search_call", "image_generation_call")
 
 
 def read_items(given: str | Sequence[Item] | None, lookup: Lookup) -> list[Item]:
-    """The items of an ``input``, references resolved; raises `InvalidRequest`."""
+    """Return the items of an ``input``, references resolved. Raises `InvalidRequest`."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -46,7 +46,7 @@ def _resolved(item: Item, path: str, lookup: Lookup) -> Item:
 
 
 def kept_items(items: Sequence[Item]) -> list[Item]:
-    """The items as they are listed: with an id, a status, and parts."""
+    """Return the items as they are listed: with an id, a status, and parts."""
     return [_kept(item) for item in items]
 
 
@@ -65,11 +65,11 @@ def _kept(item: Item) -> Item:
 
 
 def to_messages(items: Sequence[Item], *, first_path: int = 0) -> list[Message]:
-    """The messages of the items; raises `InvalidRequest` with the path of a bad item.
+    """Return the messages of the items. Raises `InvalidRequest` with the path of a bad item.
 
     Reasoning, text and calls of one answer become one message again. So the conversation is
-    rendered as the model saw it, and its prefix is found in the cache.
-    ``first_path``: index of the first item of the body; those before it are from earlier turns.
+    rendered as the model saw it, and its prefix is found in the cache. ``first_path``: index of the
+    first item of the body; those before it are from earlier turns.
     """
     thread = _Thread()
     for index, item in enumerate(items):
@@ -148,7 +148,7 @@ class _Thread:
         self._close(message)
 
     def _begin(self, content: str | None, path: str) -> Message:
-        """A message of the assistant's."""
+        """Return a message of the assistant's."""
         reasoning = "\n".join(self._reasoning)
         message = KeptMessage(
             role="assistant",
@@ -178,7 +178,9 @@ def _needed(item: Item, name: str, path: str) -> Any:  # noqa: ANN401 - whicheve
 
 
 def _arguments(item: Item) -> object:
-    """The arguments of a call: its own, the one of a custom tool, or those of a kind of its own."""
+    """Return the arguments of a call: its own, the one of a custom tool, or those of a kind of
+    its own.
+    """
     if item.type == "custom_tool_call":
         return {"input": item.input or ""}
     given = (item.arguments, item.action, item.operation, item.input)
@@ -196,12 +198,12 @@ def _of_agent(item: Item, path: str) -> Message:
 
 
 def _reasoning_text(item: Item, path: str) -> str:
-    """The reasoning of an item, or else its summary."""
+    """Return the reasoning of an item, or else its summary."""
     return _text(item.content or item.summary or [], f"{path}.content")
 
 
 def _output(output: object, path: str) -> str | list[ContentPart]:
-    """The result of a call: a text, parts, or any value as JSON."""
+    """Return the result of a call: a text, parts, or any value as JSON."""
     if isinstance(output, dict) and isinstance(output.get("image_url"), str):
         output = [{**output, "type": "input_image"}]  # a screenshot
     is_parts = isinstance(output, list) and all(
@@ -232,7 +234,7 @@ def _content(content: object, path: str, *, is_result: bool = False) -> str | li
 
 
 def _text(content: object, path: str) -> str:
-    """The text of what may hold no images."""
+    """Return the text of what may hold no images."""
     found = _content(content, path)
     if isinstance(found, str):
         return found
@@ -261,7 +263,7 @@ def _read_part(part: object) -> ItemPart:
 
 
 def _part(part: ItemPart, where: str, *, is_result: bool) -> ContentPart | None:
-    """A part as the model gets it; None for one that it does not get."""
+    """Return a part as the model gets it; None for one that it does not get."""
     match part.type:
         case kind if kind in TEXT_PARTS and part.text is not None:
             return ContentPart(type="text", text=part.text)

@@ -65,7 +65,7 @@ class ItemBuilder:
         return str(self.written)
 
     def item(self) -> OutputItem:
-        """The item as it is now."""
+        """Return the item as it is now."""
         raise NotImplementedError
 
     def add(self, text: str) -> list[Event]:
@@ -73,16 +73,16 @@ class ItemBuilder:
         raise NotImplementedError
 
     def opening(self) -> list[Event]:
-        """The events that open the item."""
+        """Return the events that open the item."""
         return [ItemAdded(output_index=self.index, item=self.item())]
 
     def closing(self, status: Status) -> list[Event]:
-        """The events that close the item."""
+        """Return the events that close the item."""
         self.status = status
         return [*self._done(), ItemDone(output_index=self.index, item=self.item())]
 
     def _done(self) -> list[Event]:
-        """The complete text."""
+        """Return the complete text."""
         raise NotImplementedError
 
     @property
@@ -95,11 +95,11 @@ class TextBuilder(ItemBuilder):
     """An item with one part of text, which the item has once it is complete."""
 
     def part(self, text: str) -> ContentPart:
-        """The content part with this text."""
+        """Return the content part with this text."""
         raise NotImplementedError
 
     def opening(self) -> list[Event]:
-        """An empty item, then an empty part."""
+        """Return an empty item, then an empty part."""
         added = super(TextBuilder, self).opening()
         return [*added, PartAdded(**self._place, part=self.part(""))]
 
@@ -111,11 +111,11 @@ class ReasoningBuilder(TextBuilder):
     id: str = field(default_factory=lambda: f"rs_{random_id()}")
 
     def part(self, text: str) -> ReasoningText:
-        """The part of a reasoning item."""
+        """Return the part of a reasoning item."""
         return ReasoningText(text=text)
 
     def item(self) -> ReasoningItem:
-        """The item as it is now."""
+        """Return the item as it is now."""
         content = [] if self.status == "in_progress" else [self.part(self.text)]
         return ReasoningItem(id=self.id, status=self.status, content=content)
 
@@ -137,11 +137,11 @@ class MessageBuilder(TextBuilder):
     logprobs: list[TokenInfo] = field(default_factory=list)
 
     def part(self, text: str) -> OutputText:
-        """The part of a message item."""
+        """Return the part of a message item."""
         return OutputText(text=text, logprobs=list(self.logprobs))
 
     def item(self) -> MessageItem:
-        """The item as it is now."""
+        """Return the item as it is now."""
         content = [] if self.status == "in_progress" else [self.part(self.text)]
         return MessageItem(id=self.id, status=self.status, content=content)
 
@@ -166,7 +166,7 @@ class CallBuilder(ItemBuilder):
     id: str = field(default_factory=lambda: f"fc_{random_id()}")
 
     def item(self) -> OutputItem:
-        """The item as it is now."""
+        """Return the item as it is now."""
         return FunctionCallItem(arguments=self.text, **self._named)
 
     def add(self, text: str) -> list[Event]:
@@ -195,7 +195,7 @@ class CustomCallBuilder(CallBuilder):
     id: str = field(default_factory=lambda: f"ctc_{random_id()}")
 
     def item(self) -> OutputItem:
-        """The item as it is now."""
+        """Return the item as it is now."""
         return CustomCallItem(input=self._input, **self._named)
 
     def add(self, text: str) -> list[Event]:
@@ -225,7 +225,7 @@ class SearchCallBuilder(CallBuilder):
     id: str = field(default_factory=lambda: f"tsc_{random_id()}")
 
     def item(self) -> OutputItem:
-        """The item as it is now."""
+        """Return the item as it is now."""
         given = {} if self.status == "in_progress" else plain_arguments(self.text)
         arguments = given if isinstance(given, dict) else {"query": self.text}
         named = self._named
@@ -265,14 +265,14 @@ class Output:
         return [builder.item() for builder in self._builders]
 
     def add(self, delta: TextDelta) -> list[Event]:
-        """The events of a step."""
+        """Return the events of a step."""
         if delta.reasoning:
             # A step that ends the thinking counts for it: where in it the end lies is not known.
             self.num_reasoning_tokens += len(delta.token_ids)
         return self._events(self._segments.take(delta))
 
     def end(self, *, is_whole: bool) -> list[Event]:
-        """The events of the end. An answer without text and calls gets an empty message."""
+        """Return the events of the end. An answer without text and calls gets an empty message."""
         return self._events(self._segments.end(is_whole=is_whole, needs_text=is_whole))
 
     def _events(self, changes: Sequence[Change]) -> list[Event]:

@@ -33,7 +33,7 @@ STORED = ("cache_salt",)  # the parameters that name the owner of a response
 
 
 def response_store(service: Service) -> ResponseStore:
-    """The responses that all routes of a server share."""
+    """Return the responses that all routes of a server share."""
     store = ResponseStore(max_seconds=service.settings.limits.store_seconds)
     found: ResponseStore = service.shared.setdefault(ResponseStore, store)
     return found
@@ -60,7 +60,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
     async def read_chat(
         self, body: ResponsesRequest
     ) -> tuple[ChatInput, list[ServedTool], list[Item]]:
-        """The chat request with the stored history, its tools, and the new items."""
+        """Return the chat request with the stored history, its tools, and the new items."""
         owner = owner_of(body.cache_salt)
         history: list[Item] = []
         if body.previous_response_id is not None:
@@ -138,7 +138,7 @@ class KeptResponses(Endpoints):
 
     @get("/v1/responses/{id}", ResponseBody, query=STORED, errors=(404,))
     async def retrieve(self, request: Request) -> Response:
-        """A stored response."""
+        """Return a stored response."""
         if request.query_params.get("stream") == "true":
             raise InvalidRequest("stream is not supported here", param="stream")
         owner, response_id = _named(request)
@@ -162,7 +162,7 @@ class KeptResponses(Endpoints):
         errors=(404,),
     )
     async def input_items(self, request: Request) -> Response:
-        """The input items of a stored response, page by page; newest first by default."""
+        """Return the input items of a stored response, page by page; newest first by default."""
         owner, response_id = _named(request)
         items = self.store.inputs(owner, response_id)
         if items is None:

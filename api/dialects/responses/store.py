@@ -45,7 +45,7 @@ class Kept:
         return OVERHEAD + texts + sum(ITEM_BYTES + len(each) for each in self.item_ids)
 
     def items(self) -> list[Item]:
-        """The input items and those of the answer."""
+        """Return the input items and those of the answer."""
         return _decode_items(self.inputs) + _decode_items(self.outputs)
 
     def turn(self) -> list[Item]:
@@ -121,7 +121,7 @@ class ResponseStore:
         self._shrink()
 
     def get(self, owner: Owner, response_id: str) -> Raw | None:
-        """The response as it was sent."""
+        """Return the response as it was sent."""
         self._expire()
         found = self._kept.get((owner, response_id))
         return None if found is None else Raw(found.response)
@@ -139,7 +139,8 @@ class ResponseStore:
         return True
 
     def history(self, owner: Owner, response_id: str) -> list[Item]:
-        """The items of all turns up to a response, its output included, with the answers' tokens.
+        """Return the items of all turns up to a response, its output included, with the answers'
+        tokens.
 
         Raises `ApiError` 400 where one of them is not here.
         """
@@ -151,7 +152,7 @@ class ResponseStore:
         return items
 
     def inputs(self, owner: Owner, response_id: str) -> list[Item] | None:
-        """The items that a response answers, those of the turns before it included.
+        """Return the items that a response answers, those of the turns before it included.
 
         Turns before one that is no longer here are left out.
         """
@@ -165,7 +166,7 @@ class ResponseStore:
         return items + _decode_items(last.inputs)
 
     def item(self, owner: Owner, item_id: str) -> Item | None:
-        """An item of any kept turn."""
+        """Return an item of any kept turn."""
         self._expire()
         response_id = self._places.get((owner, item_id))
         if response_id is None:
@@ -175,7 +176,10 @@ class ResponseStore:
         return next(item for item in kept.items() if item.id == item_id)
 
     def _turns(self, owner: Owner, response_id: str) -> list[Kept]:
-        """A turn and all before it, the last first; raises `ApiError` where one is not here."""
+        """Return a turn and all before it, the last first.
+
+        Raises `ApiError` where one is not here.
+        """
         turns = self._path(owner, response_id)
         missing = turns[-1].previous_id if turns else response_id
         if missing is not None:
@@ -183,7 +187,7 @@ class ResponseStore:
         return turns
 
     def _path(self, owner: Owner, response_id: str | None) -> list[Kept]:
-        """A turn and those before it that are here, the last first."""
+        """Return a turn and those before it that are here, the last first."""
         turns: list[Kept] = []
         wanted = response_id
         while wanted is not None and (kept := self._kept.get((owner, wanted))) is not None:

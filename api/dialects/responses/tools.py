@@ -48,7 +48,7 @@ class ServedTool(NamedTuple):
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """The name by which the model calls a tool of a namespace."""
+    """Return the name by which the model calls a tool of a namespace."""
     if namespace is None:
         return name
     joined = f"{namespace}{name}" if namespace.endswith("_") else f"{namespace}__{name}"
@@ -60,7 +60,9 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def served_tools(body: ResponsesRequest) -> list[FlatTool]:
-    """The entries of ``tools`` that the model gets. Agents always send tools of a provider, too."""
+    """Return the entries of ``tools`` that the model gets. Agents always send tools of a
+    provider, too.
+    """
     return [tool for tool in body.tools or () if _flattened([tool])]
 
 
@@ -77,7 +79,7 @@ def read_tools(body: ResponsesRequest, items: Sequence[Item]) -> list[ServedTool
 
 
 def found_text(tools: Sequence[FlatTool]) -> str:
-    """The result of a search for tools."""
+    """Return the result of a search for tools."""
     return loaded_text([each.tool for each in _flattened(tools)])
 
 
@@ -120,7 +122,7 @@ def _served(tool: FlatTool, name: str, namespace: str | None, *, is_loaded: bool
 
 
 def _custom_description(tool: FlatTool) -> str | None:
-    """The description of a custom tool, with the grammar of its input."""
+    """Return the description of a custom tool, with the grammar of its input."""
     form = tool.format or None
     if form is None or not form.definition:
         return tool.description
@@ -129,7 +131,7 @@ def _custom_description(tool: FlatTool) -> str | None:
 
 
 def tool_choice(body: ResponsesRequest, served: Sequence[ServedTool]) -> ToolChoice:
-    """``tool_choice`` and ``parallel_tool_calls``; raises `InvalidRequest`."""
+    """``tool_choice`` and ``parallel_tool_calls``. Raises `InvalidRequest`."""
     choice, parallel = body.tool_choice, body.parallel_tool_calls is not False
     tools = [each.tool for each in served]
     if not isinstance(choice, FlatChoice):
@@ -148,7 +150,7 @@ def tool_choice(body: ResponsesRequest, served: Sequence[ServedTool]) -> ToolCho
 
 
 def _chosen(name: str, namespace: str | None, served: Sequence[ServedTool]) -> str:
-    """The name by which the model calls a tool that a choice names."""
+    """Return the name by which the model calls a tool that a choice names."""
     matches = [
         each.tool.name
         for each in served

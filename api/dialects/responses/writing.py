@@ -75,12 +75,12 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         return self._begun.id
 
     def begun(self) -> bytes:
-        """The events that begin every stream, sent before the prompt is read."""
+        """Return the events that begin every stream, sent before the prompt is read."""
         kinds = (ResponseCreated, ResponseInProgress)
         return b"".join(self._encoded([kind(response=self._begun) for kind in kinds]))
 
     def take(self, delta: TextDelta) -> list[Event]:
-        """The events of a step."""
+        """Return the events of a step."""
         self._last = delta
         events = self._output.add(delta)
         if delta.finish_reason is not None:
@@ -88,15 +88,15 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         return events
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """The events of a step, numbered from 0."""
+        """Yield the events of a step, numbered from 0."""
         return self._encoded(self.take(delta))
 
     def end(self, answer: ChatAnswer) -> Iterator[bytes]:
-        """The event that ends the stream."""
+        """Yield the event that ends the stream."""
         return self.ended(self.whole(answer))
 
     def whole(self, answer: ChatAnswer) -> ResponseBody:
-        """The complete response."""
+        """Return the complete response."""
         response = self._ended("completed" if self._is_whole else "incomplete", answer.usage)
         if self._last.stop_reason is not None:
             response.stop_reason = self._last.stop_reason
@@ -105,19 +105,19 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         return response
 
     def prewarmed(self, usage: Usage) -> Reply:
-        """The response to a prompt that was only cached."""
+        """Return the response to a prompt that was only cached."""
         response = self._ended("completed", usage)
         self._explain(response)
         self._keep(response, ())
         return ReadyReply(response, [self.begun(), *self.ended(response)])
 
     def failed(self, answer: ChatAnswer, error: ResponseError) -> Iterator[bytes]:
-        """The event of a response that failed."""
+        """Yield the event of a response that failed."""
         self._output.end(is_whole=False)
         return self.ended(replace(self._ended("failed", answer.usage), error=error))
 
     def ended(self, response: ResponseBody) -> Iterator[bytes]:
-        """The event that ends a stream with this response."""
+        """Yield the event that ends a stream with this response."""
         return self._encoded([ENDINGS[response.status](response=response)])
 
     def _encoded(self, events: Iterable[Event]) -> Iterator[bytes]:
@@ -180,7 +180,7 @@ def new_id() -> str:
 
 
 def new_response(body: ResponsesRequest, params: SamplingParams, model: str) -> ResponseBody:
-    """A response without output; ``params``: those in force, model's defaults included."""
+    """Return a response without output; ``params``: those in force, model's defaults included."""
     format = body.text.format if body.text else None
     return ResponseBody(
         id=new_id(),

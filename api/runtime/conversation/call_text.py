@@ -14,7 +14,7 @@ PYTHON_LISTS = ("lfm2", "olmo3")  # with a list of Python's calls
 
 
 def with_call_text(message: Mapping[str, Any], family: str) -> Mapping[str, Any]:
-    """The message with its calls behind its words, in the format of a family of models."""
+    """Return the message with its calls behind its words, in the format of a family of models."""
     if family not in (*JSON_LISTS, *PYTHON_LISTS):
         return as_text([message], (), has_system_role=True)[0]
     begin, end = (*FAMILIES[family].marks, "")[:2]

@@ -18,7 +18,9 @@ _SPLICE_MARK = re.compile("\ue000[0-9a-f]+[.][0-9]+\ue001")
 
 
 def splice_mark(nonce: str, index: int) -> str:
-    """The text that stands for the token ids of a message while its conversation is written."""
+    """Return the text that stands for the token ids of a message while its conversation is
+    written.
+    """
     return f"\ue000{nonce}.{index}\ue001"
 
 
@@ -63,7 +65,7 @@ class ChatInput:
     cache_key: str | None = None  # ``prompt_cache_key``: reported when a cache miss is explained
 
     def path(self, index: int) -> str:
-        """The place of a message in the body."""
+        """Return the place of a message in the body."""
         return self.paths[index] if self.paths else f"messages[{index}]"
 
     @property
@@ -72,7 +74,9 @@ class ChatInput:
         return [tool for tool in self.tools if not tool.is_loaded]
 
     def note(self, thinking: Thinking | None = None) -> PromptNote:
-        """The record for explanations of later cache misses; ``thinking``: the model's marks."""
+        """Return the record for explanations of later cache misses; ``thinking``: the model's
+        marks.
+        """
         parts = conversation_parts(self.messages, [tool.body for tool in self.shown_tools])
         return PromptNote(parts=parts, cache_key=self.cache_key, thinking=thinking)
 

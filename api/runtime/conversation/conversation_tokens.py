@@ -87,7 +87,9 @@ class ConversationTokens:
     async def render(
         self, chat: ChatInput, write: Write, shield: Shield = NO_SHIELD
     ) -> PromptTokens:
-        """The prompt's token ids; raises `InvalidRequest`, naming the handle that is wrong.
+        """Return the prompt's token ids.
+
+        Raises `InvalidRequest`, naming the handle that is wrong.
 
         ``shield``: the one under which ``write`` writes.
         """
@@ -123,7 +125,7 @@ class ConversationTokens:
         return isinstance(pieces, list) and _fits_around(text, *pieces)
 
     async def _write_marked(self, chat: ChatInput, slots: Sequence[Slot], write: Write) -> str:
-        """The conversation with a mark in place of each message whose ids are known."""
+        """Return the conversation with a mark in place of each message whose ids are known."""
         if self.syntax.tool_parser != "harmony":
             return await write(_marked(chat, slots))
         text = await write(_marked(chat, slots, marked_call))
@@ -134,7 +136,7 @@ class ConversationTokens:
             self._history.touch(key)
 
     def _slots(self, chat: ChatInput) -> list[Slot]:
-        """The messages whose ids may be known, in their order."""
+        """Return the messages whose ids may be known, in their order."""
         handles = {each.index: each for each in chat.handles}
         owner = owner_of(chat.params.cache_salt)
         history = self._history
@@ -279,7 +281,7 @@ class Splicer:
         return text
 
     def _stand(self, slot: Slot, text: str, raw: str) -> Stand | None:
-        """The way in which the text of an answer stands for what the template wrote."""
+        """Return the way in which the text of an answer stands for what the template wrote."""
         plain, marks = self._shield.plain(text), self._model.syntax.thought_marks
         found = stand(plain, raw, slot.message, marks)
         if found is None or not found.opening:
@@ -289,14 +291,19 @@ class Splicer:
     # -- handles --------------------------------------------------------------------------------
 
     def _checked(self, handle: Handle) -> list[int]:
-        """The ids of a handle without the token that ended the answer; raises `InvalidRequest`."""
+        """Return the ids of a handle without the token that ended the answer.
+
+        Raises `InvalidRequest`.
+        """
         ids = list(handle.token_ids)
         param = handle.param or "token_ids"
         self._tokenizer.check_ids(ids, self._model.vocab_size, param)
         return ids[:-1] if ids and ids[-1] in self._model.end_ids else ids
 
     def _read(self, slot: Slot, ids: Sequence[int]) -> str | None:
-        """The text of ids that say what the message says, read as the model's or as plain text."""
+        """Return the text of ids that say what the message says, read as the model's or as
+        plain text.
+        """
         for tools in (self._chat.tools or _called_tools(slot.message), ()):
             raw = self._raw(ids, tools=bool(tools))
             for tail in self._tails():
@@ -315,7 +322,7 @@ class Splicer:
         return [tail, tail + thinking.begin + thinking.label]
 
     def _raw(self, ids: Sequence[int], *, tools: bool | None) -> str | None:
-        """The text of an answer with the marks of thoughts and, with ``tools``, of calls.
+        """Return the text of an answer with the marks of thoughts and, with ``tools``, of calls.
 
         With None without any. None if a token has no text: it could mean whatever it likes.
         """
@@ -334,7 +341,7 @@ class Splicer:
         return self._tokenizer.detokenizer(context, self._shown(tools=tools))
 
     def _from(self, ids: Sequence[int], start: int, slot: Slot) -> Sequence[int] | None:
-        """The ids from a character of their text on; None if none of them begins there."""
+        """Return the ids from a character of their text on; None if none of them begins there."""
         if not start:
             return ids
         text = self._detokenizer(tools=slot.has_calls or bool(self._chat.tools))
@@ -383,7 +390,7 @@ def _marked(
     slots: Sequence[Slot],
     mark_call: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
 ) -> ChatInput:
-    """The conversation with a mark in place of each message whose ids are known.
+    """Return the conversation with a mark in place of each message whose ids are known.
 
     ``mark_call``: makes a message with a call of one, where a text cannot stand for it.
     """
@@ -399,7 +406,7 @@ def _marked(
 
 
 def _split(marked: str, slots: Sequence[Slot]) -> list[str] | Slot:
-    """The texts around the marks; a message whose mark is not there or not in its place.
+    """Return the texts around the marks; a message whose mark is not there or not in its place.
 
     A mark that is there twice stays in a text, which then is nowhere in the conversation.
     """
@@ -414,7 +421,7 @@ def _split(marked: str, slots: Sequence[Slot]) -> list[str] | Slot:
 
 
 def _ends(text: str, after: str, at: int, *, is_last: bool) -> Iterator[int]:
-    """The places from ``at`` on where a message may end: before the text behind it."""
+    """Yield the places from ``at`` on where a message may end: before the text behind it."""
     if is_last:
         if len(text) - len(after) >= at and text.endswith(after):
             yield len(text) - len(after)
@@ -432,7 +439,9 @@ def _fits_around(text: str, before: str, after: str) -> bool:
 
 
 def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
-    """The messages that are left to be tried; raises `InvalidRequest` for a handle of the caller's.
+    """Return the messages that are left to be tried.
+
+    Raises `InvalidRequest` for a handle of the caller's.
 
     What the template makes of one message it makes of others of its shape. ``most``: False leaves
     only those that the caller gave.
@@ -503,7 +512,7 @@ def _squashed(text: str) -> str:
 
 
 def _suffix(text: str, count: int) -> int:
-    """The place where the last ``count`` characters begin that are no white space."""
+    """Return the place where the last ``count`` characters begin that are no white space."""
     at = len(text)
     while count:
         at -= 1
@@ -512,14 +521,16 @@ def _suffix(text: str, count: int) -> int:
 
 
 def _opening(written: str, raw: str, count: int) -> str:
-    """The text before the answer, without white space that the answer begins with."""
+    """Return the text before the answer, without white space that the answer begins with."""
     opening = written[: _suffix(written, count)]
     space = raw[: len(raw) - len(raw.lstrip())]
     return opening.removesuffix(space) if space else opening
 
 
 def _openings(written: str, thinking: Thinking | None) -> list[str]:
-    """The texts that the prompt of an answer may have ended with, beside the one before it now."""
+    """Return the texts that the prompt of an answer may have ended with, beside the one before
+    it now.
+    """
     if thinking is None or not written.startswith(thinking.begin):
         return [""]
     begin = thinking.begin + thinking.label
@@ -529,7 +540,7 @@ def _openings(written: str, thinking: Thinking | None) -> list[str]:
 
 
 def _called_tools(message: Mapping[str, Any]) -> list[Tool]:
-    """The tools that a message calls, for a conversation that has none any more."""
+    """Return the tools that a message calls, for a conversation that has none any more."""
     functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
     return [Tool(name=str(function.get("name"))) for function in functions]
 

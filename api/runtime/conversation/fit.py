@@ -63,7 +63,10 @@ class Turn:
 
 
 def fit(messages: Sequence[Message], facts: TemplateFacts, family: str) -> list[Turn]:
-    """The turns to write. ``family``: the format in which the model calls tools. O(messages)."""
+    """Return the turns to write. ``family``: the format in which the model calls tools.
+
+    O(messages).
+    """
     turns = [Turn(message, index) for index, message in enumerate(messages)]
     if any(turn.calls or turn.is_result for turn in turns):
         turns = _with_calls(turns, facts, family)
@@ -74,7 +77,9 @@ def fit(messages: Sequence[Message], facts: TemplateFacts, family: str) -> list[
 def fit_as_text(
     messages: Sequence[Message], tools: Sequence[Tool], facts: TemplateFacts
 ) -> list[Turn]:
-    """The turns for a template that knows nothing of tools: tools, calls and results are text."""
+    """Return the turns for a template that knows nothing of tools: tools, calls and results are
+    text.
+    """
     turns = [Turn(message, index) for index, message in enumerate(messages)]
     if needs_text(messages, tools):
         turns = _as_text(turns, tools)
@@ -117,7 +122,7 @@ def _with_calls(turns: Sequence[Turn], facts: TemplateFacts, family: str) -> lis
 def _calling(
     turn: Turn, results: Sequence[Turn], facts: TemplateFacts, *, is_last: bool
 ) -> list[Turn]:
-    """A message with calls, and its results. ``is_last``: nothing stands behind them."""
+    """Return a message with calls, and its results. ``is_last``: nothing stands behind them."""
     calls = [_formed(call, facts) for call in turn.calls]
     results = _identified(results, calls)
     if len(results) < len(calls) and not (is_last or facts.unanswered_calls):
@@ -146,7 +151,7 @@ def _calling(
 
 
 def _formed(call: Message, facts: TemplateFacts) -> dict[str, Any]:
-    """A call with its arguments as the template writes them."""
+    """Return a call with its arguments as the template writes them."""
     arguments = call["function"]["arguments"]
     if isinstance(arguments, str) and not (facts.cut_arguments or is_splice_mark(arguments)):
         arguments = {INVALID: arguments}
@@ -216,7 +221,7 @@ def _as_user(turn: Turn) -> Turn:
 
 
 def _alternating(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
-    """The turns without those in a row that the template refuses."""
+    """Return the turns without those in a row that the template refuses."""
     found: list[Turn] = []
     for turn in turns:
         last = found[-1] if found else None

@@ -31,7 +31,7 @@ def one_system(plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_message(
     message: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], list[ImageSource]]:
-    """A message with content as one text, marks in the places of images, and its images.
+    """Return a message with content as one text, marks in the places of images, and its images.
 
     Other fields stay. Raises `InvalidRequest` naming the field under ``where``.
     """

@@ -79,7 +79,7 @@ class Normalizer:
         self._logged: set[str] = set()
 
     def apply(self, chat: ChatInput) -> tuple[ChatInput, tuple[str, ...]]:
-        """The normalized conversation, and the names of the rules that have changed it."""
+        """Return the normalized conversation, and the names of the rules that have changed it."""
         names: dict[str, None] = {}
         messages = [self._message(message, names) for message in chat.messages]
         tools = sorted(chat.tools, key=_name_of) if self._sorts_tools else chat.tools
@@ -106,7 +106,7 @@ def _name_of(tool: Tool) -> str:
 
 
 def steady(text: str, rules: Sequence[Rule] = RULES) -> tuple[str, list[str]]:
-    """A system text under rules, and the names of those that have changed it."""
+    """Return a system text under rules, and the names of those that have changed it."""
     names = []
     for rule in rules:
         text, count = rule.pattern.subn(rule.instead, text)

@@ -73,7 +73,7 @@ def conversation_parts(
     num_system: int = 0,
     format: object = None,
 ) -> list[Part]:
-    """The parts of a conversation; objects are written as JSON.
+    """Return the parts of a conversation; objects are written as JSON.
 
     The first ``num_system`` messages are those that the body has as its ``system`` or
     ``instructions``, and not among its messages.
@@ -91,7 +91,7 @@ def conversation_parts(
 
 
 def text_parts(prompt: str | Sequence[int]) -> list[Part]:
-    """The parts of a prompt that is one text; none for token ids."""
+    """Return the parts of a prompt that is one text; none for token ids."""
     return [Part("prompt", prompt, "prompt")] if isinstance(prompt, str) else []
 
 
@@ -234,11 +234,13 @@ class PromptLog:
             self._forget(excess)
 
     def find(self, response_id: str) -> Remembered | None:
-        """The prompt of a response, unless it is forgotten. The caller checks who owns it."""
+        """Return the prompt of a response, unless it is forgotten. The caller checks who owns
+        it.
+        """
         return self._prompts.get(response_id)
 
     def earlier(self, prompt: Remembered) -> list[Remembered]:
-        """The owner's last prompts before this one of its adapter, the latest first.
+        """Return the owner's last prompts before this one of its adapter, the latest first.
 
         Among the last `MAX_COMPARED` of the owner.
 
@@ -285,7 +287,7 @@ class PromptLog:
 
 
 def _last_before(prompt: Remembered, group: dict[str, Remembered]) -> Iterable[Remembered]:
-    """The last of a group, which is in order of arrival, that came before a prompt."""
+    """Return the last of a group, which is in order of arrival, that came before a prompt."""
     earlier = (other for other in reversed(group.values()) if other.serial < prompt.serial)
     return islice(earlier, MAX_COMPARED)
 
@@ -293,7 +295,7 @@ def _last_before(prompt: Remembered, group: dict[str, Remembered]) -> Iterable[R
 def most_similar(
     prompt: Remembered, earlier: Sequence[Remembered], at_least: int
 ) -> Remembered | None:
-    """The earlier prompt with the longest common prefix, the latest of equals.
+    """Return the earlier prompt with the longest common prefix, the latest of equals.
 
     When none has the first ``at_least`` tokens, the latest whose texts are mostly the same.
     O(prompts), for most differ at once, and O(prompt) for each that is nearer than the last.

@@ -48,7 +48,8 @@ class SeenImages:
         return {**message, "content": template_parts(parts)}
 
     def expanded(self, text: str) -> str:
-        """A rendered conversation with the place of each image become the text of its image.
+        """Return a rendered conversation with the place of each image become the text of its
+        image.
 
         Raises `InvalidRequest` where there are more or fewer of them than images.
         """
@@ -65,7 +66,10 @@ class SeenImages:
         return "".join([pieces[0], *(a + b for a, b in zip(written, pieces[1:], strict=True))])
 
     def placed(self, token_ids: Sequence[int], salt: str | None) -> tuple[PromptImage, ...]:
-        """The images at their places in a prompt. Raises `InvalidRequest` where they do not fit."""
+        """Return the images at their places in a prompt.
+
+        Raises `InvalidRequest` where they do not fit.
+        """
         if not self.images:
             return ()
         places = [at for at, token_id in enumerate(token_ids) if token_id == self.token_id]
@@ -93,7 +97,8 @@ UNSEEN = "[an image that this model cannot see]"
 async def with_results_seen(
     chat: ChatInput, reader: ImageReader | None, tokenizer: Tokenizer
 ) -> ChatInput:
-    """The conversation with a text for each image that cannot be served, but for those of the user.
+    """Return the conversation with a text for each image that cannot be served, but for those of
+    the user.
 
     An agent goes on with what a tool or a model returned: an error here would come back with each
     request. Of more images than a request may have the oldest are left out. Raises `QueueFull`.
@@ -147,7 +152,7 @@ def _is_returned(message: Mapping[str, Any]) -> bool:
 async def _served(
     part: str | ImageSource, reader: ImageReader | None, tokenizer: Tokenizer
 ) -> str | ImageSource:
-    """The part, or a text for an image that cannot be served."""
+    """Return the part, or a text for an image that cannot be served."""
     if isinstance(part, str):
         return part
     tokens = None if reader is None else _tokens(reader, tokenizer)
@@ -161,7 +166,7 @@ async def _served(
 
 
 def _tokens(reader: ImageReader, tokenizer: Tokenizer) -> ImageTokens | None:
-    """The texts of the model's tokens for images; None where its files name none."""
+    """Return the texts of the model's tokens for images; None where its files name none."""
     if reader.token_id is None:
         return None
     return reader.tokens(lambda each: tokenizer.decode([each], skip_special_tokens=False))

@@ -46,7 +46,9 @@ class ContentMarks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, syntax: Syntax, written: str) -> ContentMarks:
-        """The marks of a tokenizer and its template. ``written``: what the template writes."""
+        """Return the marks of a tokenizer and its template. ``written``: what the template
+        writes.
+        """
         added = tokenizer.added_names
         special = {name for name, is_special in added.items() if is_special}
         other = added.keys() - special
@@ -65,7 +67,10 @@ class ContentMarks:
         return found
 
     def shield(self, messages: Messages, tools: Sequence[Tool]) -> Shield:
-        """The shield of a conversation; `NO_SHIELD` if it spells out no mark. O(its texts)."""
+        """Return the shield of a conversation; `NO_SHIELD` if it spells out no mark.
+
+        O(its texts).
+        """
         is_spelled = any(
             marks.is_in(text)
             for marks, value in self._contents(messages, tools)
@@ -81,7 +86,7 @@ class ContentMarks:
         return Shield(breaker, self)
 
     def of_role(self, role: object) -> Marks:
-        """The marks that are text in what a role says."""
+        """Return the marks that are text in what a role says."""
         if role in ("system", "developer"):
             return self.system
         return self.assistant if role == "assistant" else self.user
@@ -103,13 +108,13 @@ class Shield:
     marks: ContentMarks | None = None
 
     def messages(self, messages: Messages) -> Messages:
-        """The messages with their marks broken."""
+        """Return the messages with their marks broken."""
         if self.marks is None:
             return messages
         return [self._broken(self.marks.of_role(each.get("role")), each) for each in messages]
 
     def tools(self, tools: Sequence[Tool]) -> Sequence[Tool]:
-        """The tools with their marks broken."""
+        """Return the tools with their marks broken."""
         if self.marks is None:
             return tools
         system = self.marks.system
@@ -135,11 +140,11 @@ class Shield:
         return text.replace(escape(self.breaker), self.breaker) if self.breaker else text
 
     def plain(self, text: str) -> str:
-        """A text without the breaker, as it was."""
+        """Return a text without the breaker, as it was."""
         return text.replace(self.breaker, "") if self.breaker else text
 
     def head(self, text: str, num_chars: int) -> str:
-        """The beginning of a text that has so many characters beside the breaker."""
+        """Return the beginning of a text that has so many characters beside the breaker."""
         end = num_chars
         while self.breaker and (missing := num_chars - len(self.plain(text[:end]))):
             end += missing
@@ -182,7 +187,7 @@ def texts_of(value: object) -> Iterator[str]:
 
 
 def changed(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - values of JSON
-    """A copy of a value of JSON with all texts changed, keys of objects included."""
+    """Return a copy of a value of JSON with all texts changed, keys of objects included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

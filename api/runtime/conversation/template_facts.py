@@ -192,7 +192,7 @@ class _Prober:
     async def _form_of_arguments(
         self, user: Mapping[str, Any], result: Mapping[str, Any], no_words: Mapping[str, Any]
     ) -> TemplateFacts | None:
-        """The form in which the template writes arguments; None if it writes no call."""
+        """Return the form in which the template writes arguments; None if it writes no call."""
         forms = [TemplateFacts(no_words=no_words, arguments=each) for each in FORMS]
         texts = [
             await self.text([user, _calling(facts, _call(facts, CALL_ID, NAME)), result])
@@ -228,7 +228,9 @@ def _call(facts: TemplateFacts, call_id: str, name: str) -> dict[str, Any]:
 
 
 def _word(message: Mapping[str, Any]) -> str:
-    """The word of a message that its text must have: that of its content, or the name it calls."""
+    """Return the word of a message that its text must have: that of its content, or the name it
+    calls.
+    """
     content = message.get("content")
     return content if isinstance(content, str) and content else NAME
 

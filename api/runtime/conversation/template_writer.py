@@ -56,7 +56,7 @@ class TemplateWriter:
         return replace(facts, splices=splices)
 
     async def shield(self, chat: ChatInput) -> Shield:
-        """The shield under which a conversation is to be written."""
+        """Return the shield under which a conversation is to be written."""
         if self._llm.config.special_tokens_in_text:
             return NO_SHIELD
         tokenizer = self._llm.tokenizer
@@ -70,10 +70,10 @@ class TemplateWriter:
     async def write(
         self, chat: ChatInput, seen: SeenImages = NO_IMAGES, shield: Shield = NO_SHIELD
     ) -> str:
-        """The text of a conversation, with those of its images.
+        """Return the text of a conversation, with those of its images.
 
-        Where the template fails on it, it is written in plainer forms. Raises `InvalidRequest`
-        that names the message and the cause where the template fails on all of them.
+        Where the template fails on it, it is written in plainer forms. Raises `InvalidRequest` that
+        names the message and the cause where the template fails on all of them.
         """
         check_messages(chat.messages)
         facts = await self.facts()
@@ -105,7 +105,7 @@ class TemplateWriter:
     def _turns(
         self, chat: ChatInput, facts: TemplateFacts, shield: Shield
     ) -> tuple[list[Turn], list[Mapping[str, Any]]]:
-        """The turns of a conversation for the template, and the tools."""
+        """Return the turns of a conversation for the template, and the tools."""
         parser = self._syntax.tool_parser
         messages, tools = shield.messages(chat.messages), shield.tools(chat.shown_tools)
         if parser == GENERIC:

@@ -33,7 +33,7 @@ class Place:
         self._hash.update(array("i", token_ids).tobytes())
 
     def behind(self, token_ids: Sequence[int]) -> Digest:
-        """The digest of all ids with these behind them, which are not kept."""
+        """Return the digest of all ids with these behind them, which are not kept."""
         copied = self._hash.copy()
         copied.update(array("i", token_ids).tobytes())
         return copied.digest()
@@ -100,7 +100,7 @@ class TokenHistory:
             self._forget(excess)
 
     def places(self, owner: Owner, said: Digest) -> Mapping[Digest, bytes]:
-        """The places where an owner was answered so, and the ids there (int32)."""
+        """Return the places where an owner was answered so, and the ids there (int32)."""
         return dict(self._owners.get(owner, {}).get(said, {}))
 
     def touch(self, key: Key) -> None:

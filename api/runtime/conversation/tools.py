@@ -124,7 +124,7 @@ Tools = list[ToolSpec]
 
 
 def read_tools(specs: Sequence[ToolSpec] | None) -> list[Tool]:
-    """The functions among the tools of a body; others are left out.
+    """Return the functions among the tools of a body; others are left out.
 
     Raises `InvalidRequest` for a function of which nothing is said.
     """
@@ -154,7 +154,7 @@ def read_choice(
     *,
     parallel: bool,
 ) -> ToolChoice:
-    """``tool_choice`` and ``parallel_tool_calls``; raises `InvalidRequest`."""
+    """``tool_choice`` and ``parallel_tool_calls``. Raises `InvalidRequest`."""
     if isinstance(choice, NamedChoice):
         if choice.allowed_tools is not None:
             specs = choice.allowed_tools.tools
@@ -176,14 +176,14 @@ def allowed_choice(
     mode: Literal["auto", "required"],
     parallel: bool,
 ) -> ToolChoice:
-    """A choice of some tools; raises `InvalidRequest` where one of these names has none."""
+    """Return a choice of some tools. Raises `InvalidRequest` where one of these names has none."""
     for name in names:
         named_choice(name, tools, parallel=parallel)
     return ToolChoice(mode=mode, parallel=parallel, allowed=frozenset(names))
 
 
 def named_choice(name: str, tools: Sequence[Tool], *, parallel: bool) -> ToolChoice:
-    """A choice of one tool; raises `InvalidRequest` where there is none of that name."""
+    """Return a choice of one tool. Raises `InvalidRequest` where there is none of that name."""
     if not any(tool.name == name for tool in tools):
         message = f"tool_choice names {name}, which is not among the tools"
         raise InvalidRequest(message, param="tool_choice")
@@ -219,7 +219,7 @@ def structured_outputs(given: StructuredOutputs | None) -> dict[str, object]:
 
 
 def format_schema(format: ResponseFormat | None) -> Mapping[str, object] | None:
-    """The JSON schema of a ``response_format``; raises `InvalidRequest`."""
+    """Return the JSON schema of a ``response_format``. Raises `InvalidRequest`."""
     if format is None or format.type == "text":
         return None
     given = format.json_schema or JsonSchemaSpec(schema=format.schema)
@@ -231,12 +231,12 @@ def format_schema(format: ResponseFormat | None) -> Mapping[str, object] | None:
 
 
 def as_strict_as(strict: bool | None, schema: Mapping[str, object]) -> Mapping[str, object]:
-    """The schema of an answer: unknown formats are refused only if it is ``strict``."""
+    """Return the schema of an answer: unknown formats are refused only if it is ``strict``."""
     return with_options(schema, "strict" if strict else "exact", param="json_schema")
 
 
 def loaded_text(tools: Sequence[Tool], names: Sequence[str] = ()) -> str:
-    """The result of a search for tools: what it found can be called from here on.
+    """Return the result of a search for tools: what it found can be called from here on.
 
     ``names``: other tools, of which no more is known. The definitions stand where they were found,
     so that the prompt keeps its beginning.
@@ -249,7 +249,8 @@ def loaded_text(tools: Sequence[Tool], names: Sequence[str] = ()) -> str:
 
 
 def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of an earlier answer as templates read it: a function with its name and arguments.
+    """Return a call of an earlier answer as templates read it: a function with its name and
+    arguments.
 
     Calls of custom tools have one argument, ``input``; of other kinds all fields are arguments.
     """
@@ -274,7 +275,7 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_text(value: object) -> str:
-    """A value in a message as JSON; raises `InvalidRequest` for what has no JSON."""
+    """Return a value in a message as JSON. Raises `InvalidRequest` for what has no JSON."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):

@@ -76,7 +76,7 @@ class PooledPrompts:
         self._is_accepted = False  # one of its prompts was
 
     async def read(self) -> list[Pooled]:
-        """The numbers of all prompts, in order; the first failure ends the rest.
+        """Return the numbers of all prompts, in order; the first failure ends the rest.
 
         Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded`, `EngineDead` and what the engine
         raises.

@@ -33,7 +33,7 @@ WORDS = ("no", "yes")
 
 
 def score_of(numbers: array[float]) -> float:
-    """The probability of "yes" by the logits of "no" and "yes"."""
+    """Return the probability of "yes" by the logits of "no" and "yes"."""
     no, yes = numbers
     return 1 / (1 + math.exp(min(700.0, no - yes)))
 
@@ -78,7 +78,7 @@ class Reranker:
         )
 
     def pooling(self) -> Pooling:
-        """The logits of "no" and "yes".
+        """Return the logits of "no" and "yes".
 
         Raises `InvalidRequest` without a token for each, or without a chat template.
         """

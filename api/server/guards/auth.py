@@ -112,7 +112,9 @@ class AuthMiddleware:
 
 
 def _not_json(scope: Scope) -> ApiError | None:
-    """The error 415 for a body of another type: a page may send those without asking first."""
+    """Return the error 415 for a body of another type: a page may send those without asking
+    first.
+    """
     given = header(scope, b"content-type").partition(";")[0].strip().lower()
     if scope["method"] != "POST" or given in ("", JSON) or given.endswith("+json"):
         return None
@@ -125,7 +127,7 @@ def _not_json(scope: Scope) -> ApiError | None:
 
 
 def needs_admin_key(what: str) -> ApiError:
-    """The error 403 for actions that concern all callers."""
+    """Return the error 403 for actions that concern all callers."""
     message = f"{what} needs an admin key (--admin-key)"
     return ApiError(403, message, kind="permission_error", code="admin_key_needed")
 
@@ -153,6 +155,6 @@ def _offered(scope: Scope) -> list[bytes]:
 
 
 def _among(digests: Sequence[bytes], offered: Sequence[bytes]) -> bytes | None:
-    """The first known key in the request. All are compared, so that timing reveals none."""
+    """Return the first known key in the request. All are compared, so that timing reveals none."""
     found = [digest for digest in digests for each in offered if hmac.compare_digest(digest, each)]
     return found[0] if found else None

@@ -45,12 +45,12 @@ class QuickSends(h11.Connection):
     _header = b""  # that waits for its body
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """The next event; requests as `origin_form` has them."""
+        """Return the next event; requests as `origin_form` has them."""
         event = super().next_event()
         return origin_form(event) if isinstance(event, h11.Request) else event
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override] # deprecated ones
-        """The bytes of an event, behind those that waited for it."""
+        """Return the bytes of an event, behind those that waited for it."""
         if isinstance(event, h11.Data) and event.data:
             is_chunked = isinstance(self._writer, ChunkedWriter)
             if is_chunked and self.our_state is h11.SEND_BODY:
@@ -65,7 +65,7 @@ class QuickSends(h11.Connection):
 
 
 def origin_form(request: h11.Request) -> h11.Request:
-    """The request with the path alone as its target, where it names the server, too.
+    """Return the request with the path alone as its target, where it names the server, too.
 
     Clients send such targets to proxies, and a server has to take them. The name goes before that
     of the header Host, as HTTP wants it: all layers see one name and one path.
@@ -236,7 +236,9 @@ class Connection(H11Protocol):
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _broken_off(self, refusal: ApiError) -> Response:
-        """The answer to a request whose body is invalid HTTP; notes it in the request's context."""
+        """Return the answer to a request whose body is invalid HTTP; notes it in the request's
+        context.
+        """
         scope = cast("Scope", self.scope)
         scope["state"][BROKEN_OFF] = refusal
         # Outside of any context: the one at hand may be that of the request before.

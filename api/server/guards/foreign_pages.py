@@ -25,7 +25,9 @@ OTHER_SITES = ("cross-site", "same-site")  # another port of this machine is the
 
 
 def foreign_page(scope: Scope, settings: Settings) -> ApiError | None:
-    """The error 403 for a request of another origin's page to a server without keys, else None."""
+    """Return the error 403 for a request of another origin's page to a server without keys,
+    else None.
+    """
     if settings.api_keys:
         return None  # a page does not have the key
     host = header(scope, b"host")
@@ -59,7 +61,9 @@ def is_loopback(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """The name or address of a Host header, in lower case and without its port; "" if malformed."""
+    """Return the name or address of a Host header, in lower case and without its port; "" if
+    malformed.
+    """
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:

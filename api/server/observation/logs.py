@@ -28,7 +28,7 @@ def configure(level: str, log_format: LogFormat) -> None:
 
 
 def announcement(text: str, log_format: LogFormat) -> str:
-    """A line that is written at every level."""
+    """Return a line that is written at every level."""
     record = logging.makeLogRecord({"name": "foretoken", "levelname": "INFO", "msg": text})
     return JsonFormatter().format(record) if log_format == "json" else text
 
@@ -41,7 +41,7 @@ class TextFormatter(logging.Formatter):
         super().__init__(line, datefmt="%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """The line without a traceback."""
+        """Return the line without a traceback."""
         fields = " ".join(f"{name}={value}" for name, value in _fields(record))
         line = super().formatMessage(record)
         return f"{line} {fields}" if fields else line
@@ -51,7 +51,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line; the time is UTC."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The whole line."""
+        """Return the whole line."""
         time = datetime.fromtimestamp(record.created, UTC)
         line = {
             "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),

@@ -93,7 +93,7 @@ class _Recording(EngineObserver):
 
 
 def make_observing(options: ObservingOptions, listen: Listen) -> Observing:
-    """The observers that the options name.
+    """Return the observers that the options name.
 
     Callers with API keys opt in to be recorded, each by its key. Raises `InvalidRequest` where the
     extra for traces is missing or no collector is known.

@@ -110,7 +110,7 @@ def refusal_of(scope: Scope, error: ApiError) -> Response:
 
 
 def identify(scope: Scope) -> str:
-    """The id of a request: the client's ``x-request-id`` if valid, else a new one."""
+    """Return the id of a request: the client's ``x-request-id`` if valid, else a new one."""
     state: dict[str, str] = scope.setdefault("state", {})
     if "request_id" not in state:
         given = header(scope, b"x-request-id")

@@ -47,7 +47,7 @@ _COMPLETIONS = "/v1/completions"
 
 
 def operation_of(request: Request, http: RequestContext | None) -> str:
-    """The name of the operation."""
+    """Return the name of the operation."""
     if request.sampling.pooling is not None:
         return "embeddings"
     is_text = http is None or http.route == _COMPLETIONS
@@ -55,7 +55,7 @@ def operation_of(request: Request, http: RequestContext | None) -> str:
 
 
 def asked_of(request: Request) -> dict[str, Value]:
-    """The numeric parameters of a request, as attributes."""
+    """Return the numeric parameters of a request, as attributes."""
     params = request.sampling.params
     asked: dict[str, Value | None] = {
         "gen_ai.provider.name": "foretoken",
@@ -72,7 +72,7 @@ def asked_of(request: Request) -> dict[str, Value]:
 
 
 def _fitting(params: TokenSamplingParams) -> int | None:
-    """The caller's own seed, if OTLP can hold it: it has 64 bits with a sign."""
+    """Return the caller's own seed, if OTLP can hold it: it has 64 bits with a sign."""
     seed = params.seed if isinstance(params, SamplingParams) else None
     return seed if seed is not None and seed < 2**63 else None
 
@@ -153,7 +153,7 @@ class _Live:
     seconds: dict[str, float] = field(default_factory=dict)  # of steps that decoded for it, by part
 
     def at(self, seconds: float) -> int:
-        """The time of day in nanoseconds."""
+        """Return the time of day in nanoseconds."""
         return self.offset + int(seconds * NANO)
 
     def take_part(
@@ -201,7 +201,7 @@ class Telemetry(EngineObserver):
 
     @contextlib.contextmanager
     def span(self, http: RequestContext) -> Iterator[None]:
-        """The current span inside the block, below the caller's if it named one."""
+        """Yield the current span inside the block, below the caller's if it named one."""
         if http.is_probe:
             yield
             return

@@ -107,7 +107,7 @@ class AdapterRoutes(Endpoints):
 
 
 def adapter_folder(root: str | None, given: str) -> AdapterFolder:
-    """The folder of an adapter below ``root``, relative to it or absolute. Blocking.
+    """Return the folder of an adapter below ``root``, relative to it or absolute. Blocking.
 
     Raises `ApiError` 403 for a path outside, one with ``..``, and one with a link: what a link
     leads to may be anywhere.

@@ -65,7 +65,8 @@ class Watched(EngineObserver):
             self._replicas.append(replica)
 
     def since(self, num_steps: int) -> Body:
-        """The steps after the first ``num_steps``, `MAX_STEPS` at most; of a front, whose they are.
+        """Return the steps after the first ``num_steps``, `MAX_STEPS` at most; of a front, whose
+        they are.
 
         Empty without any.
         """
@@ -101,7 +102,7 @@ class Dashboard(Endpoints):
 
     @get("/ui/events", media=EVENTS, errors=(403,), is_operators=True)
     async def events(self, _request: Request) -> Response:
-        """The state of the engine, once a second, and its steps four times a second."""
+        """Return the state of the engine, once a second, and its steps four times a second."""
         limits = self.service.settings.limits
         return EventStream(self._events(), close=_nothing, ping_seconds=limits.ping_seconds)
 

@@ -23,14 +23,16 @@ class ModelRoutes(Endpoints):
 
     @get("/v1/models", protocol.ModelList)
     async def index(self, request: Request) -> Response:
-        """The model, once by each of its names, and its adapters."""
+        """Return the model, once by each of its names, and its adapters."""
         entries = [self._entry(name) for name in self.service.names]
         entries += map(self._adapter, self.service.llm.adapters.served)
         return JsonResponse(protocol.model_page(entries, request.query_params))
 
     @get("/v1/models/{name:path}", protocol.Model, errors=(404,))
     async def retrieve(self, request: Request) -> Response:
-        """The model or an adapter, by any name that requests may use; it may contain slashes."""
+        """Return the model or an adapter, by any name that requests may use; it may contain
+        slashes.
+        """
         name = request.path_params["name"]
         self.service.check_model(name)
         names = self.service.names
@@ -66,5 +68,5 @@ class ModelRoutes(Endpoints):
 
 
 def default_sampling(service: Service) -> protocol.SamplingValues:
-    """The sampling values of requests that leave them out."""
+    """Return the sampling values of requests that leave them out."""
     return protocol.SamplingValues(**service.llm.built.sampling_defaults.in_force)

@@ -89,7 +89,7 @@ class OpenApi(Endpoints):
 
     @get("/openapi.json")
     async def show(self, request: Request) -> Response:
-        """The OpenAPI description of all routes."""
+        """Return the OpenAPI description of all routes."""
         if self._document is None:
             document = describe(request.app.routes)
             if root_path := self.service.settings.root_path:
@@ -99,7 +99,10 @@ class OpenApi(Endpoints):
 
 
 def describe(routes: Sequence[BaseRoute]) -> Body:
-    """The OpenAPI 3.1 document of these routes; raises `AttributeError` for an undeclared one."""
+    """Return the OpenAPI 3.1 document of these routes.
+
+    Raises `AttributeError` for an undeclared one.
+    """
     known = [(each, operation_of(each)) for each in routes if isinstance(each, Route)]
     shapes = _Shapes([operation for _, operation in known])
     paths: dict[str, dict[str, Body]] = {}
@@ -133,7 +136,7 @@ def operation_of(route: Route) -> Operation:
 
 
 def template(path: str) -> str:
-    """The path without the converters of its parameters."""
+    """Return the path without the converters of its parameters."""
     return _PARAMETER.sub(r"{\1}", path)
 
 
@@ -173,7 +176,7 @@ class _Shapes:
                 one_of(self.components[name], pair)
 
     def of(self, struct: object) -> Body:
-        """A reference to it; of what is free, the schema of an object."""
+        """Return a reference to it; of what is free, the schema of an object."""
         return self._refs.get(struct, {"type": "object"})
 
 

@@ -55,7 +55,7 @@ class OperatorRoutes(Endpoints):
 
     @get("/replicas", protocol.ReplicaList, errors=(403,), is_operators=True)
     async def replicas(self, _request: Request) -> Response:
-        """The replicas that serve, each with its load; none where this process computes."""
+        """Return the replicas that serve, each with its load; none where this process computes."""
         return JsonResponse(self.service.llm.replicas())
 
     @post(
@@ -82,12 +82,12 @@ class OperatorRoutes(Endpoints):
 
     @get("/version", protocol.Version)
     async def version(self, _request: Request) -> Response:
-        """The version of foretoken."""
+        """Return the version of foretoken."""
         return JsonResponse(protocol.Version(version=__version__))
 
     @get("/server_info", protocol.ServerInfo)
     async def server_info(self, _request: Request) -> Response:
-        """The model, its default sampling parameters, and the settings in force."""
+        """Return the model, its default sampling parameters, and the settings in force."""
         built = self.service.llm.built
         info = protocol.ServerInfo(
             **_model_facts(self.service),
@@ -100,7 +100,7 @@ class OperatorRoutes(Endpoints):
 
     @get("/model_info", protocol.ModelInfo)
     async def model_info(self, _request: Request) -> Response:
-        """The model and its KV pool, for routers."""
+        """Return the model and its KV pool, for routers."""
         built, limits = self.service.llm.built, self.service.llm.engine.limits
         info = protocol.ModelInfo(
             **_model_facts(self.service),
@@ -142,7 +142,9 @@ def _model_facts(service: Service) -> dict[str, Any]:
 
 
 def _without_paths(settings: Mapping[str, object]) -> dict[str, object]:
-    """The engine's options for callers, to whom folders of the server's machine are of no use."""
+    """Return the engine's options for callers, to whom folders of the server's machine are of
+    no use.
+    """
     known = {name: value for name, value in settings.items() if name not in PATHS}
     if isinstance(draft := known.get("draft"), str):
         known["draft"] = ",".join(each.rpartition("/")[2] for each in draft.split(","))

@@ -53,7 +53,7 @@ class PageFiles(StaticFiles):
         scope: Scope,
         status_code: int = 200,
     ) -> Response:
-        """A file, or 304 for the one that the browser has."""
+        """Return a file, or 304 for the one that the browser has."""
         answer = super().file_response(full_path, stat_result, scope, status_code)
         answer.headers.update(HEADERS)
         if answer.status_code == status_code:
@@ -66,7 +66,7 @@ class PagePartFiles(PageFiles):
     """The same without the pages, whose links hold from their own routes alone."""
 
     def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
-        """A file's path and state; the latter is None where there is no such file."""
+        """Return a file's path and state; the latter is None where there is no such file."""
         return super().lookup_path(path) if Path(path).suffix != ".html" else ("", None)
 
 
@@ -89,17 +89,19 @@ class Pages(Endpoints):
 
     @get("/", media=HTML)
     async def show(self, request: Request) -> Response:
-        """The live page."""
+        """Return the live page."""
         return await self._files.get_response("index.html", request.scope)
 
     @get("/docs", media=HTML)
     async def show_api(self, request: Request) -> Response:
-        """A page with all routes, their fields and an example of each."""
+        """Return a page with all routes, their fields and an example of each."""
         return await self._files.get_response("docs.html", request.scope)
 
     @get(f"{PREFIX}/words.js", media=MEDIA[".js"])
     async def words(self, _request: Request) -> Response:
-        """A module with words for the engine's drafters, causes of misses and parts of a step."""
+        """Return a module with words for the engine's drafters, causes of misses and parts of a
+        step.
+        """
         words = {"drafters": DRAFTERS, "losses": LOSSES, "parts": PARTS}
         module = b"export const words = %s;\n" % msgspec.json.encode(words)
         return Response(module, media_type=MEDIA[".js"], headers=HEADERS)

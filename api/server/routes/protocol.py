@@ -64,7 +64,7 @@ class ModelList(Struct, kw_only=True):
 
 
 def model_page(models: Sequence[Model], query: Mapping[str, str]) -> ModelList:
-    """The page of a query as Anthropic's clients send it; all models without one.
+    """Return the page of a query as Anthropic's clients send it; all models without one.
 
     Raises `InvalidRequest` for a limit or an id that is none.
     """

@@ -53,7 +53,7 @@ class TokenRoutes(Endpoints):
 
     @post("/detokenize", protocol.Detokenized, body=DetokenizeRequest, errors=READS)
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         body = await self.service.read(request, decode_detokenize)
         self.service.check_model(body.model)
         llm = self.service.llm

@@ -54,14 +54,14 @@ class Closer:
         return found
 
     def shortest(self, matcher: Matcher) -> list[int] | None:
-        """The shortest answer, for a matcher at its beginning, which is given away."""
+        """Return the shortest answer, for a matcher at its beginning, which is given away."""
         search = EndSearch(matcher, self.tokens, self.table, self.hints)
         end = search.find(FIRST_NODES, NARROW)
         most = None if end is None else len(end) - 1
         return search.find(WIDE_NODES, WIDE, most) or end
 
     def end(self, matcher: Matcher, guesses: Sequence[Ids], most: int) -> Ids | None:
-        """The end of an answer from where the matcher is: the shortest guess that is one.
+        """Return the end of an answer from where the matcher is: the shortest guess that is one.
 
         A new one is looked for if no guess has ``most`` tokens or fewer. The matcher comes back to
         where it was.
@@ -100,7 +100,9 @@ class Closer:
         return bool(matcher.validate_tokens(whole) == len(whole) if end else matcher.is_accepting())
 
     def behind(self, end: Ids, token_id: int) -> list[Ids]:
-        """The rests of an end that may be left behind a token: all, or what it does not write."""
+        """Return the rests of an end that may be left behind a token: all, or what it does not
+        write.
+        """
         text, said = text_of(self.tokens, end), self.tokens.texts[token_id]
         found = [end[1:]] if end and end[0] == token_id else []
         first = _first_mark(text)  # the token may also end the text that stands before it
@@ -113,7 +115,7 @@ class Closer:
         return [*found, end]
 
     def _without(self, end: Ids, num_bytes: int) -> Ids:
-        """An end without its first bytes, or without those before a special token."""
+        """Return an end without its first bytes, or without those before a special token."""
         ids, texts = list(end), self.tokens.texts
         while ids and num_bytes > 0 and texts[ids[0]]:
             text = texts[ids.pop(0)]

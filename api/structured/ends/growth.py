@@ -23,7 +23,7 @@ _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"')
 
 
 def growth_of(field: str, source: str, least_text: Callable[[str], int]) -> int:
-    """The most tokens that the shortest end may grow by at once, as a rule.
+    """Return the most tokens that the shortest end may grow by at once, as a rule.
 
     ``least_text``: characters of the shortest JSON of a small schema that is no object and no list.
     """
@@ -38,7 +38,7 @@ def growth_of(field: str, source: str, least_text: Callable[[str], int]) -> int:
 
 
 def _of_grammar(source: str, least_text: Callable[[str], int]) -> int:
-    """The largest of the schemas, and of the rules that belong to one tool."""
+    """Return the largest of the schemas, and of the rules that belong to one tool."""
     totals: dict[str, float] = defaultdict(float)
     most, rest, end = LEAST_GROWTH, [], 0
     for schema, begin, after in json_blocks(source):
@@ -62,13 +62,15 @@ class _Sizes:
         self._known: dict[int, float] = {}
 
     def most(self) -> int:
-        """The largest of them that is finite."""
+        """Return the largest of them that is finite."""
         self.of(self._root)
         finite = [size for size in self._known.values() if size < MOST]
         return int(max([LEAST_GROWTH, *finite]))
 
     def of(self, schema: object) -> float:
-        """The size of one schema; infinite where it is under way: a value that holds itself."""
+        """Return the size of one schema; infinite where it is under way: a value that holds
+        itself.
+        """
         if not isinstance(schema, Mapping):
             return float("inf") if schema is False else 1
         if id(schema) not in self._known:

@@ -68,7 +68,7 @@ class HintFinder:
         )
 
     def _named(self, field: str, source: str) -> Iterator[int]:
-        """The tokens that a grammar names though they have a text of their own."""
+        """Yield the tokens that a grammar names though they have a text of their own."""
         if field == "grammar":
             for token_id in sorted(named_tokens(source)):
                 if token_id < self._tokens.size and self._tokens.texts[token_id]:
@@ -79,7 +79,9 @@ class HintFinder:
         return ids if text_of(self._tokens, ids) == text else []
 
     def _short_text(self, leaf: str) -> bytes:
-        """The shortest JSON that a small schema allows, as far as a short search shows; or b""."""
+        """Return the shortest JSON that a small schema allows, as far as a short search shows;
+        or b"".
+        """
         schema = json.loads(leaf)
         parts = dict.fromkeys(part for text in _guesses(schema) for part in _parts(text))
         values = [ids for text in parts if (ids := self._spelt(text))]
@@ -103,7 +105,7 @@ class HintFinder:
         return [] if quote is None else [[quote]]
 
     def _marks(self, field: str, source: str) -> Iterator[Ids]:
-        """The ends of a free text: a quotation mark, and the marks of a grammar's text."""
+        """Yield the ends of a free text: a quotation mark, and the marks of a grammar's text."""
         yield from self._text_ends()
         if field != "grammar":
             return
@@ -151,7 +153,9 @@ def _written(value: object) -> bytes:
 
 
 def _anchored(schema: Schema) -> Iterator[Schema]:
-    """The schema with its pattern for the whole of a text, which is found faster; then itself."""
+    """Yield the schema with its pattern for the whole of a text, which is found faster; then
+    itself.
+    """
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         yield {**schema, "pattern": f"^(?:{pattern})$"}
@@ -168,6 +172,6 @@ def _guesses(leaf: Schema | bytes) -> list[bytes]:
 
 
 def _parts(text: bytes) -> Iterator[bytes]:
-    """A text and its last bytes."""
+    """Yield a text and its last bytes."""
     yield text
     yield from (text[at:] for at in range(max(1, len(text) - MAX_SUFFIXES), len(text) - 1))

@@ -45,7 +45,7 @@ class Narrowing:
         self.known = known
 
     def late(self, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The tokens of a mask [vocab] behind which every known end is too long."""
+        """Return the tokens of a mask [vocab] behind which every known end is too long."""
         allowed, is_free = np.flatnonzero(mask), self._table.is_free(mask)
         if not self._end and is_free:  # words, which may be cut anywhere
             return self._late(allowed[self._closer.may_end_words[allowed]])
@@ -95,7 +95,7 @@ class Narrowing:
         return [token_id for token_id in found if token_id is not None]
 
     def _some(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The shortest and the longest, and some that begin differently."""
+        """Return the shortest and the longest, and some that begin differently."""
         lengths, firsts = self._table.lengths[token_ids], self._table.firsts[token_ids]
         by_length = token_ids[np.argsort(lengths, kind="stable")]
         _, places = np.unique(firsts, return_index=True)

@@ -15,7 +15,7 @@ class _NoSampleError(Exception):
 
 
 def samples(pattern: str) -> list[str]:
-    """A text for each alternative, the shortest first; none for what looks around."""
+    """Return a text for each alternative, the shortest first; none for what looks around."""
     reader = _Reader(pattern)
     try:
         found = reader.alternatives(0)
@@ -133,7 +133,7 @@ class _Reader:
         return self._escape(in_set=True) if char == "\\" else char
 
     def _times(self) -> int:
-        """The least number of times."""
+        """Return the least number of times."""
         times = 1
         while (char := self._peek()) and char in "*+?{":
             if char == "{":

@@ -21,13 +21,13 @@ class Tokens(Protocol):
         """Ids of a text."""
 
     def id_of(self, text: bytes) -> int | None:
-        """The id of the token with exactly these bytes."""
+        """Return the id of the token with exactly these bytes."""
 
     def spell(self, text: bytes) -> list[int]:
         """Token ids of these bytes, greedily by the longest token."""
 
     def longest(self, text: bytes) -> int | None:
-        """The longest token that the text begins with."""
+        """Return the longest token that the text begins with."""
 
 
 class Matcher(Protocol):

@@ -61,7 +61,7 @@ class Place(NamedTuple):
     shape: bytes = b""
 
     def behind(self, text: bytes, num_tokens: int, *, is_forced: bool = False) -> Place:
-        """The place behind a text of so many tokens."""
+        """Return the place behind a text of so many tokens."""
         stack, num_closed = list(self.stack), self.num_closed
         if STRUCTURE.isdisjoint(text):
             if COLON in text and stack[-1][0] == OBJECT:
@@ -150,7 +150,8 @@ class EndSearch:
     def find(
         self, most_nodes: int, width: Width = NARROW, most: int | None = None
     ) -> list[int] | None:
-        """The shortest end that so many nodes show, of ``most`` tokens at most, where given.
+        """Return the shortest end that so many nodes show, of ``most`` tokens at most, where
+        given.
 
         None where they show none.
         """
@@ -323,7 +324,7 @@ class EndSearch:
             yield from self._special(allowed)
 
     def _hinted(self, allowed: Allowed) -> Iterator[Ids]:
-        """The first hint that makes a whole value here, or the rest of one."""
+        """Yield the first hint that makes a whole value here, or the rest of one."""
         firsts = allowed.by_byte
         for ids in self._hints.values:
             is_possible = self._table.firsts[ids[0]] in firsts

@@ -18,7 +18,9 @@ class Speller:
         self._tokens = tokens
 
     def rewritten(self, ids: Ids) -> list[int]:
-        """The text of these tokens again, in few tokens; shorter where the grammar refuses them."""
+        """Return the text of these tokens again, in few tokens; shorter where the grammar
+        refuses them.
+        """
         written: list[int] = []
         for piece in self._pieces(ids):
             rest = piece if isinstance(piece, bytes) else b""
@@ -64,5 +66,5 @@ class Speller:
 
 
 def text_of(tokens: Tokens, ids: Iterable[int]) -> bytes:
-    """The bytes of these tokens, without special ones."""
+    """Return the bytes of these tokens, without special ones."""
     return b"".join(tokens.texts[token_id] for token_id in ids)

@@ -47,7 +47,7 @@ class TokenTable:
         return len(self.free) > 0 and bool(mask[self.free].all())
 
     def allowed(self, bits: bytes) -> Allowed:
-        """The tokens that a mask of bits lets follow."""
+        """Return the tokens that a mask of bits lets follow."""
         return Allowed(self, np.frombuffer(bits, dtype=np.uint8))
 
 
@@ -98,7 +98,8 @@ class Allowed:
 
 
 def _groups(texts: Sequence[bytes], special: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A number for tokens that mean the same inside a string; 0 for those that are only text.
+    """Return a number for tokens that mean the same inside a string; 0 for those that are only
+    text.
 
     What counts is what follows from the first mark on. A special token is alone.
     """
@@ -113,7 +114,7 @@ def _groups(texts: Sequence[bytes], special: NDArray[np.int64]) -> NDArray[np.in
 
 
 def _by_length(texts: Sequence[bytes], fits: Callable[[bytes], bool]) -> list[int]:
-    """A token of each length of two bytes or more whose text fits, the longest first."""
+    """Return a token of each length of two bytes or more whose text fits, the longest first."""
     found: dict[int, int] = {}
     for token_id, text in enumerate(texts):
         if len(text) > 1 and fits(text):

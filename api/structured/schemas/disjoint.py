@@ -97,7 +97,7 @@ class Disjoint:
 
 
 def _of_text(schema: Schema) -> dict[str, object]:
-    """The demands of a schema on a text, as the grammar library reads them."""
+    """Return the demands of a schema on a text, as the grammar library reads them."""
     found = {key: schema[key] for key in ("minLength", "maxLength") if key in schema}
     if schema.get("format") in FORMATS:
         found["format"] = schema["format"]
@@ -126,7 +126,7 @@ def _type_of(value: object) -> str:
 
 
 def _values(schema: Schema) -> set[str] | None:
-    """The listed values as text, if they are listed."""
+    """Return the listed values as text, if they are listed."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list):
         return None
@@ -191,7 +191,7 @@ def _required(schema: Schema) -> list[str]:
 
 
 def _property(schema: Schema, name: str) -> object:
-    """The schema of a property; False where it may not be there."""
+    """Return the schema of a property; False where it may not be there."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and name in properties:
         return properties[name]

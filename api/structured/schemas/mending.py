@@ -33,7 +33,7 @@ class Mender:
     _num_trials: int = 0
 
     def mend(self, document: object) -> object:
-        """A document that compiles, as near to this one as is found."""
+        """Return a document that compiles, as near to this one as is found."""
         if not isinstance(document, Mapping):
             return document if self._problem(document) is None else True
         defs = document.get(DEFS)
@@ -82,7 +82,7 @@ class Mender:
         return self._typed(mended, path, problem)
 
     def _typed(self, schema: object, path: Path, problem: str) -> object:
-        """The type alone, or whatever."""
+        """Return the type alone, or whatever."""
         self.losses.append(Loss(path, problem))
         kept = {"type": schema["type"]} if isinstance(schema, Mapping) and "type" in schema else {}
         return kept if self._problem(kept) is None else True

@@ -15,7 +15,7 @@ Limit = tuple[float, bool]  # and whether the limit itself is out
 
 
 def bounds(schema: Mapping[str, object], *, is_integer: bool) -> dict[str, float]:
-    """The bounds of a schema, in whichever draft they are written."""
+    """Return the bounds of a schema, in whichever draft they are written."""
     low = _limit(schema, "minimum", "exclusiveMinimum", max)
     high = _limit(schema, "maximum", "exclusiveMaximum", min)
     return _of_integers(low, high) if is_integer else _of_numbers(low, high)
@@ -52,7 +52,7 @@ def _of_integers(low: Limit | None, high: Limit | None) -> dict[str, float]:
 
 
 def _exact(value: int, *, up: bool) -> int:
-    """The next whole number that a float can be."""
+    """Return the next whole number that a float can be."""
     number = float(value)
     if abs(value) > EXACT and (number < value if up else number > value):
         number = math.nextafter(number, math.inf if up else -math.inf)
@@ -86,7 +86,7 @@ def _move_whole(found: dict[str, float], low: float, high: float) -> None:
 
 
 def _between(low: float, high: float) -> float:
-    """A short number between two."""
+    """Return a short number between two."""
     for decimals in range(1, MOST_DECIMALS):
         value = round(low + 10.0**-decimals, decimals)
         if low < value < high:

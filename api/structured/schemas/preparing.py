@@ -30,7 +30,7 @@ as an unknown format is. ``loose``: it is left out, as narrowly as possible, and
 def with_options(
     schema: Mapping[str, object], strictness: Strictness, *, param: str, name: str = ""
 ) -> dict[str, object]:
-    """A schema with how it is to be followed.
+    """Return a schema with how it is to be followed.
 
     ``param``: the field that it came from, and ``name`` the part of it, for errors.
     """
@@ -71,7 +71,7 @@ class Preparer:
         return Prepared(document, rewriter.counts_keys)
 
     def grammar(self, text: str, param: str) -> tuple[str, bool]:
-        """The text of a grammar with its schemas prepared, those that have options.
+        """Return the text of a grammar with its schemas prepared, those that have options.
 
         Also whether equal keys must not count twice in any of them.
         """
@@ -85,7 +85,7 @@ class Preparer:
         return "".join([*parts, text[end:]]), counts_keys
 
     def block(self, schema: object) -> str:
-        """A prepared schema as it stands inside a grammar."""
+        """Return a prepared schema as it stands inside a grammar."""
         whole = schema if isinstance(schema, Mapping) else {"anyOf": [schema]}
         return json.dumps({**whole, "x-guidance": self._form(json.dumps(whole))})
 

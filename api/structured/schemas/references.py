@@ -29,7 +29,7 @@ class References:
                 self._named.setdefault(f"#{name}", schema)
 
     def target(self, reference: object) -> object:
-        """The schema, or None where there is none in this document."""
+        """Return the schema, or None where there is none in this document."""
         if not isinstance(reference, str):
             return None
         if reference in self._named:

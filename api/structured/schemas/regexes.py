@@ -29,7 +29,7 @@ class NotRegularError(ValueError):
 
 
 def translated(pattern: str) -> str:
-    """The same pattern in Rust's syntax; raises `NotRegularError` where there is none."""
+    """The same pattern in Rust's syntax. Raises `NotRegularError` where there is none."""
     if len(pattern) > MAX_PATTERN:
         raise NotRegularError(f"it has more than {MAX_PATTERN} characters")
     return "".join(_parts(_SURROGATES.sub(_joined, pattern)))
@@ -76,7 +76,7 @@ def _checked(part: str) -> str:
 
 
 def _set(pattern: str, at: int) -> tuple[str, int]:
-    """A set of characters from behind its bracket, and where it ends."""
+    """Return a set of characters from behind its bracket, and where it ends."""
     text = "[^" if pattern.startswith("^", at) else "["
     at += len(text) - 1
     last = ""
@@ -135,7 +135,7 @@ def _group_end(text: str) -> int:
 
 
 def none_of(texts: Sequence[str]) -> str:
-    """A pattern for all texts but these."""
+    """Return a pattern for all texts but these."""
     return f"^(?:{_others(sorted(set(texts)))})$"
 
 

@@ -74,7 +74,7 @@ class Rewriter:
         self._negation = Negation(self._references)
 
     def document(self) -> object:
-        """The whole document; raises RecursionError where it is nested too deeply."""
+        """Return the whole document; raises RecursionError where it is nested too deeply."""
         root = self.schema(self.root, ())
         while self._left:
             name, target = self._left.pop()
@@ -122,7 +122,7 @@ class Rewriter:
         return isinstance(schema, Mapping) and schema.get("type") == name
 
     def refer(self, reference: object, path: Path) -> object:
-        """A schema that refers to the same."""
+        """Return a schema that refers to the same."""
         target = self._references.target(reference)
         if target is None:
             self._lose(path, f"{json.dumps(reference)} refers to nothing in this schema")
@@ -148,7 +148,7 @@ class _One:
         self._also: list[object] = []
 
     def written(self) -> object:
-        """The schema in keywords that are followed."""
+        """Return the schema in keywords that are followed."""
         for key, value in self._schema.items():
             if (write := _KEYWORDS.get(key)) is not None:
                 write(self, key, value)
@@ -172,7 +172,9 @@ class _One:
         return found if isinstance(found, Mapping) else {}
 
     def _typed(self, schema: Schema) -> Schema:
-        """A schema that is to hold as well, with the type that there is: it compiles faster."""
+        """Return a schema that is to hold as well, with the type that there is: it compiles
+        faster.
+        """
         name = self._schema.get("type")
         return {"type": name, **schema} if isinstance(name, str) else schema
 
@@ -280,7 +282,7 @@ class _One:
         return self._all._disjoint.are(self._typed_as_here(first), self._typed_as_here(second))
 
     def _typed_as_here(self, schema: object) -> object:
-        """A branch, with the type that this schema has."""
+        """Return a branch, with the type that this schema has."""
         if isinstance(schema, Mapping) and "type" in self._schema and REF not in schema:
             return {"type": self._schema["type"], **schema}
         return schema
@@ -453,7 +455,7 @@ class _One:
             )  # fmt: skip
 
     def _key_pattern(self, key: str, schema: Schema) -> str | None:
-        """The pattern that a schema of keys stands for."""
+        """Return the pattern that a schema of keys stands for."""
         told = set(schema) - _SAYS_TEXT
         try:
             if told == {"pattern"} and isinstance(schema["pattern"], str):
