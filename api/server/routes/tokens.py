@@ -20,11 +20,11 @@ decode_detokenize = decoder(DetokenizeRequest)
 
 
 class TokenRoutes(Endpoints):
-    """Token ids of a text, and the text of token ids."""
+    """Tokenize and detokenize texts."""
 
     @post("/tokenize", protocol.Tokens, body=TokenizeRequest, errors=READS)
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a prompt or of messages."""
+        """Return the token ids of a prompt or of messages."""
         body = await self.service.read(request, decode_tokenize)
         self.service.check_model(body.model)
         async with self.service.wanted(request.receive):
@@ -47,7 +47,7 @@ class TokenRoutes(Endpoints):
             return [*(await self.service.chat.render(chat)).token_ids]
         if body.prompt is None or body.messages is not None:
             raise InvalidRequest(
-                "the body needs either prompt or messages, not both", param="prompt"
+                "the body needs either prompt or messages, but not both", param="prompt"
             )
         return await llm.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
 
