@@ -9,9 +9,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DONE_ROOMS = ("api/types",)
+DONE_ROOMS = tuple(
+    f"api/{each}"
+    for each in (
+        "types",
+        "serving",
+        "runtime",
+        "dialects",
+        "server",
+        "build",
+        "sdk",
+        "cli",
+        "structured",
+        "text",
+        "media",
+        "certify",
+    )
+)
 FRAGMENT = re.compile(r"(of|that|those|in|as|what|which|where|whose)\b", re.IGNORECASE)
-RIDDLE = re.compile(r"\b(what is|those of|that of|of these|is none|nobody)\b|; how many", re.I)
+RIDDLE = re.compile(r"\b(what is|those of|that of|of these|is none|nobody)\b|; how many")
 NO_VERB = re.compile(r"(The|A|An|One|It|Its|This|All|Each|Every|No|If|When)\b")
 
 
