@@ -1,4 +1,4 @@
-"""AdapterLoader: reads adapters for the model that a process serves, here or in its replicas."""
+"""AdapterLoader: loads adapters into the served model, in this process or in its replicas."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ...core.model.adapters.files import leads_over_link
 
 
 class AdapterFolder(NamedTuple):
-    """The folder of an adapter. ``below``: no part of the path behind that may be a link."""
+    """The folder of an adapter. ``below``: an ancestor; the path below it must have no links."""
 
     path: Path
     below: Path | None = None
 
 
 class AdapterLoader(Protocol):
-    """Brings adapters to where the model is computed."""
+    """Loads adapters into the processes that compute the model."""
 
     async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:
-        """Load an adapter. ``number``: of its loading, never given twice.
+        """Load an adapter. ``number``: a number that is unique to this load.
 
-        Raises `ModelLoadError` for files that are not of an adapter for this model.
+        Raises `ModelLoadError` for files that are not an adapter of this model.
         """
 
     async def unload(self, loaded: LoadedAdapter) -> None:
-        """Let go of an adapter that no request has any longer."""
+        """Release an adapter that no request uses any more."""
 
 
 class OwnAdapters:
@@ -39,7 +39,7 @@ class OwnAdapters:
         self._read = read
 
     async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:  # noqa: ARG002
-        """Read a folder, off the event loop."""
+        """Read a folder in a thread."""
         return await asyncio.to_thread(self._load, folder)
 
     def _load(self, folder: AdapterFolder) -> LoadedAdapter:
@@ -49,8 +49,8 @@ class OwnAdapters:
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"{path} cannot be read: {error}") from error
         if is_elsewhere:
-            raise ModelLoadError(f"{path} leads over a link")
+            raise ModelLoadError(f"{path} leads over a symbolic link")
         return self._read(path)
 
     async def unload(self, loaded: LoadedAdapter) -> None:
-        """Do nothing: its memory is free once nothing refers to it."""
+        """Do nothing: the memory is freed with the last reference."""

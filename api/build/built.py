@@ -1,6 +1,7 @@
-"""Built: an engine, and what the API needs of its model.
+"""Built: an engine, and the facts about its model that the API needs.
 
-A module of its own, without torch: a process that reaches its engine over a socket has one, too.
+This module does not import torch, since a process that reaches its engine over a socket uses it
+too.
 """
 
 from __future__ import annotations
@@ -29,30 +30,31 @@ class ModelFacts(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     """Facts about a model that are the same in every process that serves it."""
 
     name: str
-    aliases: frozenset[str] = frozenset()  # other names that requests may call it by
+    aliases: frozenset[str] = frozenset()  # other names accepted in requests
     vocab_size: Positive
-    max_model_len: Positive  # tokens, prompt and answer together
+    max_model_len: Positive  # limit on prompt and answer together
     eos_token_ids: frozenset[TokenId]
-    exact: bool = True  # whether a request's bits are the same in any batch
-    drafters: tuple[str, ...] = ()  # as answers and metrics name them
-    no_self_draft: str = ""  # why `auto` drafts without the model itself, if it does
-    model_path: str = "own"  # what computes the layers: own, or transformers' modules
-    sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
-    pooling: PoolingSpec = NO_POOLING  # uses of its last row
-    takes_images: bool = False  # in prompts
-    fingerprint: bytes | None = None  # of what computes the KV, where it was asked for
-    kernels: str = ""  # that compute it, where it was asked for: others may give other bits
+    exact: bool = True  # whether a request's output has the same bits in any batch
+    drafters: tuple[str, ...] = ()  # names in answers and metrics
+    no_self_draft: str = ""  # why `auto` does not use the self-draft, if it does not
+    model_path: str = "own"  # implementation of the layers: own or transformers
+    # defaults for fields that a request leaves out
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS
+    pooling: PoolingSpec = NO_POOLING  # uses of the last token's output
+    takes_images: bool = False  # whether prompts may contain images
+    fingerprint: bytes | None = None  # digest of everything that determines the KV, if requested
+    kernels: str = ""  # identity of the kernels, if requested: others may compute different bits
 
 
 class Built(ModelFacts, Generic[EngineT], frozen=True, kw_only=True):
     """An engine that is ready to start, and facts about its model."""
 
     engine: EngineT
-    path: Path  # of the target, a folder or a GGUF file: tokenizer, chat template
-    settings: Mapping[str, object] = {}  # options, resolved
-    keys: PageKeys | None = None  # of cached pages, where they were asked for
-    # Takes the token ids with which prompts end and answers open; of models with recurrent states.
+    path: Path  # folder or GGUF file of the target, with tokenizer and chat template
+    settings: Mapping[str, object] = {}  # resolved options
+    keys: PageKeys | None = None  # keys of cached pages, if requested
+    # Receives token ids that end prompts and open answers; only for models with recurrent states.
     set_openings: Callable[[Sequence[array[int]]], None] | None = None
-    adapters: AdapterLoader | None = None  # brings adapters to the model; None: it takes none
-    events: KVEventPublisher | None = None  # closed behind the engine, by the owner of both
-    transfers: TransferParams | None = None  # of prompts between engines, where asked for
+    adapters: AdapterLoader | None = None  # None: adapters are not supported
+    events: KVEventPublisher | None = None  # closed after the engine, by their common owner
+    transfers: TransferParams | None = None  # KV transfers between engines, if enabled

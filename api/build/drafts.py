@@ -49,9 +49,9 @@ AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens to
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """``--draft`` parsed: model-free sources by name, and the folder or hub id of a draft model.
+    """Parsed ``--draft``: model-free sources by name, and the path or hub id of a draft model.
 
-    ``may_lack_model``: the engine goes on without the model where it cannot be had or does not pay.
+    ``may_lack_model``: continue without the model if it is unavailable or does not pay off.
     """
 
     sources: tuple[str, ...] = ()
@@ -68,8 +68,9 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
     """Parse ``draft``; "auto": all model-free sources, and the draft model beside the target, else
     the MTP layer of the checkpoint (`has_mtp`), else the model itself in 4 bits where that pays.
 
-    In a list "auto" means all model-free sources; the draft model is the one listed. Raises
-    `InvalidRequest` for an empty name, a source named twice, or two draft models.
+    "auto" selects all model-free sources, and a model: ``own_draft``, else `MTP` if the checkpoint
+    has it (`has_mtp`), else `SELF` if it pays off. In a list, "auto" stands for all model-free
+    sources only. Raises `InvalidRequest` for an empty name, a source named twice, or two models.
     """
     if config.draft == "none" or config.speculation in ("off", 0):
         return DraftSpec()
@@ -105,7 +106,7 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
 def find_draft(name: str | None) -> Path | None:
     """Find the folder or file of a draft model; None for a drafter that needs none.
 
-    Raises `ModelLoadError`, with the names of drafters.
+    Raises `ModelLoadError`, which lists the names of drafters.
     """
     if name is None or name in NAMED:
         return None
@@ -127,14 +128,16 @@ def proposer_kind(name: str, found: Path | None) -> ProposerKind:
 
 
 def _sources(name: str) -> tuple[str, ...]:
-    """The model-free sources that a name stands for; none for a path of a model."""
+    """Return the model-free sources that a name stands for; empty for the path of a model."""
     if name == "auto":
         return AUTO
     return (name,) if name in FREE else ()
 
 
 def make_sources(spec: DraftSpec) -> list[Source]:
-    """The model-free sources: forced tokens of a grammar, the caller's prediction, others."""
+    """Return the model-free sources: grammars, the caller's prediction, and the ones in
+    ``spec``.
+    """
     if spec.is_empty:
         return []
     return [GrammarSource(), PredictionSource(), *(FREE[name]() for name in spec.sources)]
@@ -147,16 +150,17 @@ def make_speculator(
     overlaps: bool,
     proposer: Proposer | None = None,
 ) -> tuple[Speculator, CostModel]:
-    """The speculator and its cost model, which `KeptCosts` fills.
+    """Return the speculator and its cost model, which `KeptCosts` fills.
 
-    ``proposer``: the model that drafts, if there is one. ``overlaps``: steps without drafts are
-    launched before the one ahead of them is read.
+    ``proposer``: the draft model, if there is one. ``overlaps``: steps without drafts are launched
+    before the previous step's result is read.
     """
     costs = CostModel()
     if spec.is_empty:
         if config.speculation not in ("auto", "off", 0):
             logger.warning(
-                "--speculation %s drafts nothing: --draft none names no drafter", config.speculation
+                "--speculation %s has no effect: --draft none disables all drafters",
+                config.speculation,
             )
         return NO_SPECULATION, costs
     depth: Literal["auto"] | int = "auto"
@@ -176,10 +180,10 @@ def make_speculator(
 def texts_between(
     path: Path, draft: Decoder, target_path: Path, target: Decoder, config: EngineConfig
 ) -> tuple[TokenText, TokenText] | None:
-    """The texts of the tokens of a target and of its draft model; None where these are the same.
+    """Return the token texts of a target and its draft model; None if their tokens are equal.
 
-    Raises `ModelLoadError` for other tokens, unless ``draft_vocab`` is "any" and both have a
-    tokenizer. Also for a draft model with recurrent states, which drafts that fail would move on.
+    Raises `ModelLoadError` for different tokens, unless ``draft_vocab`` is "any" and both have a
+    tokenizer, and for a draft model with recurrent states, which rejected drafts would corrupt.
     """
     if draft.states:
         raise ModelLoadError(f"{path}: a draft model with recurrent states is not supported")
@@ -193,10 +197,12 @@ def texts_between(
         check_same_tokens(path, target_path, read=tokenizer_json)
     except OtherTokensError as difference:
         if config.draft_vocab != "any":
-            raise ModelLoadError(f"{difference}; --draft-vocab any drafts by text") from None
+            raise ModelLoadError(
+                f"{difference}; use --draft-vocab any to draft through text"
+            ) from None
         for each in (path, target_path):
             if tokenizer_json(each) is None:
-                message = f"{each}: no tokenizer.json, by which drafts would be translated"
+                message = f"{each}: tokenizer.json is missing, which is needed to translate drafts"
                 raise ModelLoadError(message) from None
         longest = max(ours.max_model_len, theirs.max_model_len)
         return texts_of_both(target_path, path, max_model_len=longest)
@@ -204,7 +210,7 @@ def texts_between(
 
 
 def tokenizer_json(path: Path) -> str | None:
-    """The text of a model's tokenizer.json; for a GGUF file, of the tokenizer made from it."""
+    """Return the tokenizer.json of a model, converted for a GGUF file; None if it is missing."""
     if path.suffix.lower() == ".gguf":
         return str(load_tokenizer(path).backend_tokenizer.to_str())
     file = path / "tokenizer.json"

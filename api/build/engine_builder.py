@@ -1,4 +1,4 @@
-"""The composition root: it builds an engine of a model, its drafter, its pools and its cache."""
+"""The composition root: builds an engine with its model, drafter, pools and cache."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ LocalBuilt: TypeAlias = Built[Engine]
 def build(
     model: str | os.PathLike[str] | None, config: EngineConfig, *, wants_keys: bool = False
 ) -> LocalBuilt:
-    """Load a model and its drafters and build an engine; blocking.
+    """Load a model and its drafters and build an engine. Blocking.
 
-    ``wants_keys``: digest the weights while they are loaded, and give cached pages keys, for
-    `Built.fingerprint`, `Built.kernels` and `Built.keys`.
-
-    Raises `ModelLoadError`, or `InvalidRequest` for an option that the model does not support.
+    ``wants_keys``: digest the weights while loading and give cached pages keys, for
+    `Built.fingerprint`, `Built.kernels` and `Built.keys`. Raises `ModelLoadError`, and
+    `InvalidRequest` for an option that the model does not support.
     """
     keep_freed_memory()
     source = find_model(model)
-    with events_of(config) as events, ExitStack() as undo:  # a port that is taken shows at once
+    # reports a port in use before the slow loading
+    with events_of(config) as events, ExitStack() as undo:
         built = _build(source, config, events, undo, wants_keys=wants_keys)
         undo.pop_all()
         return built
@@ -138,7 +138,7 @@ def _build(
 
 
 class _Models(NamedTuple):
-    """Everything that is read from files, before pools are made."""
+    """Everything that is read from files, before the pools are allocated."""
 
     target: Decoder
     ranks: Ranks | None
@@ -155,9 +155,9 @@ class _Models(NamedTuple):
 def _load_models(
     source: ModelSource, config: EngineConfig, undo: ExitStack, *, wants_keys: bool
 ) -> _Models:
-    """Load the target, and what sees and drafts beside it; options are checked first."""
+    """Load the target, its image tower and its drafter. Options are checked first."""
     logger.info("loading %s (%s)", source.name, format_size(weight_files(source.path)[1]))
-    check_vocabulary(source.path)  # refused before weights are read
+    check_vocabulary(source.path)  # fail before reading the weights
     defaults = sampling_defaults(source, config)
     pooling = read_pooling(source.path)
     spec = parse_draft(config, own_draft=source.draft)
@@ -200,7 +200,7 @@ def _keep_kv(
     config: EngineConfig,
     name: str,
 ) -> KeptKV:
-    """Make the prefix cache, and keys of its pages where others know them."""
+    """Return the prefix cache, with page keys if other processes need them."""
     cache, digests = prefix_cache(config, pool), models.digests
     fingerprint = None
     if digests is not None:
@@ -217,7 +217,7 @@ def _keep_kv(
 
 
 class _Parts(NamedTuple):
-    """Everything that a `Built` is made of."""
+    """The parts of a `Built`."""
 
     engine: Engine
     scheduler: Scheduler
@@ -229,7 +229,7 @@ class _Parts(NamedTuple):
 
 
 def _built(parts: _Parts, source: ModelSource, config: EngineConfig) -> LocalBuilt:
-    """The engine, and the facts about its model."""
+    """Return the engine and the facts about its model."""
     engine, models, kept = parts.engine, parts.models, parts.kept
     target, proposer = models.target, kept.proposer
     return Built(
@@ -284,7 +284,7 @@ def _warm_up(
     *,
     threads: int,
 ) -> None:
-    """Prepare the first request in the model thread: make a GPU ready, price steps.
+    """Prepare the first request in the model thread: warm up a GPU, estimate step costs.
 
     ``threads``: that compute.
     """
@@ -314,7 +314,7 @@ def _warm_up(
 def _settings(
     config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool
 ) -> dict[str, object]:
-    """The options by name, those left open as they were chosen."""
+    """Return the options by name, automatic ones with the chosen values."""
     chosen = {
         "device": str(target.device),
         "ops": type(target.ops).__name__,
@@ -333,7 +333,10 @@ def _supervision(config: EngineConfig, settings: Mapping[str, object]) -> Superv
 
 
 def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -> SchedulerLimits:
-    """The limits of a step and of the queue: no more requests run than there are logs for."""
+    """Return the limits of a step and of the queue.
+
+    No more requests run than there are logs for recurrent states.
+    """
     num_logs = sizes.max_running if pool.states is None else pool.states.num_logs
     packing = config.packing()
     return SchedulerLimits(

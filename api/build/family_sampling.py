@@ -1,7 +1,7 @@
-"""Sampling values for GGUF files that name none: those that the model's makers published.
+"""Sampling values for GGUF files without any: the values published for the model's family.
 
-A family is known by the architecture, by a mark in the chat template and by the model's name, as
-far as each is needed. Files without a chat template are base models, which get no values.
+A family is identified by the architecture, a mark in the chat template and the model's name, as
+needed. Files without a chat template are base models and get no values.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _ARCHITECTURE = "general.architecture"
 
 
 class _Family(NamedTuple):
-    """A family of models. ``architectures``, ``mark`` and ``word``: "" and () fit every file."""
+    """A model family. Empty ``architectures``, ``mark`` and ``word`` match every file."""
 
     name: str
     values: Values
     architectures: tuple[str, ...] = ()
-    mark: str = ""  # in the chat template
-    word: str = ""  # in the model's name, in lower case
+    mark: str = ""  # substring of the chat template
+    word: str = ""  # substring of the model's name in lower case
 
     def fits(self, architecture: str, template: str, names: str) -> bool:
-        """Whether a file is of this family."""
+        """Whether a file belongs to this family."""
         return (
             (not self.architectures or architecture in self.architectures)
             and self.mark in template
@@ -40,7 +40,7 @@ class _Family(NamedTuple):
 
 _QWEN2, _QWEN3 = ("qwen2", "qwen2moe", "qwen2vl"), ("qwen3", "qwen3moe", "qwen3next", "qwen3vl")
 _CALM: Values = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
-_FAMILIES = (  # the first that fits
+_FAMILIES = (  # the first match applies
     # DeepSeek-R1 and its distillations: "Usage Recommendations" of the model card.
     _Family("DeepSeek", {"temperature": 0.6, "top_p": 0.95}, mark="<\uff5cAssistant\uff5c>"),
     # generation_config.json of QwQ-32B.
@@ -91,9 +91,9 @@ _USUAL: Values = MappingProxyType({"temperature": 0.8, "top_p": 0.95, "top_k": 4
 
 
 def family_sampling(file: Path) -> SamplingDefaults:
-    """The published values of the family of a GGUF file, or those that are usual for such files.
+    """Return the published values for the family of a GGUF file, else the usual values.
 
-    None for a file without a chat template. Raises `ModelLoadError` for a damaged file.
+    `NO_DEFAULTS` for a file without a chat template. Raises `ModelLoadError` for a damaged file.
     """
     from ...core.model.formats.gguf_metadata import read_values
 
@@ -105,4 +105,4 @@ def family_sampling(file: Path) -> SamplingDefaults:
     for family in _FAMILIES:
         if family.fits(str(found.get(_ARCHITECTURE, "")), template, names):
             return SamplingDefaults(**family.values, origin=f"published for {family.name}")
-    return SamplingDefaults(**_USUAL, origin="usual for GGUF files, which name none")
+    return SamplingDefaults(**_USUAL, origin="usual for GGUF files without values")

@@ -1,6 +1,6 @@
-"""ModelDigests: the fingerprint of a loaded model's KV, see core/tiers/fingerprint.py.
+"""ModelDigests: the fingerprint of a loaded model's KV; see core/tiers/fingerprint.py.
 
-Imported only where a tier is asked for: without one, nothing is digested.
+Imported only if a tier or a transfer needs it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ...draft.heads.joined import JoinedHead
 
 
 class ModelDigests:
-    """Digests of a target and of its head; each is the ``on_read`` of what loads it."""
+    """Digests of a target and its head. Each is the ``on_read`` callback of a loader."""
 
     def __init__(self) -> None:
         self.target = WeightsDigest()
         self.head = WeightsDigest()
 
     def kernels(self, target: Decoder) -> str:
-        """Name what computes, besides weights and options: equal only where all of it is equal.
+        """Return an identifier of the kernels, equal only if the same code computes.
 
-        Called in the same thread as `fingerprint`.
+        Must be called in the same thread as `fingerprint`.
         """
         machine, code = machine_identity(target.device), code_digest(CODE)
         return kernels_name(target.identity, machine, code)
@@ -48,9 +48,8 @@ class ModelDigests:
     ) -> bytes:
         """Return the fingerprint of a target that was loaded with these options.
 
-        ``head``: the one whose KV is stored beside the target's. ``vision``: what makes rows of
-        prompts from images. Called in a thread that has the number of threads with which the model
-        computes.
+        ``head``: the head whose KV is stored with the target's. ``vision``: the image tower. Must
+        be called in a thread with the model's thread count.
         """
         return kv_fingerprint(
             FingerprintParts(

@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub: download them, and look into the cache.
+"""Models of the Hugging Face hub: downloads, and the contents of the cache.
 
-A name is OWNER/NAME, or OWNER/NAME@REVISION with a branch, a tag or a commit.
+A name is OWNER/NAME or OWNER/NAME@REVISION, with a branch, a tag or a commit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
 
 WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
-SHORT = 8  # digits of a commit
+SHORT = 8  # minimum number of digits of an abbreviated commit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedModel:
-    """A revision of a model in the cache. ``refs``: the branches and tags that mean it."""
+    """A revision of a model in the cache. ``refs``: branches and tags that point to it."""
 
     name: str
     commit: str
@@ -33,41 +33,41 @@ class CachedModel:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name looks like one of the hub, with a revision or without."""
+    """Whether a name looks like a hub id, with or without a revision."""
     return name.partition("@")[0].count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """The id and the revision of a name of the hub; None: the branch main."""
+    """Return the id and the revision in a hub name; revision None: the branch main."""
     hub_id, _, revision = name.partition("@")
     return hub_id, revision or None
 
 
 def at_revision(model: str | None, revision: str | None) -> str | None:
-    """The name of a model at a revision.
+    """Return the name of a model at a revision.
 
-    Raises `InvalidRequest` for a revision of a model that is not of the hub.
+    Raises `InvalidRequest` for a model that is not from the hub.
     """
     if revision is None:
         return model
     if model is None or not is_hub_id(model) or Path(model).exists() or "@" in model:
-        message = f"revision is for a model OWNER/NAME of the hub, not for {model or 'the default'}"
+        message = f"revision needs a hub model OWNER/NAME, not {model or 'the default model'}"
         raise InvalidRequest(message, param="revision")
     return f"{model}@{revision}"
 
 
 def go_offline() -> None:
-    """Take models from the cache alone, in this process and its children."""
+    """Use only cached models, in this process and its children."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants = sys.modules.get("huggingface_hub.constants")
-    if constants is not None:  # it has read the variable already
+    if constants is not None:  # the library has already read the variable
         constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
 def download(name: str) -> Path:
-    """The folder of a model in the cache, downloaded where it is not there.
+    """Return the folder of a model in the cache, after downloading it if necessary.
 
-    Raises `ModelLoadError` with the reason and what to do.
+    Raises `ModelLoadError` with the reason and a remedy.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -81,7 +81,10 @@ def download(name: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*WANTED]))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        message = f"{name}: no such folder, and not to be had from the hub: {_cause(error)}"
+        message = (
+            f"{name} is not a local folder and could not be downloaded from the hub: "
+            f"{_cause(error)}"
+        )
         is_lasting = isinstance(
             error, RepositoryNotFoundError | RevisionNotFoundError | HFValidationError
         )
@@ -89,7 +92,7 @@ def download(name: str) -> Path:
 
 
 def _cause(error: Exception) -> str:
-    """Why the hub did not give a model, and what to do about it."""
+    """Return why the hub did not provide a model, and a remedy."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -99,13 +102,15 @@ def _cause(error: Exception) -> str:
     )
 
     if isinstance(error, GatedRepoError):
-        return "it is gated: accept its licence on its page, and set HF_TOKEN to a token of yours"
+        return "it is gated: accept its licence on its page, and set HF_TOKEN to your token"
     if isinstance(error, RepositoryNotFoundError):
-        return "it has no such model; for a private one set HF_TOKEN to a token that may read it"
+        return (
+            "the hub has no such model; for a private one set HF_TOKEN to a token with read access"
+        )
     if isinstance(error, RevisionNotFoundError):
         return "the model has no such revision"
     if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set, and the cache does not have the model"
+        return "HF_HUB_OFFLINE is set and the model is not in the cache"
     reason = str(error).strip().partition("\n")[0].removeprefix("Got: ")
     if reason.startswith("ConnectError"):
         return f"{constants.ENDPOINT} cannot be reached ({reason.partition(': ')[2]})"
@@ -116,7 +121,7 @@ def _cause(error: Exception) -> str:
 
 
 def cached_models(hub_id: str | None = None) -> list[CachedModel]:
-    """The models of the cache, by name; of this id alone, where one is given."""
+    """Return the cached revisions of all models, or of one model, sorted by name."""
     found = [
         CachedModel(
             name=repo.repo_id,
@@ -134,10 +139,9 @@ def cached_models(hub_id: str | None = None) -> list[CachedModel]:
 
 
 def find_cached(name: str) -> list[CachedModel]:
-    """The revisions in the cache that a name means; without a revision all of the model.
+    """Return the cached revisions that a name matches; without a revision, all of the model.
 
-    A commit may be named by its first `SHORT` digits or more. Raises `ModelLoadError` where there
-    are none.
+    A commit may be abbreviated to `SHORT` digits. Raises `ModelLoadError` if there is no match.
     """
     hub_id, revision = split_revision(name)
     found = [
@@ -146,7 +150,7 @@ def find_cached(name: str) -> list[CachedModel]:
         if revision is None or revision in each.refs or _begins(each.commit, revision)
     ]
     if not found:
-        raise ModelLoadError(f"{name} is not in the cache: foretoken pull {name}")
+        raise ModelLoadError(f"{name} is not in the cache: download it with foretoken pull {name}")
     return found
 
 
@@ -155,9 +159,9 @@ def _begins(commit: str, digits: str) -> bool:
 
 
 def remove(name: str) -> int:
-    """Delete what a name means from the cache; returns the bytes that this frees.
+    """Delete the matching revisions from the cache. Return the number of bytes freed.
 
-    Files that other revisions have, too, stay. Raises `ModelLoadError` as `find_cached`.
+    Files shared with other revisions stay. Raises the errors of `find_cached`.
     """
     from huggingface_hub import scan_cache_dir
 

@@ -1,4 +1,4 @@
-"""KV events: opened before the model is loaded, and told of the pages of its cache."""
+"""KV events: the publisher, opened before the model is loaded, and the keys of cached pages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def events_of(config: EngineConfig) -> Iterator[KVEventPublisher | None]:
-    """Open the publisher that the options ask for; it is closed if the block fails.
+    """Open the publisher that the options ask for. It is closed if the block fails.
 
-    Raises `InvalidRequest` for an address that is taken, or without the extra.
+    Raises `InvalidRequest` for an address in use, and if the extra is not installed.
     """
     addresses = config.events_addresses
     if addresses is None:
@@ -40,7 +40,7 @@ def events_of(config: EngineConfig) -> Iterator[KVEventPublisher | None]:
 
 
 def keys_of(cache: PrefixCache, fingerprint: bytes) -> PageKeys:
-    """Give the pages of a cache keys, from now on."""
+    """Return keys for the pages of a cache, maintained from now on."""
     from ...core.tiers.keys import PageKeys
 
     keys = PageKeys(fingerprint, cache.num_total_pages, cache.page_size)
@@ -49,9 +49,9 @@ def keys_of(cache: PrefixCache, fingerprint: bytes) -> PageKeys:
 
 
 def name_fingerprint(model: str, page_size: int) -> bytes:
-    """Hash a model's name and the page size.
+    """Return a hash of a model's name and the page size.
 
-    It does not tell apart all that changes a page's bits, so keys made with it may name pages to
-    routers, and must not be those of a store.
+    It does not cover everything that determines a page's bits. Keys based on it may identify pages
+    for routers but must not be used for a store.
     """
     return hashlib.blake2b(f"{page_size} {model}".encode(), digest_size=32).digest()

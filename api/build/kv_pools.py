@@ -1,6 +1,6 @@
-"""KV pools: the number of pages that fit, the same for the target and its draft model.
+"""KV pools: the number of pages that fit, equal for the target and its draft model.
 
-A target with recurrent layers has a pool of states besides, from the same memory.
+A target with recurrent layers also has a pool of states, in the same memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ...core.startup import timed
 from ...draft.proposers.kind import Pooled
 
 HOST_KV_BYTES = 2 * 2**30
-LEAST_TOKENS = 256  # of a pool of the default size: a smaller one serves no usual request
-# Of a GPU, beside the pools: 2 GiB for what steps, their graphs and logits take, and for the target
-# and its draft model each 256 MiB for the sums of attention and 128 MiB for the logits that graphs
-# of few rows keep.
+LEAST_TOKENS = 256  # minimum size of a default pool, below which ordinary requests do not fit
+# Memory to leave free on a GPU: 2 GiB for steps, their graphs and logits, and for the target and
+# its draft model each 256 MiB for attention's partial results and 128 MiB for the logits of small
+# graphs.
 WORKSPACE_BYTES = 11 * 2**28
 
 
@@ -33,10 +33,10 @@ WORKSPACE_BYTES = 11 * 2**28
 def make_pools(
     target: Decoder, drafts: Sequence[Pooled], config: EngineConfig, sizes: Sizes
 ) -> list[KVPool]:
-    """A pool for the target and each model that drafts: one page id is valid in all of them.
+    """Return a pool for the target and for each draft model. Page ids are valid in all of them.
 
     All have the same data type. Raises `InvalidRequest` for a size that is too small, and
-    `ModelLoadError` where there is not enough memory.
+    `ModelLoadError` if memory is insufficient.
     """
     counts = count_states(target, config, sizes) if target.states else None
     num_state_bytes = 0 if counts is None else counts.num_bytes
@@ -68,11 +68,11 @@ class StateCounts(NamedTuple):
 
 
 def count_states(target: Decoder, config: EngineConfig, sizes: Sizes) -> StateCounts:
-    """The slots and logs that fit ``state_memory``, by default half of the memory for KV.
+    """Return how many slots and logs fit into ``state_memory``, by default half the KV memory.
 
-    A log for each request that runs, and two slots more than logs: one for a state that is kept,
-    and one for the next. No more slots than pages, beside those of running requests. Raises what
-    `make_pools` raises.
+    Each running request has a log. There are at least two more slots than logs: one for a kept
+    state and one for the next. Besides running requests, there are at most as many slots as pages.
+    Raises the errors of `make_pools`.
     """
     page_size = sizes.page_size
     if page_size not in STATE_PAGE_SIZES:
@@ -90,7 +90,7 @@ def count_states(target: Decoder, config: EngineConfig, sizes: Sizes) -> StateCo
     if memory < 2 * slot + log:
         message = (
             f"state_memory must be at least {2 * slot + log} bytes (2 x {format_size(slot)} for "
-            f"recurrent states, {format_size(log)} for a request that runs)"
+            f"recurrent states, {format_size(log)} for a running request)"
         )
         raise InvalidRequest(message, param="state_memory")
     num_logs, num_slots = sizes.max_running, (memory - sizes.max_running * log) // slot
@@ -118,10 +118,10 @@ def count_pages(
     sizes: Sizes,
     num_state_bytes: int = 0,
 ) -> int:
-    """Number of pages of each pool, so that all pools together fit the budget.
+    """Return the number of pages per pool for which all pools fit the budget.
 
-    ``num_state_bytes``: of recurrent states, which take their part of a budget that is theirs, too.
-    Raises what `make_pools` raises.
+    ``num_state_bytes``: size of the recurrent states, which share the budget unless they have their
+    own. Raises the errors of `make_pools`.
     """
     per_page = sum(
         model.bytes_per_page(page_size=sizes.page_size, kv_dtype=config.kv_cache_dtype)
@@ -145,7 +145,7 @@ def count_pages(
 def _check_free(num_bytes: int, free: int) -> None:
     """Raise `ModelLoadError` for a pool that is larger than the free memory of the host.
 
-    The host grants memory that it does not have, and kills the process once the pool fills.
+    The system overcommits memory and would kill the process once the pool fills.
     """
     if num_bytes > free:
         raise ModelLoadError(
@@ -155,38 +155,38 @@ def _check_free(num_bytes: int, free: int) -> None:
 
 
 def _kv_budget(target: Decoder, config: EngineConfig) -> int:
-    """Bytes for KV and recurrent states together, where the states have no size of their own."""
+    """Return the bytes for KV and recurrent states together."""
     if config.kv_memory is not None:
         return parse_size(config.kv_memory)
     return default_budget(target.device)
 
 
 def _useful_pages(target: Decoder, config: EngineConfig, sizes: Sizes) -> int:
-    """Pages that can be in use at a time."""
+    """Return the number of pages that can be in use at the same time."""
     return sizes.max_running * -(-model_len(config, target) // sizes.page_size)
 
 
 def _default_pages(
     target: Decoder, config: EngineConfig, sizes: Sizes, per_page: int, num_state_bytes: int
 ) -> int:
-    """Number of pages by default: as many as the budget has, and no more than can be in use."""
+    """Return the default number of pages: the budget's, but no more than can be in use."""
     useful = _useful_pages(target, config, sizes)
     budget = max(0, default_budget(target.device) - num_state_bytes)
     num_pages = min(useful, budget // per_page)
     least = min(useful, -(-LEAST_TOKENS // sizes.page_size))
     if num_pages < least:
         raise ModelLoadError(
-            f"memory is short: by default the KV pool has {format_size(budget)}, and "
-            f"{least * sizes.page_size} tokens need {format_size(least * per_page)}; free memory, "
+            f"not enough memory: the default KV pool has {format_size(budget)}, but "
+            f"{least * sizes.page_size} tokens need {format_size(least * per_page)}; free memory "
             "or set --kv-memory"
         )
     return num_pages
 
 
 def default_budget(device: torch.device) -> int:
-    """Default size of all pools in bytes, from the free memory.
+    """Return the default size of all pools in bytes, from the free memory.
 
-    On a GPU nine tenths of it, less what steps need; on the host a quarter, 2 GiB at most.
+    On a GPU: nine tenths of it, minus the memory for steps. On the host: a quarter, at most 2 GiB.
     """
     free = free_memory(device)
     if device.type == "cpu":
@@ -195,7 +195,7 @@ def default_budget(device: torch.device) -> int:
 
 
 def model_len(config: EngineConfig, target: Decoder) -> int:
-    """Tokens of prompt and answer together. Raises `InvalidRequest` beyond the model's own."""
+    """Return the context length in tokens. Raises `InvalidRequest` above the model's maximum."""
     longest = target.config.max_model_len
     if config.max_model_len is not None and config.max_model_len > longest:
         message = f"max_model_len {config.max_model_len} exceeds the model's {longest}"
@@ -205,7 +205,7 @@ def model_len(config: EngineConfig, target: Decoder) -> int:
 
 @contextmanager
 def out_of_memory_told(when: str, remedy: str) -> Iterator[None]:
-    """Turn out-of-memory errors in the block into a `ModelLoadError` with a remedy."""
+    """Convert out-of-memory errors in the block to a `ModelLoadError` with a remedy."""
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
-"""KV tiers: the stores that options ask for, below an engine's pool.
+"""KV tiers: the stores that the options ask for, below an engine's pool.
 
-Imported only where one is asked for.
+Imported only if a tier is configured.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ...core.tiers.stores.store_folder import make_root
 from ...core.tiers.tiers import StateTiers, Tiers
 from ...radix_cache import PrefixCache
 
-LEAST_STATES = 2  # that a tier has room for
+LEAST_STATES = 2  # minimum capacity of a tier
 logger = logging.getLogger(__name__)
 
 
 def check_places(config: EngineConfig) -> None:
-    """Refuse stores that cannot be used, before weights are read. Raises `InvalidRequest`."""
+    """Check that stores can be used, before weights are read. Raises `InvalidRequest`."""
     if (disk := config.kv_disk_place()) is not None:
         make_root(disk[0])
     if (remote := config.kv_remote_place()) is not None:
@@ -51,11 +51,11 @@ def make_tiers(
     fingerprint: bytes,
     make_peers: Callable[[int], PeerStore] | None,
 ) -> Tiers:
-    """Open the stores that the options ask for; a proposer's share of a page is kept, too.
+    """Return the tiers that the options ask for. A proposer's share of each page is stored too.
 
-    ``make_peers``: makes the store of other engines' pools, of records with so many bytes. Of a
-    model with recurrent states, half of each store's size is for states. Raises `InvalidRequest`
-    for a folder that cannot be used, and for a size of too few pages or more than there is.
+    ``make_peers``: makes the store of other engines' pools, given the record size in bytes. For a
+    model with recurrent states, half of each store is for states. Raises `InvalidRequest` for an
+    unusable folder, and for a size that is too small or exceeds the free memory.
     """
     parts = () if proposer is None else proposer.stored
     records = PageRecords(
@@ -67,7 +67,7 @@ def make_tiers(
     if config.kv_host is not None:
         pinned = pool.data.device.type == "cuda"
         if not pinned:
-            logger.info("on a CPU --kv-memory uses the memory of --kv-host better")
+            logger.info("on a CPU, memory is better given to --kv-memory than to --kv-host")
         parts_of_host = _host_stores(config, records, states, pinned=pinned)
         stores.append(parts_of_host[0])
         of_states += parts_of_host[1:]
@@ -88,7 +88,7 @@ def make_tiers(
 def _host_stores(
     config: EngineConfig, records: PageRecords, states: StateRecords | None, *, pinned: bool
 ) -> list[PageStore]:
-    """The store of pages in memory of the host, and that of states, if there are any."""
+    """Return the host memory stores for pages and, if there are any, for recurrent states."""
     num_bytes, quota = parse_size(config.kv_host or "0"), config.cache_quota
     share = num_bytes if states is None else num_bytes // 2
     least = max(LEAST_PAGES * records.num_bytes, states.num_bytes * LEAST_STATES if states else 0)
@@ -100,7 +100,7 @@ def _host_stores(
 def _disk_stores(
     config: EngineConfig, fingerprint: bytes, records: PageRecords, states: StateRecords | None
 ) -> list[PageStore]:
-    """The store of pages in a folder, and that of states, if there are any."""
+    """Return the disk stores for pages and, if there are any, for recurrent states."""
     disk = config.kv_disk_place()
     assert disk is not None, "no folder was asked for"
     folder, num_bytes = disk

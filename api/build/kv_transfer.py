@@ -1,6 +1,6 @@
 """KV transfer: the agents that ``--kv-transfer`` asks for, and the parameters of requests.
 
-Imported only where it is asked for.
+Imported only if it is enabled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLUSTER_KEY = "FORETOKEN_CLUSTER_KEY"
 
 
 def check_secret() -> str:
-    """Return the cluster's secret; raises `InvalidRequest` without one."""
+    """Return the cluster's secret. Raises `InvalidRequest` without one."""
     secret = os.environ.get(CLUSTER_KEY)
     if not secret:
         message = f"kv_transfer needs {CLUSTER_KEY}, the same secret for all servers"
@@ -34,12 +34,12 @@ def check_secret() -> str:
 
 
 def make_peers(record_bytes: int) -> PeerStore:
-    """Make the store of other engines' pools."""
+    """Return the store that reads other engines' pools."""
     return PeerStore(NixlReader(max(CALL_BYTES, record_bytes)), record_bytes)
 
 
 def make_server(cache: PrefixCache, pool: KVPool, stored: Sequence[PageRows]) -> PageServer:
-    """Let others read a pool, and what a proposer keeps beside it."""
+    """Return the server that lets others read a pool and a proposer's data beside it."""
     return NixlServer(_parts(pool, stored), cache.transfers.words)
 
 
@@ -53,7 +53,7 @@ def make_params(
     server: PageServer | None,
     end_offer: Callable[[PageOffer], None] | None,
 ) -> TransferParams:
-    """Make the reader and writer of requests' parameters."""
+    """Return the reader and writer of requests' KV parameters."""
     return TransferParams(
         check_secret(),
         fingerprint,

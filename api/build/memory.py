@@ -1,7 +1,7 @@
-"""Memory that a model needs, and whether there is enough of it: asked before weights are read.
+"""Estimates whether a model fits into memory, before its weights are read.
 
-All of it is estimated from headers. A model is refused only where it certainly cannot be loaded:
-the system would kill the process, in the middle of the load and without a word.
+The estimate uses file headers only. A model is rejected only if it certainly does not fit: the
+system would kill the process during the load without an error message.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ...core.options.settings import parse_size
 from .kv_pools import HOST_KV_BYTES, LEAST_TOKENS
 
 logger = logging.getLogger(__name__)
-PROGRAM_BYTES = 400 * 2**20  # Python, torch and the engine, beside weights and KV (measured)
-USUAL_TOKENS = 8192  # of KV, for one conversation
-LARGEST = 8  # times as large as its files are weights at most: 4 bits computed in float32
-LARGEST_TOKEN = 2**20  # bytes of KV
-_SHARE = 4  # of what is left behind the weights a pool of the default size takes a quarter
-_ROOM = 1.05  # what is proposed leaves so much
+PROGRAM_BYTES = 400 * 2**20  # Python, torch and the engine, without weights and KV (measured)
+USUAL_TOKENS = 8192  # tokens of KV for one conversation
+LARGEST = 8  # maximum ratio of weights in memory to files: 4 bits computed in float32
+LARGEST_TOKEN = 2**20  # maximum bytes of KV per token
+_SHARE = 4  # divisor: the default pool gets 1/4 of the memory left after the weights
+_ROOM = 1.05  # safety factor of proposed options
 
 
 class Room(NamedTuple):
-    """Bytes that weights and KV need: certainly, and as far as can be told."""
+    """Bytes for weights and KV: the certain minimum, and the estimate."""
 
     least_weights: int
     least_kv: int
@@ -41,12 +41,12 @@ class Room(NamedTuple):
 
     @property
     def least(self) -> int:
-        """Bytes without which the model cannot be served."""
+        """Minimum bytes to serve the model."""
         return self.least_weights + self.least_kv
 
 
 def room_for(report: ModelReport, config: EngineConfig) -> Room:
-    """Bytes that a model needs with these options, in one of the processes that share it."""
+    """Return the memory that a model needs with these options, per process that shares it."""
     options: dict[str, str] = {"dtype": config.dtype, "quantize": config.quantize}
     weights, least = report.weights_in_memory(**options), report.least_weights(**options)  # type: ignore[arg-type]
     token = report.kv_bytes_per_token or 0
@@ -62,9 +62,9 @@ def room_for(report: ModelReport, config: EngineConfig) -> Room:
 
 
 def check_room(path: Path, config: EngineConfig, device: torch.device) -> None:
-    """Raise `ModelLoadError` for a model that cannot fit; warn where it is near.
+    """Raise `ModelLoadError` for a model that cannot fit; log a warning if it may not fit.
 
-    A model that is damaged or not supported passes: loading it tells why.
+    A damaged or unsupported model passes: loading it reports the reason.
     """
     free = free_memory(device)
     asked = 0 if config.kv_memory is None else parse_size(config.kv_memory)
@@ -80,24 +80,28 @@ def check_room(path: Path, config: EngineConfig, device: torch.device) -> None:
         raise ModelLoadError(f"{path.name} does not fit: {short_of(report, config, free)}")
     if room.weights + room.kv > free:
         logger.warning(
-            "%s may not fit: its weights need about %s and the KV pool %s, and %s of memory are "
-            "free", path.name, format_size(room.weights), format_size(room.kv), format_size(free),
-        )  # fmt: skip
+            "%s may not fit: its weights need about %s and the KV pool %s, but only %s of "
+            "memory are free",
+            path.name,
+            format_size(room.weights),
+            format_size(room.kv),
+            format_size(free),
+        )
 
 
 def short_of(report: ModelReport, config: EngineConfig, free: int) -> str:
-    """Tell what is needed, what there is, and what would fit, as the end of a sentence."""
+    """Return the needed memory, the free memory and a remedy, as the end of an error message."""
     room = room_for(report, config)
     needs = f"its weights need {format_size(room.weights)}"
     if room.least_weights <= free:
         needs += f" and the KV pool {format_size(room.kv)}"
     options = list(_what_fits(report, config, free))
     remedy = " or ".join(options) or _smaller(report, free)
-    return f"{needs}, and {format_size(free)} of memory are free; {remedy}"
+    return f"{needs}, but only {format_size(free)} of memory are free; {remedy}"
 
 
 def _what_fits(report: ModelReport, config: EngineConfig, free: int) -> Iterator[str]:
-    """Flags with which the model would fit."""
+    """Yield flags with which the model would fit."""
     left = int(free / _ROOM)
     default = room_for(report, EngineConfig(dtype=config.dtype, quantize=config.quantize))
     kv = left - default.weights
@@ -119,14 +123,14 @@ def _what_fits(report: ModelReport, config: EngineConfig, free: int) -> Iterator
 
 
 def _smaller(report: ModelReport, free: int) -> str:
-    """Tell what to look for where no flag helps."""
+    """Return a recommendation for a smaller model, if no flag helps."""
     bits = 8 * free / _ROOM / max(1, report.num_parameters)
     if bits >= 2:
-        return f"take a file with at most {bits:.1f} bits a weight"
-    return f"take a model of at most {most_billions(free, 'int4'):.1f} billion parameters in 4 bits"
+        return f"use a file with at most {bits:.1f} bits per weight"
+    return f"use a model of at most {most_billions(free, 'int4'):.1f} billion parameters in 4 bits"
 
 
 def most_billions(free: int, quantize: Quantize) -> float:
-    """Billions of parameters that fit into so much memory, with a pool of the default size."""
+    """Return how many billion parameters fit into the memory, next to a default pool."""
     left = max(0, free - min(HOST_KV_BYTES, free // _SHARE))
     return left / (WEIGHT_BYTES.get(quantize, 2.0) * 1e9)

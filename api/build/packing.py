@@ -1,4 +1,4 @@
-"""Packing of KV inside an answer, as the options ask for it."""
+"""KV packing inside an answer, as the options configure it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...core.model.decoder import Decoder, OwnDecoder
 
 
 def keep_policy_of(config: EngineConfig, target: Decoder) -> KeepPolicy | None:
-    """Make the policy that the options ask for; None without one.
+    """Return the packing policy that the options ask for; None without packing.
 
-    Raises `InvalidRequest` for a model whose KV cannot be packed, and for a file of statistics that
-    is of another one.
+    Raises `InvalidRequest` for a model whose KV cannot be packed, and for statistics of another
+    model.
     """
     if (asked := config.packing()) is None:
         return None
@@ -34,7 +34,7 @@ def keep_policy_of(config: EngineConfig, target: Decoder) -> KeepPolicy | None:
 
 
 def _unsuited(target: Decoder) -> str | None:
-    """Name what keeps a model's KV from being packed; None: nothing does."""
+    """Return the model's feature that prevents KV packing; None if there is no such feature."""
     if target.path != "own" or not isinstance(target, OwnDecoder):
         return "transformers' modules"
     if target.states:

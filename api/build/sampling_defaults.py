@@ -28,17 +28,17 @@ GGUF_NAMES = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-"""Names of metadata as llama.cpp has them, by field."""
+"""llama.cpp's metadata keys, by field."""
 
 
 def sampling_defaults(source: ModelSource, config: EngineConfig) -> SamplingDefaults:
-    """The values of requests that leave them out: the configured ones before the model's own.
+    """Return the sampling defaults: configured values take precedence over the model's.
 
-    Raises `ModelLoadError` for a value of the model that is outside its bounds.
+    Raises `ModelLoadError` if a value of the model is out of range.
     """
     own = NO_DEFAULTS if config.generation_config == "none" else model_sampling(source)
     if own.given:
-        logger.info("the model's own sampling: %s", described(own))
+        logger.info("sampling defaults of the model: %s", described(own))
     given = parse_overrides(config.override_generation_config)
     if not given:
         return own
@@ -47,16 +47,15 @@ def sampling_defaults(source: ModelSource, config: EngineConfig) -> SamplingDefa
 
 
 def described(defaults: SamplingDefaults) -> str:
-    """The values and where they come from, in one line."""
+    """Return the values and their origin, in one line."""
     values = ", ".join(f"{name} {value:.12g}" for name, value in defaults.given.items())
     return f"{values} ({defaults.origin})" if values else "temperature 1 (OpenAI's defaults)"
 
 
 def model_sampling(source: ModelSource) -> SamplingDefaults:
-    """The values of a model's card, of its generation_config.json or of its GGUF file.
+    """Return the values of a model's card, generation_config.json or GGUF file.
 
-    A GGUF file that names none gets those of its family. Raises `ModelLoadError` for a value
-    outside its bounds.
+    A GGUF file without values gets its family's. Raises `ModelLoadError` for a value out of range.
     """
     if source.sampling is not None:
         return source.sampling
@@ -76,20 +75,20 @@ def _of_gguf(file: Path) -> SamplingDefaults:
     found = read_values(file, GGUF_NAMES.values())
     values = {name: _as_written(found.get(key)) for name, key in GGUF_NAMES.items()}
     top_k = values["top_k"]
-    if isinstance(top_k, int) and top_k < 0:  # off in llama.cpp, whichever it is
+    if isinstance(top_k, int) and top_k < 0:  # llama.cpp disables it with any negative value
         values["top_k"] = -1
     return _checked(file, values, "general.sampling.* in the file", GGUF_NAMES)
 
 
 def _as_written(value: object) -> object:
-    """A float32 as the decimal number that it was made from: 0.6, not 0.6000000238."""
+    """Return a float32 as its shortest decimal number: 0.6, not 0.6000000238."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _checked(
     file: Path, values: Mapping[str, Any], origin: str, names: Mapping[str, str] | None = None
 ) -> SamplingDefaults:
-    """The values of a file, where ``names`` has the file's own names of fields."""
+    """Return the checked values of a file. ``names``: the file's own names of the fields."""
     top_k = values["top_k"]
     if isinstance(top_k, float) and top_k.is_integer():
         values = {**values, "top_k": int(top_k)}

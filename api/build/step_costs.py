@@ -1,4 +1,4 @@
-"""Costs of steps that are kept between processes, so that no start measures them again."""
+"""Step costs that are saved between processes, so that not every start measures them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ...draft.control.profiler import guess_step, profile_step
 
 logger = logging.getLogger(__name__)
 Model: TypeAlias = tuple[Decoder, KVPool]
-MOST_SECONDS = 1e4  # that a pass may take in a file that is believed
+MOST_SECONDS = 1e4  # maximum plausible seconds of a pass in a file
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`StepProfile` as JSON has it."""
+    """`StepProfile` as JSON."""
 
     forward: dict[int, float]
     draft: dict[int, float]
@@ -34,11 +34,11 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeptCosts:
-    """The cost tables of an engine, and the file that has them between processes."""
+    """The cost tables of an engine, and the file that keeps them between processes."""
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
-        self._file: Path | None = None  # None: nothing is kept
+        self._file: Path | None = None  # None: nothing is saved
 
     def prepare(
         self,
@@ -49,8 +49,8 @@ class KeptCosts:
     ) -> None:
         """Fill the tables before the first request, in the model thread.
 
-        From what an earlier process left, else by a guess. On a GPU passes are measured: its
-        kernels must be called once anyway.
+        On a CPU, values are loaded from an earlier process, else guessed. On a GPU passes are
+        measured, since its kernels must be warmed up anyway.
         """
         if target[0].device.type != "cpu":
             self.costs.load(profile_step(target, proposer))
@@ -63,12 +63,12 @@ class KeptCosts:
         self.costs.load(profile)
 
     def keep(self) -> None:
-        """Write what steps have taught, if any did."""
+        """Save the costs learnt from steps, if there were any steps."""
         if self.costs.num_observed:
             self._save(self.costs.learnt())
 
     def _load(self) -> StepProfile | None:
-        """The costs in the file; None without a file that can be believed."""
+        """Return the costs in the file; None without a valid file."""
         if self._file is None:
             return None
         try:
@@ -76,10 +76,10 @@ class KeptCosts:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
-            logger.info("ignoring the costs of steps in %s: %s", self._file, error)
+            logger.info("ignoring step costs in %s: %s", self._file, error)
             return None
         if 1 not in kept.forward or not (_is_sound(kept.forward) and _is_sound(kept.draft)):
-            logger.info("ignoring the costs of steps in %s: values are out of range", self._file)
+            logger.info("ignoring step costs in %s: values are out of range", self._file)
             return None
         return StepProfile(kept.forward, kept.draft, max(0.0, kept.key_s))
 
@@ -92,7 +92,7 @@ class KeptCosts:
             new.write_bytes(msgspec.json.encode(kept))
             new.replace(self._file)
         except OSError as error:
-            logger.info("costs of steps cannot be saved: %s", error)
+            logger.info("cannot save step costs: %s", error)
 
 
 def _file_of(target: Model, proposer: Proposer | None, num_threads: int) -> Path | None:
@@ -106,12 +106,12 @@ def _file_of(target: Model, proposer: Proposer | None, num_threads: int) -> Path
     try:
         return cache_folder() / f"costs-{name}.json"
     except OSError as error:
-        logger.info("costs of steps cannot be saved: %s", error)
+        logger.info("cannot save step costs: %s", error)
         return None
 
 
 def _described(decoder: Decoder, pool: KVPool) -> list[str]:
-    """Everything about a model that its times depend on."""
+    """Return all properties of a model that affect its speed."""
     found = [repr(decoder.config), str(decoder.dtype), str([part.dtype for part in pool.parts])]
     if isinstance(decoder, OwnDecoder):
         identity: Mapping[str, str] = decoder.ops.identity

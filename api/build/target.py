@@ -1,4 +1,4 @@
-"""The target: its device, its threads, its weights, and what reads images for it."""
+"""The target: its device, its threads, its weights and its image tower."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def device_of(config: EngineConfig) -> torch.device:
-    """Choose the device; the native kernels imply the CPU."""
+    """Return the device. The native kernels imply the CPU."""
     is_native = config.device == "auto" and config.backend == "native"
     return choose_device("cpu" if is_native else config.device)
 
@@ -47,13 +47,12 @@ def refuse_overlap(config: EngineConfig) -> None:
 
 
 def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
-    """Build the function that sets the number of threads; the native kernels get every core.
+    """Return a function that sets the number of threads. The native kernels use every core.
 
-    Their threads sleep as soon as they wait. OpenMP's spin, and take the event loop's core from it:
-    torch leaves one to it (measured: two threads on two cores were slower than one, and with the
-    native kernels 1.2 to 1.4 times faster).
-    What is left to torch beside the native kernels is small, and has one thread: a second one would
-    have to wait until the kernels' own one sleeps.
+    Threads of the native kernels sleep as soon as they wait. OpenMP's threads spin and take the
+    core of the event loop, so torch leaves one core free (measured: two threads on two cores were
+    slower than one; the native kernels were 1.2 to 1.4 times faster). Beside the native kernels,
+    torch has little work and one thread: a second one would wait for the kernels' threads to sleep.
     """
     count = num_threads(config, ops)
 
@@ -66,13 +65,13 @@ def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
 
 
 def num_threads(config: EngineConfig, ops: Ops) -> int:
-    """Threads that compute, of this process."""
+    """Return the number of compute threads of this process."""
     cores = len(os.sched_getaffinity(0))
     return _threads(config) or (cores if ops.has_own_threads else max(1, cores - 1))
 
 
 def _threads(config: EngineConfig) -> int | None:
-    """Threads of a process that computes; several of them share the cores."""
+    """Return the configured number of threads; with several processes, a share of the cores."""
     if config.tp == 1 or config.threads is not None:
         return config.threads
     return max(1, len(os.sched_getaffinity(0)) // config.tp)
@@ -82,14 +81,14 @@ def _threads(config: EngineConfig) -> int | None:
 def load_target(
     path: Path, config: EngineConfig, device: torch.device, on_read: OnRead | None
 ) -> tuple[Decoder, Ranks | None]:
-    """Load the target, and start the processes that compute it with this one.
+    """Load the target, and start the processes that share its computation.
 
-    Raises `InvalidRequest` for a model that they cannot share.
+    Raises `InvalidRequest` for a model that cannot be sharded.
     """
     if config.tp == 1:
         return load_model(path, config, device, on_read), None
     if _shares_pools(config) and not CAN_SHARE:
-        raise InvalidRequest("tp keeps and transfers KV on Linux alone", param="tp")
+        raise InvalidRequest("tp supports KV tiers and transfers on Linux only", param="tp")
     _check_shards(path, config.tp, device)
     ranks = Ranks(path, config.tp, _load_options(config, device), threads=_threads(config) or 1)
     try:
@@ -99,7 +98,7 @@ def load_target(
     except BaseException:
         ranks.end(at_once=True)
         raise
-    logger.info("%d processes compute the model", config.tp)
+    logger.info("the model is sharded across %d processes", config.tp)
     return TpDecoder(part, ranks, shares_pools=_shares_pools(config)), ranks
 
 
@@ -109,13 +108,13 @@ def _shares_pools(config: EngineConfig) -> bool:
 
 
 def _check_shards(path: Path, size: int, device: torch.device) -> None:
-    """Raise `InvalidRequest` for what ranks do not share, before any of them starts."""
+    """Raise `InvalidRequest` for a model that cannot be sharded, before any rank starts."""
     if device.type != "cpu":
         raise InvalidRequest("tp computes on the CPU only: add --device cpu", param="tp")
     try:
         check_shards(read_config(path), size)
     except UnsupportedConfig as reason:
-        why = f"tp does not share out transformers' modules, which would compute this: {reason}"
+        why = f"tp does not support transformers' modules, which this model needs: {reason}"
         raise InvalidRequest(why, param="tp") from None
 
 
@@ -152,8 +151,8 @@ def load_model(
 def load_images(
     path: Path, config: EngineConfig, target: Decoder, on_read: OnRead | None
 ) -> Vision | None:
-    """Load the image tower, whose linears are not quantised; None where images are not taken."""
-    # Only ids are sent to the other ranks; what evicts counts positions as for text.
+    """Load the image tower, without quantisation; None if images are not supported."""
+    # Other ranks receive token ids only, and KV packing counts positions as for text.
     if config.no_images or config.tp > 1 or config.kv_evict is not None:
         return None
     plain = target.ops

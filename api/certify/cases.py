@@ -1,4 +1,4 @@
-"""The requests of a certificate: all kinds of parameters, over texts of several kinds."""
+"""The requests of a certificate: all kinds of parameters, over several kinds of texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ..types.sampling_params import SamplingParams
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-LEAST_TOKENS, MOST_TOKENS = 4, 24  # of an answer
+LEAST_TOKENS, MOST_TOKENS = 4, 24  # per answer
 CODE = '''def mean(values):
     """Return the mean of the values."""
     if not values:
@@ -66,7 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One request: its kind, token ids of its prompt and its parameters, the seed among them."""
+    """One request; its ``params`` include the seed."""
 
     index: int
     kind: str
@@ -77,11 +77,11 @@ class Case:
 def make_cases(
     texts: Sequence[Sequence[int]], number: int, vocab_size: int, adapters: Sequence[str] = ()
 ) -> list[Case]:
-    """Make requests of all kinds in turn; the same ones for the same texts and number.
+    """Return ``number`` requests of all kinds in turn, always the same for the same arguments.
 
-    ``texts``: the token ids of `TEXTS`. Prompts are ends and beginnings of these, every third
-    with one long beginning that many share, some of random token ids. A request has one of the
-    ``adapters``, by name, or none.
+    ``texts`` are the token ids of `TEXTS`. Most prompts are excerpts from them, and a few are
+    random token ids; every third prompt begins with a long prefix that such prompts share. Each
+    request uses one of ``adapters``, by name, or none.
     """
     shared = [token for text in texts for token in text][:160]
     return [_case(index, texts, shared, vocab_size, adapters) for index in range(number)]
@@ -99,7 +99,7 @@ def _case(
     text = rng.choice(texts)
     start = rng.randrange(max(1, len(text) - 8))
     own = [*text[start : start + rng.randrange(4, 60)]]
-    if index % 7 == 6:  # anything
+    if index % 7 == 6:  # random token ids
         most = min(vocab_size, 32_000)
         own = [rng.randrange(most // 2, most) for _ in range(rng.randrange(1, 30))]
     prompt = [*shared, *own] if index % 3 == 2 else own
@@ -110,7 +110,8 @@ def _case(
         temperature=temperature,
         max_tokens=num_tokens,
         seed=1000 + index,
-        lora=rng.choice((None, *adapters)),  # drawn last: without adapters the rest is as with them
+        # drawn last, so that adapters change nothing else about a request
+        lora=rng.choice((None, *adapters)),
         **KINDS[kind],
     )
     return Case(index=index, kind=kind, prompt=tuple(prompt), params=params)

@@ -1,8 +1,9 @@
 """Certificate: the same requests under all conditions, compared token by token.
 
-The reference of an answer is plain decoding: the request alone in its batch, without drafts and
-without the prefix cache. What cannot be had (a drafter that the model lacks, say) is listed with
-the reason, and so is a condition that did not come about.
+The reference answer comes from plain decoding: the request alone in its batch, without drafts and
+without the prefix cache. The certificate lists the conditions that cannot be set up, with the
+reason (the model has no draft head, say), and the conditions that were set up but did not occur
+(nothing was preempted, say).
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from .records import RecordedRequest, engine_facts, kernels_of, plain_params
 Tell = Callable[[str], None]
 COUNTED = ("cached_tokens", "loaded_tokens", "proposed_tokens", "accepted_tokens")
 ALWAYS_THERE = {"grammar", "prediction"}  # drafters of requests that bring their own guess
-DISK = "1GiB"  # of the folder that a restart reads
+DISK = "1GiB"  # the size of the folder that the restarted engine reads
 
 
 class PassReport(Struct, kw_only=True):
-    """One pass of all requests. Counts are tokens, but for requests and preemptions."""
+    """One pass over all requests; all counts are tokens, except requests and preemptions."""
 
     name: str
     requests: int
@@ -63,10 +64,11 @@ class PassReport(Struct, kw_only=True):
 
 
 class Difference(Struct, kw_only=True):
-    """The first difference: what was asked, under which condition, and what came.
+    """The first difference: the request, the condition and the answer.
 
-    ``position``: of the first token that differs, in choice ``choice``. ``batch``: requests that
-    were under way at a time. ``request``: its record, with the tokens of the reference.
+    ``position`` is the index of the first token that differs, in choice ``choice``. ``batch`` is
+    the number of concurrent requests. ``request`` is the request's record, with the reference's
+    tokens.
     """
 
     condition: str
@@ -84,10 +86,10 @@ class Difference(Struct, kw_only=True):
 
 
 class Certificate(Struct, kw_only=True):
-    """Results of all passes, and the model and the machine that they hold for."""
+    """Results of all passes, with the model and the machine for which they hold."""
 
     exact: bool
-    reason: str = ""  # why not
+    reason: str = ""  # the reason if ``exact`` is False
     model: str = ""
     foretoken: str = __version__
     command: str = ""
@@ -102,15 +104,15 @@ class Certificate(Struct, kw_only=True):
     differing_tokens: int = 0
     kinds: dict[str, int] = {}
     passes: list[PassReport] = []
-    skipped: dict[str, str] = {}  # conditions that the model or the machine cannot have
+    skipped: dict[str, str] = {}  # conditions that the model or the machine does not support
     refused: dict[str, str] = {}  # kinds of requests that the model refuses
-    unproven: list[str] = []  # conditions that were asked for and did not come about
+    unproven: list[str] = []  # conditions that were set up and did not occur
     first_difference: Difference | None = None
     seconds: float = 0.0
 
 
 class _Answered(Struct):
-    """Tokens and ends of the n choices of an answer; ``error`` in place of an answer."""
+    """The tokens and finish reasons of each choice; ``error`` if the request failed."""
 
     tokens: list[list[int]] = []
     ends: list[tuple[str, Any]] = []
@@ -118,7 +120,7 @@ class _Answered(Struct):
 
 
 class _Ran(NamedTuple):
-    """An answer under a condition: what it took, and how many requests were under way."""
+    """An answer under one condition, with its usage and the number of concurrent requests."""
 
     answered: _Answered
     usage: Usage
@@ -127,9 +129,9 @@ class _Ran(NamedTuple):
 
 
 def exactness(llm: AsyncLLM) -> str:
-    """Why the bits of this engine's answers are not the same in any batch; "" if they are."""
+    """Return why this engine's answers may depend on the batch; "" if they do not."""
     if llm.config.exact == "off":
-        return "--exact off gives up equal bits"
+        return "--exact off does not promise equal bits"
     if llm.built.exact:
         return ""
     if llm.built.model_path == "transformers":
@@ -143,9 +145,9 @@ def exactness(llm: AsyncLLM) -> str:
 class Certifier:
     """Makes a `Certificate` for a model, with ``number`` requests.
 
-    ``options`` are those of `EngineConfig`, in force in every condition; a ``kv_cache_dtype`` is
-    the only one then. ``only``: passes whose names contain this text. ``tell`` gets lines of
-    progress.
+    ``options`` are options of `EngineConfig` and apply to every condition. Without a
+    ``kv_cache_dtype`` among them, "auto" and "int8" are tested. ``only`` selects the passes whose
+    names contain it. ``tell`` is called with each line of progress.
     """
 
     def __init__(
@@ -160,12 +162,15 @@ class Certifier:
         self._model, self._options, self._number = model, dict(options), number
         self._only, self._tell = only, tell
         self.found = Certificate(exact=True, num_requests=number)
-        self._path = ""  # of the model
+        self._path = ""  # the model's folder
         self._cases: list[Case] = []
         self._expected: dict[int, _Answered] = {}
 
     async def run(self) -> Certificate:
-        """Compute all of it. Raises `ModelLoadError` and `InvalidRequest` as `AsyncLLM` does."""
+        """Run all passes and return the certificate.
+
+        Raises `ModelLoadError` and `InvalidRequest` as `AsyncLLM` does.
+        """
         since = time.monotonic()
         asked = self._options.get("kv_cache_dtype")
         for kv in ("auto", "int8") if asked is None else (asked,):
@@ -183,7 +188,7 @@ class Certifier:
         return self.found
 
     async def _certify(self, kv: str) -> None:
-        """All conditions with one data type of the KV cache."""
+        """Run all conditions with one data type of the KV cache."""
         async with self._engine(reference_options(self._options, kv)) as llm:
             self._describe(llm)
             if not self.found.exact:
@@ -192,7 +197,7 @@ class Certifier:
                 await self._prepare(llm)
             await self._refer(llm, kv)
             has_states = llm.built.set_openings is not None
-            # Other kernels than those of the CPU may sum in the order of pages.
+            # The CPU's kernels sum independently of the page size; other kernels may not.
             on_cpu = llm.built.settings["device"] == "cpu"
             page_size = SMALL_PAGE if on_cpu and not has_states else llm.page_size
         longest = max(len(case.prompt) + (case.params.max_tokens or 0) for case in self._cases)
@@ -201,7 +206,9 @@ class Certifier:
             if not wanted:
                 continue
             if condition.restarts and has_states:
-                self.found.skipped[condition.name("restarted")] = "recurrent states are not kept"
+                self.found.skipped[condition.name("restarted")] = (
+                    "recurrent states are not written to disk"
+                )
                 continue
             try:
                 await self._pass_all(condition, wanted)
@@ -216,7 +223,7 @@ class Certifier:
         )
 
     def _wanted(self, condition: Condition) -> Sequence[State]:
-        """The passes of a condition that are asked for."""
+        """Return the passes of a condition that ``only`` selects."""
         only = self._only or ""
         return [each for each in condition.passes if only in condition.name(each)]
 
@@ -230,7 +237,7 @@ class Certifier:
             await llm.close()
 
     def _describe(self, llm: AsyncLLM) -> None:
-        """Note the model and what computes it."""
+        """Record the model, the machine and the kernels."""
         from .identity import libraries, machine, weight_hashes  # imports torch
 
         found, settings = self.found, llm.built.settings
@@ -250,7 +257,7 @@ class Certifier:
         self._cases = make_cases(texts, self._number, llm.built.vocab_size, adapters)
 
     async def _refer(self, llm: AsyncLLM, kv: str) -> None:
-        """The answers of requests that are alone; what the model refuses is left out."""
+        """Compute the reference answers, one request at a time; drop refused requests."""
         self._tell(f"{kv}: reference, {len(self._cases)} requests one by one")
         self._expected, kept = {}, []
         for case in self._cases:
@@ -267,21 +274,22 @@ class Certifier:
         self.found.kinds = _counted(case.kind for case in kept)
 
     async def _pass_all(self, condition: Condition, wanted: Sequence[State]) -> None:
-        """The passes of one engine, or of one and the engine after its restart."""
+        """Run the passes of one condition, after a restart if the condition has one."""
         with tempfile.TemporaryDirectory(prefix="foretoken-certify-") as folder:
             disk = {"kv_disk": f"{folder}:{DISK}"} if condition.restarts else {}
             options = {**condition.options, **disk}
-            if condition.restarts:  # what it says is compared by its own cold pass elsewhere
+            if condition.restarts:  # not compared: another condition has the same cold pass
                 async with self._engine(options) as first:
                     await self._answers(first, CACHE["cold"])
             async with self._engine(options) as llm:
-                for state in condition.passes:  # those before a wanted one fill the cache
+                # passes before a wanted one must run too, because they fill the cache
+                for state in condition.passes:
                     await self._pass(llm, condition, state, counts=state in wanted)
 
     async def _pass(
         self, llm: AsyncLLM, condition: Condition, state: State, *, counts: bool
     ) -> None:
-        """One pass; ``counts``: it is compared and reported."""
+        """Run one pass; compare and report it if ``counts``."""
         name = condition.name(state)
         since = time.monotonic()
         report = PassReport(
@@ -333,7 +341,7 @@ class Certifier:
         )
 
     async def _answers(self, llm: AsyncLLM, cache: CacheOptions) -> list[_Ran]:
-        """Answers in order."""
+        """Return the answers to all requests, in order."""
         found: dict[int, _Ran] = {}
         for batch, places in _groups(len(self._cases)):
             room = asyncio.Semaphore(batch)
@@ -348,7 +356,7 @@ class Certifier:
         return [found[place] for place in range(len(self._cases))]
 
     async def _ask(self, llm: AsyncLLM, case: Case, cache: CacheOptions, batch: int) -> _Ran:
-        """One answer; every fourth request has a prediction, which is nearly right."""
+        """Return one answer; every fourth request has a prediction that is nearly right."""
         guess = _guess(self._expected[case.index].tokens[0]) if case.index % 4 == 3 else None
         preemptions: list[int] = []
         try:
@@ -399,7 +407,7 @@ def _counted(kinds: Iterator[str]) -> dict[str, int]:
 
 
 def _groups(number: int) -> Iterator[tuple[int, list[int]]]:
-    """Each batch size with the places of its requests: all kinds of them in each."""
+    """Yield each batch size with the indices of its requests; each size gets all kinds."""
     owners = [batch for batch, share in zip(BATCHES, SHARES, strict=True) for _ in range(share)]
     for batch in BATCHES:
         yield batch, [at for at in range(number) if owners[at % len(owners)] == batch]
@@ -429,14 +437,14 @@ def _answered(done: Completion) -> _Answered:
 
 
 def _guess(tokens: Sequence[int]) -> list[int]:
-    """The answer with one token twice and one left out."""
+    """Return the tokens with one repeated and one left out."""
     return [*tokens[:3], *tokens[2:6], *tokens[7:]]
 
 
 def _compare(expected: _Answered, found: _Answered) -> tuple[int, tuple[int, int] | None]:
-    """Number of differing tokens, and choice and position of the first.
+    """Return the number of differing tokens, and the choice and position of the first.
 
-    An end for another reason counts as one token.
+    A different finish reason counts as one token.
     """
     if found.error:
         return max(1, sum(map(len, expected.tokens))), (0, 0)

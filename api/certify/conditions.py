@@ -1,4 +1,4 @@
-"""The conditions of a certificate: engines, and passes of all requests through each."""
+"""The conditions of a certificate: engines, and the passes of all requests through each."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ...core.interface.request import CacheOptions
 
 State = Literal["cold", "cached", "repeated", "preempted", "restarted"]
 BATCHES = (1, 8, 64)
-SHARES = (1, 2, 7)  # of the requests that go in each of `BATCHES`: single ones take longest
-DEPTH = 4  # draft tokens of a drafter alone
+SHARES = (1, 2, 7)  # the share of the requests for each of `BATCHES`: single requests take longest
+DEPTH = 4  # draft tokens for a single drafter
 POOL_TOKENS = 16_384
-SMALL_PAGE = 4  # tokens of a page of the pass with preemptions: requests need many
+SMALL_PAGE = 4  # tokens per page in the pass with preemptions, so that requests need many pages
 DRAFTED: tuple[State, ...] = ("cold", "cached", "repeated")
 LOOK_UPS = ("radix", "suffix", "ngram")
 NO_CACHE = CacheOptions(read=False, write=False)
@@ -28,12 +28,12 @@ CACHE: Mapping[State, CacheOptions] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """An engine by its options, and the passes that it makes.
+    """The options of an engine, and the passes to run on it.
 
-    A cold pass reads nothing from the cache and leaves its answers there, so a cached one behind it
-    finds all of them. What a cold one said is kept for no drafts: in a repeated pass, behind the
-    cached one, look-ups know each answer. ``restarts``: a first engine fills a folder, a second one
-    reads it.
+    A cold pass reads nothing from the prefix cache but fills it, so the cached pass that follows
+    finds all prompts there. Drafters learn nothing from a cold pass. In a repeated pass, which
+    follows the cached pass, the look-up drafters know each answer. With ``restarts`` a first engine
+    fills a folder and a second engine reads it.
     """
 
     drafter: str
@@ -43,12 +43,12 @@ class Condition:
     restarts: bool = False
 
     def name(self, state: State) -> str:
-        """The name of a pass, for reports and ``--only``."""
+        """Return the name of a pass, for reports and ``--only``."""
         return f"{self.kv}/{self.drafter.rstrip('/').rpartition('/')[2]}/{state}"
 
 
 def reference_options(options: Mapping[str, Any], kv: str) -> dict[str, Any]:
-    """Plain decoding: no drafts, and the logits the same in any batch unless asked otherwise."""
+    """Return the options for plain decoding: no drafts, exact in any batch unless set."""
     pool = {} if "kv_memory" in options or "kv_tokens" in options else {"kv_tokens": POOL_TOKENS}
     own = {"kv_cache_dtype": kv, "draft": "none", "speculation": "off"}
     return {"exact": "batch", "max_running": max(BATCHES)} | pool | dict(options) | own
@@ -57,10 +57,11 @@ def reference_options(options: Mapping[str, Any], kv: str) -> dict[str, Any]:
 def conditions(
     options: Mapping[str, Any], kv: str, *, own_draft: str | None, longest: int, page_size: int
 ) -> Iterator[Condition]:
-    """All conditions of a KV data type; ``longest``: tokens of the longest request.
+    """Yield all conditions for a data type of the KV cache.
 
-    ``own_draft``: the draft model that belongs to the target. ``page_size``: of the pass with
-    preemptions, whose pool has room for the longest request and little more.
+    ``own_draft`` is the draft model that belongs to the target. ``longest`` is the length in tokens
+    of the longest request. ``page_size`` is used in the pass with preemptions, whose pool has room
+    for the longest request and one page more.
     """
     plain = reference_options(options, kv)
     given, asked = options.get("draft"), options.get("speculation", DEPTH)

@@ -1,4 +1,4 @@
-"""The machine, the libraries and the weights that a certificate holds for."""
+"""The machine, the libraries and the weights for which a certificate holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READ_BYTES = 1 << 22
 
 
 def machine(device: str) -> dict[str, str]:
-    """Processor or GPU, what libraries read of it, cores, memory, system."""
+    """Return the processor or GPU, the features that libraries detect, cores, memory and system."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     return machine_identity(torch.device(device)) | {
         "cores": str(len(os.sched_getaffinity(0))),
@@ -28,7 +28,7 @@ def machine(device: str) -> dict[str, str]:
 
 
 def libraries() -> dict[str, str]:
-    """Versions of what computes, checks grammars and cuts texts into tokens."""
+    """Return the versions of the libraries that can affect an answer; missing ones are left out."""
     found = {}
     for name in LIBRARIES:
         try:
@@ -39,7 +39,7 @@ def libraries() -> dict[str, str]:
 
 
 def weight_hashes(path: Path) -> list[dict[str, object]]:
-    """Name, bytes and SHA-256 of each file that has weights or the config."""
+    """Return the name, size in bytes and SHA-256 of the config and of each file of weights."""
     file = gguf_file(path)
     files = gguf_parts(file) if file is not None else sorted(path.glob("*.safetensors"))
     if file is None:

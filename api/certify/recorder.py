@@ -1,4 +1,4 @@
-"""RequestRecorder: writes the requests of a server, for `foretoken replay`."""
+"""RequestRecorder: records a server's requests for `foretoken replay`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .records import RecordedRequest, engine_facts, kernels_of, record_of
 
 
 class RequestRecorder(Recorder[RecordedRequest]):
-    """Records all that decides the tokens of an answer. Like traffic it is the conversation."""
+    """Records all that determines the tokens of an answer, including the prompt."""
 
     option = "record_requests"
 
     def name(self, model: str, settings: Mapping[str, Any], *, exact: bool) -> None:
-        """Set what computes: the path of the model, the engine's settings, its exactness."""
+        """Set the model's path, the engine's settings and its exactness for all records."""
         self._facts = {
             "model": model,
             "options": engine_facts(settings),
@@ -29,7 +29,7 @@ class RequestRecorder(Recorder[RecordedRequest]):
         }
 
     def kept(self, request: Request, delta: Delta) -> RecordedRequest:
-        """Make the record of a request that has ended."""
+        """Return the record of a request that has ended."""
         return record_of(
             request,
             finish_reason=str(delta.finish_reason),
@@ -38,5 +38,5 @@ class RequestRecorder(Recorder[RecordedRequest]):
         )
 
     def line(self, kept: RecordedRequest, namespace: str) -> bytes:  # noqa: ARG002 - names the file
-        """One line of JSON."""
+        """Return a record as one line of JSON."""
         return msgspec.json.encode(kept) + b"\n"

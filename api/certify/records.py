@@ -1,6 +1,6 @@
-"""RecordedRequest: all that decides the tokens of an answer, in one line of JSON.
+"""RecordedRequest: everything that determines the tokens of an answer, in one line of JSON.
 
-Its reader needs the model and nothing else: `foretoken replay` computes the answer again.
+`foretoken replay` computes the answer again from the record and the model alone.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ OPTIONS = (
 
 
 class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
-    """One answer: prompt, parameters and seed, and the tokens that were served.
+    """One answer: its prompt, parameters and seed, and the tokens that were served.
 
-    ``params`` has the fields of `SamplingParams` that were not the defaults, ``options`` those of
-    `EngineConfig` in `OPTIONS`. ``closes``: structured output had to be complete within its
-    tokens. ``shown``: special tokens that stop strings may have. ``kernels``: the code that
-    computed it, with whose like the bits are the same.
+    ``params`` has the fields of `SamplingParams` that differ from the defaults, ``options`` the
+    `OPTIONS` of `EngineConfig`. ``closes`` says that structured output had to be complete within
+    ``max_tokens``. ``shown`` are the special tokens that can match stop strings. ``kernels`` names
+    the kernels; the same kernels give the same bits.
     """
 
     id: str
@@ -55,7 +55,7 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def sampling(self) -> SamplingParams:
-        """The parameters, with the seed. Raises `InvalidRequest`."""
+        """The parameters with the seed. Raises `InvalidRequest`."""
         given = dict(self.params)
         if (bias := given.get("logit_bias")) is not None:
             given["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
@@ -63,13 +63,16 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
 
 
 def plain_params(params: Any) -> dict[str, Any]:  # noqa: ANN401 - of any request
-    """The fields that decide tokens, as JSON has them; those of `RECOMMENDED` are always there."""
+    """Return the fields that determine tokens, in JSON's types.
+
+    Fields in `RECOMMENDED` are always included, because their defaults depend on the model.
+    """
     found: dict[str, Any] = {}
     for each in fields(params):
         value = getattr(params, each.name)
         if each.name in NO_EFFECT:
             continue
-        if each.name in RECOMMENDED:  # a number left out may get another value in another server
+        if each.name in RECOMMENDED:  # another server may have another default for the field
             found[each.name] = value + 0  # a plain number
         elif value != each.default:
             found[each.name] = list(value) if isinstance(value, tuple) else value
@@ -77,7 +80,10 @@ def plain_params(params: Any) -> dict[str, Any]:  # noqa: ANN401 - of any reques
 
 
 def record_of(request: Request, **about: Any) -> RecordedRequest:  # noqa: ANN401 - its fields
-    """The record of a request that has ended; ``about``: fields on the model and on the end."""
+    """Return the record of a request that has ended.
+
+    ``about`` are fields on the model and on the end of the answer.
+    """
     sampling, prompt_len = request.sampling, request.prompt_len
     return RecordedRequest(
         id=request.request_id,
@@ -92,12 +98,12 @@ def record_of(request: Request, **about: Any) -> RecordedRequest:  # noqa: ANN40
 
 
 def engine_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The `OPTIONS` among an engine's settings."""
+    """Return the `OPTIONS` that an engine's settings contain."""
     return {name: settings[name] for name in OPTIONS if settings.get(name) is not None}
 
 
 def kernels_of(settings: Mapping[str, Any]) -> str:
-    """Name the backend in an engine's settings and, of native kernels, the variant."""
+    """Return the name of an engine's backend, with the variant of native kernels."""
     ops = str(settings.get("ops", "")).removesuffix("Ops").lower()
     if ops != "native":
         return ops
@@ -108,9 +114,9 @@ def kernels_of(settings: Mapping[str, Any]) -> str:
 
 
 def find_record(request_id: str, place: Path) -> RecordedRequest:
-    """The latest record of this id in a file or in the ``*.jsonl`` files of a folder.
+    """Return the latest record with this id in a file or in a folder's ``*.jsonl`` files.
 
-    Raises `InvalidRequest` where there is none, `ForetokenError` for a file that cannot be read.
+    Raises `InvalidRequest` if no record has the id, `ForetokenError` for an unreadable file.
     """
     found = None
     try:
@@ -121,9 +127,11 @@ def find_record(request_id: str, place: Path) -> RecordedRequest:
     except OSError as error:
         raise ForetokenError(f"{place}: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise ForetokenError(f"{place} has a line that is no recorded request: {error}") from None
+        raise ForetokenError(
+            f"{place} has a line that is not a recorded request: {error}"
+        ) from None
     if found is None:
-        message = f"no request {request_id} is recorded in {place} (serve --record-requests DIR)"
+        message = f"{place} has no record of request {request_id} (see serve --record-requests DIR)"
         raise InvalidRequest(message, param="id")
     return found
 

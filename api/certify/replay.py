@@ -1,4 +1,4 @@
-"""Compute a recorded request again, and compare."""
+"""Compute a recorded request again and compare the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .records import RecordedRequest, kernels_of
 
 
 class Replayed(Struct, kw_only=True):
-    """The answer as it is now. ``position``: of the first token that differs; None: none does."""
+    """The new answer; ``position`` is the index of the first token that differs, or None."""
 
     text: str
     tokens: list[int]
@@ -28,7 +28,10 @@ class Replayed(Struct, kw_only=True):
 async def replay(
     record: RecordedRequest, model: str | None, options: Mapping[str, Any]
 ) -> Replayed:
-    """Compute a record with its own options; ``options`` and ``model`` take precedence."""
+    """Compute a recorded request on a new engine.
+
+    ``options`` and ``model`` replace the record's own.
+    """
     asked = {**record.options, **options}
     llm = AsyncLLM(model or record.model, **asked)
     with ending_at_once():
@@ -38,7 +41,7 @@ async def replay(
 
 
 async def replay_with(llm: EngineClient, record: RecordedRequest) -> Replayed:
-    """The same on a started engine."""
+    """Compute a recorded request on a started engine, and compare the answers."""
     answer = await llm.open(
         record.prompt,
         record.sampling,

@@ -15,12 +15,12 @@ COLUMNS = {
 
 
 def markdown(found: Certificate) -> str:
-    """The whole report."""
+    """Return the whole report."""
     return "\n".join([*_parts(found), ""])
 
 
 def verdict(found: Certificate) -> str:
-    """One sentence: what was certified, or what was not."""
+    """Return the result in one sentence."""
     if not found.exact:
         return f"exact: false: {found.reason}"
     answers = f"{found.answers:,} answers of {found.tokens:,} tokens"
@@ -37,8 +37,8 @@ def _parts(found: Certificate) -> Iterator[str]:
         yield (
             f"\n{found.num_requests:,} requests went through each pass. The reference of each is "
             "plain decoding: alone, without drafts and without the cache. A pass has requests in "
-            f"batches of {sizes}; its name is data type of the KV cache / drafter / state. "
-            "Equal means: the same token ids, and an end for the same reason."
+            f"batches of {sizes}; its name is KV cache data type / drafter / state. "
+            "Equal means the same token ids and the same finish reason."
         )
     yield f"\n```sh\n{found.command}\n```"
     yield from _section("Made by", _facts(found))
@@ -50,10 +50,10 @@ def _parts(found: Certificate) -> Iterator[str]:
         yield "\n## Passes\n"
         yield from _table(found)
         yield from _section("Requests by kind", [", ".join(_pairs(found.kinds))])
-    yield from _section("Left out", _pairs(found.skipped))
+    yield from _section("Skipped", _pairs(found.skipped))
     yield from _section("Requests that the model refuses", _pairs(found.refused))
     if found.unproven:
-        yield from _section("Did not come about (nothing to cache, to draft or to preempt)",
+        yield from _section("Did not occur (nothing to cache, to draft or to preempt)",
                             [f"`{name}`" for name in found.unproven])  # fmt: skip
     if found.first_difference is not None:
         yield from _difference(found.first_difference)
@@ -96,10 +96,10 @@ def _difference(first: Difference) -> Iterator[str]:
     yield f"- request {first.index} ({first.kind}), choice {first.choice}, seed {request.seed}"
     yield f"- parameters: `{request.params}`"
     yield f"- prompt: `{request.prompt}`"
-    yield f"- expected, ending by {request.finish_reason}: `{request.tokens}`"
-    yield f"- found, ending by {first.found_finish_reason}: `{first.found}`"
-    yield f"- they part at token {first.position} of the answer"
+    yield f"- expected, finish reason {request.finish_reason}: `{request.tokens}`"
+    yield f"- found, finish reason {first.found_finish_reason}: `{first.found}`"
+    yield f"- first difference at token {first.position} of the answer"
     if first.error:
-        yield f"- in place of an answer: {first.error}"
+        yield f"- error instead of an answer: {first.error}"
     yield f"- options of the engine: `{first.options}`"
-    yield f"\nAgain:\n\n```sh\n{first.repeat}\n```"
+    yield f"\nTo reproduce:\n\n```sh\n{first.repeat}\n```"

@@ -10,8 +10,8 @@ from .clock import BEGAN
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the process's exit code."""
-    with ending_at_once(), uncollected():  # nothing is begun while its code is imported
+    """Run a command and return the exit status of the process."""
+    with ending_at_once(), uncollected():  # no work has begun while the code is imported
         from .commands import main as run
     return run(argv)
 

@@ -1,4 +1,4 @@
-"""``foretoken calibrate``: measure the queries of a model, for ``--kv-evict triattention:N``."""
+"""``foretoken calibrate``: measure a model's queries for ``--kv-evict triattention:N``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..text.tokenizer_cache import load_tokenizer
 from .outputs import check_out
 from .terminal.progress import Progress
 
-MAX_TOKENS = 1 << 16  # of all texts
-TEXT_TOKENS = 4096  # of one, at most
+MAX_TOKENS = 1 << 16  # maximum number of tokens of all texts
+TEXT_TOKENS = 4096  # maximum number of tokens of one text
 
 
 def calibrate(model: str | None, data: Path, out: Path) -> int:
-    """Measure, write the file, print what was measured; the process's exit code.
+    """Measure, write the file and print a summary. Return the exit status.
 
-    Raises `InvalidRequest` for data without text, a file that cannot be written and a model that
-    has no such queries, `ForetokenError` where writing fails, and what loading raises.
+    Raises `InvalidRequest` for data without text, an unwritable file and an unsupported model,
+    `ForetokenError` if writing fails, and the errors of loading.
     """
     check_out(out)
     texts = read_texts(data)
@@ -50,15 +50,15 @@ def calibrate(model: str | None, data: Path, out: Path) -> int:
 
 
 def shares(stats: QueryStats) -> str:
-    """Tell how far the queries of each layer point in one direction, 0 to 1."""
+    """Return the concentration of each layer's queries, from 0 to 1, as text."""
     found = (stats.mean.abs() / stats.mean_abs.clamp_min(1e-12)).mean(dim=(1, 2))
     return " ".join(f"{each:.2f}" for each in found.tolist())
 
 
 def read_texts(data: Path) -> list[str]:
-    """Read a text file, or the ``text`` of each line of a JSON Lines file.
+    """Return a text file as one text, or the ``text`` of each line of a JSON Lines file.
 
-    Raises `InvalidRequest` that names what is wrong.
+    Raises `InvalidRequest`, which names the problem.
     """
     try:
         whole = data.read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ def read_texts(data: Path) -> list[str]:
 
 
 def cut(texts: list[list[int]], longest: int) -> list[list[int]]:
-    """Cut texts to at most ``longest`` tokens each, `MAX_TOKENS` in all."""
+    """Split texts into pieces of at most ``longest`` tokens, up to `MAX_TOKENS` in total."""
     left, found = MAX_TOKENS, list[list[int]]()
     for text in texts:
         for start in range(0, len(text), longest):

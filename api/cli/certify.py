@@ -19,43 +19,44 @@ if TYPE_CHECKING:
     from ..certify.certificate import Certificate
 
 REQUESTS, LONG_REQUESTS = 1_000, 10_000
-DIFFERENT, INEXACT = 1, 3  # exit codes
+DIFFERENT, INEXACT = 1, 3  # exit statuses
 KINDS = (Chosen, EngineConfig)
 
 
 def add_certify_flags(parser: Parser) -> None:
-    """Add the flags of ``foretoken certify`` but for the model and settings."""
+    """Add the flags of ``foretoken certify``, except the model and settings."""
     number = parser.add_mutually_exclusive_group()
     number.add_argument(
         "--requests",
         type=_count,
         metavar="N",
-        help=f"number of requests ({REQUESTS:,}); each goes through every pass",
+        help=f"number of requests ({REQUESTS:,}); each is sent in every pass",
     )
     number.add_argument("--long", action="store_true", help=f"send {LONG_REQUESTS:,} requests")
     parser.add_argument(
-        "--only", metavar="TEXT", help="passes to make, by a text in their names (all)"
+        "--only", metavar="TEXT", help="run only passes whose name contains TEXT (all)"
     )
     parser.add_argument(
         "--out",
         metavar="PATH",
-        help="beginning of the report's names: PATH.md and PATH.json (certificate-MODEL)",
+        help="path of the report without extension: writes PATH.md and PATH.json "
+        "(certificate-MODEL)",
     )
 
 
 def add_replay_flags(parser: Parser) -> None:
-    """Add the arguments of ``foretoken replay`` but for the model and settings."""
-    parser.add_argument("id", metavar="ID", help="id of the answer, as its body had it")
+    """Add the arguments of ``foretoken replay``, except the model and settings."""
+    parser.add_argument("id", metavar="ID", help="id of the answer")
     parser.add_argument(
         "--requests",
         required=True,
         metavar="DIR",
-        help="folder of `foretoken serve --record-requests`, or a file of it",
+        help="folder of `foretoken serve --record-requests`, or a file in it",
     )
 
 
 def certify(parsed: argparse.Namespace) -> int:
-    """Write the certificate. 0: no token differs; 1: one does; 3: the model is not exact."""
+    """Write the certificate. Return 0 if all tokens agree, 1 if one differs, 3 if not exact."""
     model, options = given_options(parsed, KINDS)
     from ..certify.certificate import Certifier
     from ..certify.report import markdown, verdict
@@ -66,7 +67,7 @@ def certify(parsed: argparse.Namespace) -> int:
     found = asyncio.run(certifier.run())
     if found.exact and not found.passes:
         why = "; ".join(found.skipped.values()) or f"no pass has {parsed.only!r} in its name"
-        raise ForetokenError(f"nothing was compared: {why}")
+        raise ForetokenError(f"no pass was run: {why}")
     found.command = _command()
     path = Path(parsed.out or f"certificate-{found.model.replace('/', '-')}")
     print(verdict(found), flush=True)
@@ -81,7 +82,7 @@ def certify(parsed: argparse.Namespace) -> int:
 
 
 def _check_out(given: str | None) -> None:
-    """Make the folder of the report. Raises `InvalidRequest` where none can be written."""
+    """Create the folder of the report. Raises `InvalidRequest` if it is not writable."""
     path = Path(given or "certificate")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,9 +103,9 @@ def _write(path: Path, found: Certificate, text: str) -> None:
 
 
 def replay(parsed: argparse.Namespace) -> int:
-    """Print a recorded answer as it is computed now. 0: the same tokens, 1: others.
+    """Print a recorded answer as it is computed now. Return 0 for the same tokens, 1 for others.
 
-    3: others, of a model that was not exact then or is not now.
+    Return 3 for other tokens of a model that is or was not exact.
     """
     model, options = given_options(parsed, KINDS)
     from ..certify.records import find_record
@@ -116,16 +117,16 @@ def replay(parsed: argparse.Namespace) -> int:
     if record.kernels != found.kernels:
         _tell(f"recorded with {record.kernels} kernels, computed with {found.kernels} now")
     if found.position is None:
-        _tell(f"the same {len(found.tokens)} tokens, ending by {found.finish_reason}")
+        _tell(f"the same {len(found.tokens)} tokens, finish reason {found.finish_reason}")
         return 0
     at = found.position
     _tell(
-        f"the answers part at token {at}: recorded {record.tokens[at : at + 8]}, ending by "
-        f"{record.finish_reason}; now {found.tokens[at : at + 8]}, ending by {found.finish_reason}"
+        f"the answers differ from token {at} on: recorded {record.tokens[at : at + 8]}, finish "
+        f"reason {record.finish_reason}; now {found.tokens[at : at + 8]}, {found.finish_reason}"
     )
     if record.exact and found.exact:
         return DIFFERENT
-    _tell("exact: false: this model's tokens may depend on the batch (docs/models.md)")
+    _tell("the model is not exact: its tokens may depend on the batch (docs/models.md)")
     return INEXACT
 
 
@@ -144,6 +145,6 @@ def _count(text: str) -> int:
 
 
 def _command() -> str:
-    """The command line, but for where this machine keeps its files."""
+    """Return the command line, with absolute paths reduced to their last part."""
     said = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
     return " ".join(["foretoken", *said])

@@ -1,8 +1,8 @@
-"""The time at which the command began, which is when this module is first imported."""
+"""The start time of the command: the time at which this module is first imported."""
 
 from __future__ import annotations
 
 import time
 
 BEGAN = time.perf_counter()
-"""Seconds on the clock of `time.perf_counter`."""
+"""Start time in seconds, on the clock of `time.perf_counter`."""

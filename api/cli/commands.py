@@ -1,6 +1,6 @@
-"""The command ``foretoken``: a table of its commands, whose code is imported when it is needed.
+"""The command ``foretoken``: a table of commands whose code is imported on demand.
 
-So --version and --help answer at once, and a command imports nothing that only another one needs.
+--version and --help thus answer at once, and a command imports only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from ..runtime.interrupts import ending_at_once
 from .flags import TWO_MODELS, Parser
 
 SERVER_MODULES = ("starlette", "uvicorn", "h11", "uvloop", "python_multipart")
-"""Modules of the extra ``server``: all that speaks HTTP needs them, nothing else does."""
+"""Modules of the extra ``server``, which everything that speaks HTTP needs."""
 
 BENCHMARKS = ("offline", "phases", "plan", "real", "serve")
-"""Modules of `foretoken.bench` that are installed and have a ``main``; others are in bench/lab."""
+"""Modules of `foretoken.bench` that are installed and have a ``main``."""
 EPILOG = (
-    "--help-all shows all flags. Each may also be set by a variable FORETOKEN_<FLAG> or in the "
-    "file of --config; a flag goes before a variable, a variable before the file."
+    "--help-all shows all flags. Each flag can also be set by a variable FORETOKEN_<FLAG> or in "
+    "the file of --config; flags take precedence over variables, and variables over the file."
 )
 
 
 class Command(NamedTuple):
-    """A command. Code is named as MODULE:NAME, a module of this folder."""
+    """A command. Code is referenced as MODULE:NAME, with a module of this folder."""
 
     name: str
     help: str
-    usage: str  # behind the name
-    run: str  # function that takes the parsed arguments and returns the exit code
+    usage: str  # arguments after the command's name
+    run: str  # function from the parsed arguments to the exit status
     add: str = ""  # function that adds the command's own arguments to its parser
-    has_model: bool = False  # whether MODEL is an argument behind those
+    has_model: bool = False  # whether MODEL is the last positional argument
     settings: str = ""  # dataclasses whose settings are flags
     epilog: str | None = None
-    takes_rest: bool = False  # arguments behind "--" are not parsed and come as ``rest``
+    takes_rest: bool = False  # whether arguments after "--" are passed on unparsed, as ``rest``
 
     def fill(self, parser: Parser) -> None:
-        """Add all arguments to its parser."""
+        """Add all arguments to the command's parser."""
         parser.set_defaults(parser=parser, command=self)
         if self.add:
             _load(self.add)(parser)
@@ -64,7 +64,7 @@ COMMANDS = (
         "terminal.run:run",
         "terminal.flags:add_run_flags",
         settings="config:TERMINAL",
-        epilog=f"Standard input, where it is piped, goes before the prompt. {EPILOG}",
+        epilog=f"Piped standard input is put before the prompt. {EPILOG}",
         takes_rest=True,
     ),
     Command(
@@ -79,7 +79,7 @@ COMMANDS = (
     ),
     Command(
         "serve",
-        "serve an HTTP API: OpenAI's, Anthropic's, Ollama's and Gemini's",
+        "serve the HTTP APIs of OpenAI, Anthropic, Ollama and Gemini",
         "[MODEL] [flags]",
         "serve:serve",
         "flags:add_verbose",
@@ -89,7 +89,7 @@ COMMANDS = (
     ),
     Command(
         "replica",
-        "run an engine for a front, which has the HTTP API",
+        "run an engine for a front, which serves the HTTP API",
         "[MODEL] --front tcp://HOST:PORT [flags]",
         "serve:replica",
         has_model=True,
@@ -98,26 +98,28 @@ COMMANDS = (
     ),
     Command(
         "launch",
-        "start a coding agent against a running server or a fresh one",
+        "start a coding agent with a running server or a new one",
         "claude|codex|opencode [MODEL] [flags] [-- ARGUMENTS OF THE CLIENT]",
         "commands:_launch",
         "launch:add_flags",
         has_model=True,
         settings="launch:KINDS",
-        epilog="With a MODEL or a flag of the engine a fresh server serves it, on a free port, and "
-        "ends with the client.",
+        epilog="With a MODEL or an engine flag, a new server is started on a free port; it "
+        "ends with "
+        "the client.",
         takes_rest=True,
     ),
     Command(
         "list",
-        "list the models of this machine, and what else can be served",
+        "list the models on this machine and the kinds of models that can be served",
         "",
         "models:list_all",
     ),
     Command(
         "show",
-        "describe a model without loading it: files, type, memory, code path, or the reason why it "
-        "cannot be served",
+        "describe a model without loading it: files, type, memory, implementation, or "
+        "why it cannot "
+        "be served",
         "MODEL [flags]",
         "models:show",
         "models:add_show_flags",
@@ -125,14 +127,14 @@ COMMANDS = (
     ),
     Command(
         "models",
-        "former name of list, and with check MODEL of show",
+        "former name of list; models check MODEL: former name of show",
         "[check MODEL]",
         "models:models",
         "models:add_models_flags",
     ),
     Command(
         "pull",
-        "download a model of the hub into the cache",
+        "download a model from the hub into the cache",
         "MODEL [flags]",
         "models:pull",
         "models:add_flags",
@@ -140,7 +142,7 @@ COMMANDS = (
     ),
     Command(
         "rm",
-        "delete a model of the hub from the cache",
+        "delete a hub model from the cache",
         "MODEL [flags]",
         "models:remove",
         "models:add_flags",
@@ -154,17 +156,17 @@ COMMANDS = (
         "run_batch:add_flags",
         has_model=True,
         settings="run_batch:KINDS",
-        epilog="Exit codes: 0 all requests are answered, 1 some failed.",
+        epilog="Exit status: 0 if all requests were answered, 1 if some failed.",
     ),
     Command(
         "certify",
-        "compare answers with speculation on and off, in any batch, cached or not",
+        "verify that speculation, batching and caching do not change answers",
         "[MODEL] [flags]",
         "certify:certify",
         "certify:add_certify_flags",
         has_model=True,
         settings="certify:KINDS",
-        epilog="Exit codes: 0 no token differs, 1 one does, 3 the model has no exact bits.",
+        epilog="Exit status: 0 if no token differs, 1 if one differs, 3 if the model is not exact.",
     ),
     Command(
         "replay",
@@ -174,7 +176,8 @@ COMMANDS = (
         "certify:add_replay_flags",
         has_model=True,
         settings="certify:KINDS",
-        epilog="Exit codes: 0 the same tokens, 1 others, 3 others of a model without exact bits.",
+        epilog="Exit status: 0 for the same tokens, 1 for others, 3 for others of an "
+        "inexact model.",
     ),
     Command(
         "train-draft",
@@ -185,7 +188,7 @@ COMMANDS = (
     ),
     Command(
         "calibrate",
-        "measure a model's queries over a text, for --kv-evict triattention:N",
+        "measure a model's queries on a text, for --kv-evict triattention:N",
         "[MODEL] --data FILE --out FILE",
         "commands:_calibrate",
         "commands:_add_calibrate_flags",
@@ -209,7 +212,7 @@ BY_NAME = {command.name: command for command in COMMANDS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the process's exit code."""
+    """Run a command and return the exit status of the process."""
     args = sys.argv[1:] if argv is None else list(argv)
     run: Callable[[], int]
     if args[:1] == ["bench"]:
@@ -225,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except ForetokenError as error:
         print(f"foretoken: {error}", file=sys.stderr)
-        # What a flag names cannot be served, and a restart would not help.
+        # a restart cannot help: the flags name a model that cannot be served
         return 2 if isinstance(error, ModelLoadError) and not error.may_pass else 1
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in SERVER_MODULES:
@@ -235,10 +238,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output left, as `head` does
+    except BrokenPipeError:  # the reader of the output has exited, as `head` does
         _drop_output()
         return 141
-    except OSError as error:  # a full disk below our output, say
+    except OSError as error:  # for example a full disk under redirected output
         try:
             print(end="", flush=True)
         except OSError:
@@ -248,20 +251,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(args: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line; exit with status 2 and one line for one that is wrong."""
+    """Parse a command line. An invalid one prints one line and exits with status 2."""
     parser = _parser(args[:1])
     command = BY_NAME.get(args[0]) if args else None
     own, rest = _split(args) if command is not None and command.takes_rest else (args, [])
     parsed = parser.parse_args(own, argparse.Namespace(rest=rest))
     if parsed.command is None:
-        parser.error("a command is needed")
+        parser.error("a command is required")
     if getattr(parsed, "place", None) not in (None, getattr(parsed, "model", None)):
         parsed.parser.error(TWO_MODELS)
     return parsed
 
 
 def _parser(needed: Collection[str] = BY_NAME) -> Parser:
-    """The parser of all commands; only those that are needed have their arguments."""
+    """Return the parser of all commands. Only commands in ``needed`` get their arguments."""
     parser = Parser(prog="foretoken", description="LLM inference with speculative decoding")
     parser.add_argument("--version", action="version", version=f"foretoken {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
@@ -279,19 +282,19 @@ def _parser(needed: Collection[str] = BY_NAME) -> Parser:
 
 
 def _split(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Arguments up to the first "--", and those behind it."""
+    """Return the arguments before and after the first "--"."""
     at = args.index("--") if "--" in args else len(args)
     return args[:at], args[at + 1 :]
 
 
 def _load(name: str) -> Any:  # noqa: ANN401 - a function, or dataclasses
-    """Import a name of the table."""
+    """Import and return a name of the command table."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(f".{module}", __package__), attribute)
 
 
 def _drop_output() -> None:
-    """Drop buffered output, which would raise again at exit."""
+    """Discard buffered output, which would raise again at exit."""
     with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
@@ -301,18 +304,18 @@ def _launch(parsed: argparse.Namespace) -> int:
     from .flags import engine_options
     from .launch import launch
 
-    EngineConfig(**engine_options(parsed))  # bad flags are told here, not in a server's log
+    EngineConfig(**engine_options(parsed))  # report invalid flags here, not in a server's log
     return launch(parsed, parsed.rest)
 
 
 def _add_calibrate_flags(parser: Parser) -> None:
-    """Add the flags of ``foretoken calibrate``, without its code, which imports torch."""
+    """Add the flags of ``foretoken calibrate`` without importing its code, which needs torch."""
     parser.add_argument(
         "--data",
         type=Path,
         required=True,
         metavar="FILE",
-        help="text, or JSON Lines with a field text; 65,536 tokens of it are read",
+        help="text file, or JSON Lines with a field text; the first 65,536 tokens are used",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="file for the statistics"
@@ -326,7 +329,7 @@ def _calibrate(parsed: argparse.Namespace) -> int:
 
 
 def _add_selftest_flags(parser: Parser) -> None:
-    """Add the flags of ``foretoken selftest``, without its code, which imports torch."""
+    """Add the flags of ``foretoken selftest`` without importing its code, which needs torch."""
     parser.add_argument(
         "--threads", type=int, default=1, metavar="N", help="number of CPU threads (1)"
     )
@@ -335,7 +338,7 @@ def _add_selftest_flags(parser: Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="check N processes that compute one model instead (1: check the kernels)",
+        help="check a model that is sharded across N processes (1: check the kernels)",
     )
 
 
@@ -353,7 +356,7 @@ def _selftest(parsed: argparse.Namespace) -> int:
 
 
 def _bench(args: Sequence[str]) -> int:
-    """``foretoken bench NAME ...`` runs ``foretoken.bench.NAME``, which parses the rest itself."""
+    """Run ``foretoken.bench.NAME``, which parses its own flags, and return the exit status."""
     parser = Parser(prog="foretoken bench", description="measure a server, an engine or a model")
     parser.add_argument("name", choices=BENCHMARKS, help="NAME --help lists the flags")
     parsed = parser.parse_args(args[:1])

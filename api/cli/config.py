@@ -1,4 +1,4 @@
-"""Values of settings: flags, then variables of the environment, then a file, then the defaults."""
+"""Values of settings, in order of precedence: flags, environment variables, a file, defaults."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 PREFIX = "FORETOKEN_"
 READ_ELSEWHERE = ("bf16_products", "cache", "cluster_key", "native_variant", "url")
-"""Variables, without their prefix, that other code reads."""
-KUBERNETES = ("tcp://", "udp://", "sctp://")  # of FORETOKEN_PORT, for a Service foretoken
+"""Variables, without prefix, that other code reads."""
+# values of FORETOKEN_PORT that Kubernetes sets for a Service named foretoken
+KUBERNETES = ("tcp://", "udp://", "sctp://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +37,12 @@ class Chosen:
         "folder in Hugging Face layout, GGUF file, hub id or smollm2; default: smollm2",
         "MODEL",
     )
-    revision: str | None = setting(
-        None, "branch, tag or commit of a model of the hub (main)", "REVISION"
-    )
-    offline: bool = setting(False, "take models of the hub from the cache alone")
+    revision: str | None = setting(None, "branch, tag or commit of a hub model (main)", "REVISION")
+    offline: bool = setting(False, "use only cached hub models, without network access")
     config: str | None = setting(
         None,
-        "TOML file with settings, named as these flags; FORETOKEN_<FLAG> variables go before it",
+        "TOML file with settings named like the flags; flags and FORETOKEN_<FLAG> "
+        "variables override it",
         "FILE",
         is_basic=True,
     )
@@ -55,7 +55,7 @@ SAMPLING_FLAGS = tuple(settings_of(SamplingParams))
 
 
 def add_model(parser: Parser) -> None:
-    """Add MODEL. Where it is not given it has no value that could replace the one of --model."""
+    """Add MODEL. If it is missing, it sets no value, so that --model keeps its own."""
     model = settings_of(Chosen)["model"]
     parser.set_defaults(model=None)
     parser.add_argument(
@@ -69,14 +69,14 @@ def add_model(parser: Parser) -> None:
 
 
 class _Place(argparse.Action):
-    """The model's place, which must not name another one than --model before or behind it."""
+    """Stores MODEL. It must not differ from a --model before or after it."""
 
     def __call__(
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
         values: object,
-        option_string: str | None = None,  # noqa: ARG002 - argparse's
+        option_string: str | None = None,  # noqa: ARG002 - part of argparse's interface
     ) -> None:
         if namespace.model not in (None, values):
             parser.error(TWO_MODELS)
@@ -86,30 +86,34 @@ class _Place(argparse.Action):
 class Given:
     """The settings of one command, by flag, variable and file.
 
-    `make` reads what its dataclass needs: a value for another command is not looked at.
+    `make` reads only the settings of its dataclass; values for other commands are ignored.
     """
 
     def __init__(self, parsed: argparse.Namespace, kinds: Iterable[type]) -> None:
-        """Raises `InvalidRequest` for a file that cannot be read or has an unknown key.
+        """Read the settings file. Raises `InvalidRequest` if it is unreadable or has an unknown
+        key.
 
-        A file may have every setting of ``serve``, whichever command reads it.
+        Every command accepts a file with all settings of ``serve``.
         """
         self._parsed = parsed
         self._known = {n: each for k in (*SERVE, *kinds) for n, each in settings_of(k).items()}
         self._path: str | None = None
         self._file: Mapping[str, Any] = {}
-        self._sources: dict[str, str] = {}  # of values that no flag gives
+        self._sources: dict[str, str] = {}  # source of values that are not from flags
         self._path = self._value(self._known.pop("config"))
         self._file = {} if self._path is None else self._read_file(self._path)
 
     def options(self, kind: type) -> dict[str, Any]:
-        """The given values of a dataclass, by its fields."""
+        """Return the given values of a dataclass by field."""
         found = ((each.field, self._value(each)) for each in settings_of(kind).values())
         return {field: value for field, value in found if value is not None}
 
     def make(self, kind: type[T], **more: Any) -> T:  # noqa: ANN401 - fields that are no settings
-        """The dataclass. Raises `InvalidRequest`, with variable or file where one is wrong."""
-        options = self.options(kind)  # an error there has the source already
+        """Return the dataclass with the given values.
+
+        Raises `InvalidRequest`, which names the variable or the file of a wrong value.
+        """
+        options = self.options(kind)  # an error here names the source already
         try:
             return kind(**options, **more)
         except InvalidRequest as error:
@@ -119,7 +123,9 @@ class Given:
             raise InvalidRequest(f"{source}: {error}", param=error.param) from None
 
     def warn_of_unknown_variables(self) -> None:
-        """Log the variables that have the prefix and are no settings: one may be misspelt."""
+        """Log the variables that have the prefix but are not settings, since they may be
+        misspelt.
+        """
         known = [*self._known, "config", *READ_ELSEWHERE]
         names = sorted(name for name in os.environ if name.startswith(PREFIX))
         unknown = [
@@ -128,10 +134,10 @@ class Given:
             if name.removeprefix(PREFIX).lower() not in known or _is_kubernetes(name)
         ]
         if unknown:
-            logger.warning("variables that are no settings are ignored: %s", ", ".join(unknown))
+            logger.warning("ignoring unknown environment variables: %s", ", ".join(unknown))
 
     def _value(self, each: Setting) -> Any:  # noqa: ANN401 - of any setting
-        """The value by the first source that has one; None without any."""
+        """Return the value from the first source that has one; None without any."""
         flag, variable = getattr(self._parsed, each.name, None), _variable(each.name)
         if flag is not None:
             return tuple(flag) if each.is_list else flag
@@ -145,12 +151,12 @@ class Given:
         return None
 
     def _read_file(self, path: str) -> Mapping[str, Any]:
-        """Read a TOML file: values by the names of settings. Raises `InvalidRequest`."""
+        """Return the values in a TOML file by setting. Raises `InvalidRequest`."""
         try:
             values = tomllib.loads(Path(path).read_text("utf-8"))
         except OSError as error:
             raise InvalidRequest(f"{path}: {error.strerror}", param="config") from None
-        except ValueError as error:  # no TOML, or no UTF-8
+        except ValueError as error:  # invalid TOML or invalid UTF-8
             raise InvalidRequest(f"{path}: {error}", param="config") from None
         found: dict[str, Any] = {}
         for key, value in values.items():
@@ -159,7 +165,7 @@ class Given:
                 near = nearest(key, (each.replace("_", "-") for each in self._known))
                 raise InvalidRequest(f"{path}: unknown key {key}{near}", param="config")
             if name in found:
-                raise InvalidRequest(f"{path}: {key} is there twice", param="config")
+                raise InvalidRequest(f"{path}: duplicate key {key}", param="config")
             found[name] = value
         return found
 
@@ -167,14 +173,14 @@ class Given:
 def given_options(
     parsed: argparse.Namespace, kinds: Iterable[type]
 ) -> tuple[str | None, dict[str, Any]]:
-    """The model and the engine's options of a command that has no other settings to read."""
+    """Return the model and the engine's options, for a command without other settings."""
     given = Given(parsed, kinds)
     given.warn_of_unknown_variables()
     return model_options(given)
 
 
 def model_options(given: Given) -> tuple[str | None, dict[str, Any]]:
-    """The model and the engine's options, which are checked before the slow imports."""
+    """Return the model and the engine's options. They are checked before slow imports."""
     from ..build.hub import at_revision, go_offline
 
     given.make(EngineConfig)
@@ -185,16 +191,19 @@ def model_options(given: Given) -> tuple[str | None, dict[str, Any]]:
 
 
 def with_adapter(params: SamplingParams, options: Mapping[str, Any]) -> SamplingParams:
-    """The parameters, with the adapter of ``--lora``. Raises `InvalidRequest` for several."""
+    """Return the parameters with the adapter of ``--lora``.
+
+    Raises `InvalidRequest` for several adapters.
+    """
     names = [*EngineConfig(lora=options.get("lora", ())).lora_folders]
     if len(names) > 1:
-        raise InvalidRequest("--lora: run and chat take one adapter", param="lora")
+        raise InvalidRequest("--lora: run and chat support a single adapter", param="lora")
     return replace(params, lora=names[0]) if names else params
 
 
 def _converted(
     convert: Callable[[Any], Any],
-    value: Any,  # noqa: ANN401 - as a file has it
+    value: Any,  # noqa: ANN401 - value from a file
     source: str,
     each: Setting,
 ) -> Any:  # noqa: ANN401 - of any setting
@@ -209,5 +218,5 @@ def _variable(name: str) -> str:
 
 
 def _is_kubernetes(variable: str) -> bool:
-    """Whether Kubernetes has set it, for a Service of the name foretoken."""
+    """Whether Kubernetes has set the variable, for a Service named foretoken."""
     return variable == _variable("port") and os.environ[variable].startswith(KUBERNETES)

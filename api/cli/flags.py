@@ -1,4 +1,4 @@
-"""The flags of the command ``foretoken``: parsers, and their help."""
+"""Flags of the command ``foretoken``: parsers and their help."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 from ...core.config import format_size
 from ...core.options.settings import SIZE, Setting, settings_of
 
-TWO_MODELS = "MODEL and --model name two models"
+TWO_MODELS = "MODEL and --model name different models"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with errors of one line and without abbreviated flags.
+    """An argument parser with one-line errors and without abbreviated flags.
 
-    Where it has settings, --help shows the basic ones and --help-all all of them.
+    With settings, --help shows only the basic flags, and --help-all shows all of them.
     """
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's own
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override] # without argparse's overloads
         self, args: Iterable[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse; an unknown flag is an error of its command, which names the nearest flag."""
+        """Parse the arguments. An unknown flag is an error that names the most similar flag."""
         parsed, unknown = self.parse_known_args(None if args is None else [*args], namespace)
         command: Parser = getattr(parsed, "parser", self)
         for each in unknown:
@@ -36,9 +36,10 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def takes_late(self, argument: str, parsed: argparse.Namespace) -> bool:
-        """Whether an argument behind flags is that of an optional place, which then has it.
+        """Assign an argument after flags to an empty optional positional. Return whether one was
+        left.
 
-        argparse fills all places at the first argument, and leaves those empty that may be.
+        argparse assigns all positionals at the first one and leaves optional ones empty.
         """
         if argument.startswith("-"):
             return False
@@ -53,18 +54,18 @@ class Parser(argparse.ArgumentParser):
         return False
 
     def refuse(self, argument: str) -> NoReturn:
-        """Print that this command has no such argument and exit with status 2."""
+        """Print that the command has no such argument, and exit with status 2."""
         if argument.startswith("-"):
             near = nearest(argument, self._option_string_actions)
-            self.error(f"there is no flag {argument}{near}")
-        self.error(f"unexpected argument {argument!r}; a text with spaces needs quotes")
+            self.error(f"unknown flag {argument}{near}")
+        self.error(f"unexpected argument {argument!r}; quote a text with spaces")
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with status 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def add_settings(self, *kinds: type) -> None:
-        """Add a flag for each setting of these dataclasses; one that is not given is None."""
+        """Add a flag for each setting of the dataclasses. A flag that is not given is None."""
         if self.add_help and not self._titled:
             self.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
         for each in (each for kind in kinds for each in settings_of(kind).values()):
@@ -74,7 +75,7 @@ class Parser(argparse.ArgumentParser):
                 self._rare.append(action)
 
     def format_help(self, *, shows_all: bool = False) -> str:
-        """The help, of the basic flags or of all."""
+        """Return the help text, of the basic flags or of all flags."""
         hidden = [] if shows_all else [(action, action.help) for action in self._rare]
         try:
             for action, _ in hidden:
@@ -102,7 +103,7 @@ class _HelpAll(argparse.Action):
 
 
 def help_of(each: Setting) -> str:
-    """The help with the default, where that is a value and the text has none."""
+    """Return the help text with the default value, unless the text already describes it."""
     from ..types.sampling_params import LeftOut
 
     if each.default in (None, False, True, "", ()) or isinstance(each.default, LeftOut):
@@ -115,7 +116,7 @@ def help_of(each: Setting) -> str:
 
 
 def _reading(each: Setting) -> dict[str, Any]:
-    """Keyword arguments for argparse."""
+    """Return the keyword arguments for argparse."""
     if each.is_switch:
         return {"action": "store_const", "const": each.read("1")}
     action = "extend" if each.is_list else "store"
@@ -133,9 +134,9 @@ def _reader(each: Setting) -> Callable[[str], object]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The most similar name, as the end of an error about an unknown one; "" where none is."""
+    """Return a hint at the most similar name for an error message, "" without one."""
     found = get_close_matches(name, [*known], 1)
-    return f" (the nearest is {found[0]})" if found and found[0] != name else ""
+    return f" (did you mean {found[0]}?)" if found and found[0] != name else ""
 
 
 def add_verbose(parser: Parser) -> None:
@@ -144,7 +145,7 @@ def add_verbose(parser: Parser) -> None:
         "-v",
         "--verbose",
         action="store_true",
-        help="print the seconds of each step of the start to standard error",
+        help="print the seconds of each startup step to standard error",
     )
 
 
@@ -156,7 +157,7 @@ def add_engine_flags(parser: Parser) -> None:
 
 
 def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that the command line sets, without variables and files."""
+    """Return the engine options set by flags, without variables and files."""
     from ...core.config import EngineConfig
 
     given = {name: getattr(parsed, name) for name in EngineConfig.names()}

@@ -1,4 +1,4 @@
-"""``foretoken launch``: start a coding agent against a running server, or a fresh one."""
+"""``foretoken launch``: start a coding agent with a running server or a new one."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ from .flags import Parser
 
 KINDS = (Chosen, EngineConfig)
 URL = "http://127.0.0.1:8000"
-NO_MODEL = "MODEL"  # of --show, where no server tells its model's name
-NO_KEY = "none"  # clients want one, a server without keys takes any
-KEY_VARIABLE = "LOCAL_KEY"  # that Codex reads
-MOST_OUTPUT = 32000  # tokens of one answer, as opencode reserves them
-ENOUGH = 32768  # tokens of context, for the first prompts of agents and some turns
-END_SECONDS = 10.0  # for a client, and for a fresh server, to end
-LOOK_SECONDS = 0.1  # between two tries to connect to a fresh server
-HOST = "127.0.0.1"  # of a fresh server
-OWN_FLAGS = (f"--host={HOST}", "--log-format=text")  # the last line of the log is shown on failure
+NO_MODEL = "MODEL"  # placeholder for --show without a server
+NO_KEY = "none"  # clients require a key, and a server without keys accepts any
+KEY_VARIABLE = "LOCAL_KEY"  # read by Codex
+MOST_OUTPUT = 32000  # tokens that opencode reserves for an answer
+ENOUGH = 32768  # tokens of context for an agent's first prompts and some turns
+END_SECONDS = 10.0  # time limit for a client or a new server to end
+LOOK_SECONDS = 0.1  # interval between attempts to connect to a new server
+HOST = "127.0.0.1"  # address of a new server
+# text format, since the last line of the log is shown on failure
+OWN_FLAGS = (f"--host={HOST}", "--log-format=text")
 
 
 class Server(NamedTuple):
-    """Address, model, key and context of a server, for a client."""
+    """Address, model, key and context length of a server."""
 
     url: str
     model: str
     key: str
-    context: int | None  # tokens; None: the server does not tell
+    context: int | None  # number of tokens; None if unknown
 
 
 class Started(NamedTuple):
-    """The command of a client, its variables, and those that it must not see."""
+    """The command of a client, variables to set, and variables to unset."""
 
     command: list[str]
     variables: dict[str, str]
@@ -58,7 +59,7 @@ class Started(NamedTuple):
 
 
 class Agent(NamedTuple):
-    """A client: its program, how to get it, and how it is pointed at a server."""
+    """A client: its program, how to install it, and how to configure it for a server."""
 
     program: str
     get: str
@@ -75,7 +76,7 @@ def _claude(server: Server) -> Started:
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": server.model,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    if server.context is not None:  # else it believes in a million tokens
+    if server.context is not None:  # by default it assumes a million tokens
         variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(server.context)
     return Started(["claude"], variables, ("ANTHROPIC_API_KEY",))
 
@@ -120,30 +121,32 @@ AGENTS = {
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the client and the flags of ``foretoken launch`` but for the model."""
+    """Add the client and the flags of ``foretoken launch``, except the model."""
     parser.add_argument("agent", choices=tuple(AGENTS), help="client to start")
     parser.add_argument(
-        "--url", metavar="URL", help=f"server to use ({URL} if one runs there, else a fresh one)"
+        "--url", metavar="URL", help=f"server to use ({URL} if one runs there, else a new one)"
     )
     parser.add_argument(
         "--api-key",
         action="append",
         metavar="KEY",
-        help="API key of that server, or of the fresh one (FORETOKEN_API_KEY)",
+        help="API key of the server (FORETOKEN_API_KEY)",
     )
     parser.add_argument(
-        "--show", action="store_true", help="print variables and command, and start nothing"
+        "--show",
+        action="store_true",
+        help="print variables and command without starting the client",
     )
 
 
 def launch(parsed: argparse.Namespace, client_args: Sequence[str]) -> int:
-    """Start the client and wait for it; its exit code. A fresh server ends with it.
+    """Start the client, wait for it and return its exit status. A new server ends with it.
 
-    Raises `ForetokenError` where the client is not installed or the server does not start.
+    Raises `ForetokenError` if the client is not installed or the server does not start.
     """
     agent = AGENTS[parsed.agent]
     if not parsed.show and shutil.which(agent.program) is None:
-        raise ForetokenError(f"{agent.program} is not installed: {agent.get}")
+        raise ForetokenError(f"{agent.program} is not installed; install it with: {agent.get}")
     given = Given(parsed, (*KINDS, Settings))
     key = next(iter(given.make(Settings).api_keys), None)
     with _ending_by_signals(), _server(parsed, given, key) as server:
@@ -161,19 +164,19 @@ def launch(parsed: argparse.Namespace, client_args: Sequence[str]) -> int:
 
 def _small_context(server: Server) -> str:
     return (
-        f"{server.model} has a context of {server.context} tokens, and the first prompt of an "
-        "agent has thousands: serve a model with more, by --max-model-len where it can"
+        f"{server.model} has a context of {server.context} tokens, but agents' prompts have "
+        "thousands of tokens: serve a model with a longer context, or raise --max-model-len"
     )
 
 
 def _run(command: Sequence[str], started: Started) -> int:
     env = {name: value for name, value in os.environ.items() if name not in started.without}
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client's own business
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client handles Ctrl-C
     client = subprocess.Popen(command, env=env | started.variables)
     try:
         return client.wait()
     finally:
-        _end(client)  # where a signal ends this process; else it has ended
+        _end(client)  # still running if a signal ends this process
         signal.signal(signal.SIGINT, before)
 
 
@@ -188,7 +191,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 @contextmanager
 def _ending_by_signals() -> Iterator[None]:
-    """Let SIGTERM, and SIGHUP of a terminal that closes, end the fresh server and the client."""
+    """Let SIGTERM and SIGHUP (a closed terminal) end the new server and the client."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -205,16 +208,19 @@ def _ending_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _server(parsed: argparse.Namespace, given: Given, key: str | None) -> Iterator[Server]:
-    """Find the running server; start a fresh one for a MODEL or without a running one.
+    """Return the running server, or a new one for a MODEL or without a running server.
 
     Raises `ForetokenError`.
     """
     flags = _flags(parsed)
     wants_own = parsed.model is not None or bool(flags)
     if parsed.url is not None and wants_own:
-        parsed.parser.error("--url names a server, which has its model and its flags")
+        parsed.parser.error(
+            "MODEL and engine flags cannot be combined with --url: the server has already "
+            "loaded its model"
+        )
     if parsed.show and wants_own:
-        parsed.parser.error("--show starts no server: leave out the model and its flags")
+        parsed.parser.error("--show does not start a server: leave out MODEL and engine flags")
     if not wants_own:
         try:
             yield _connect(parsed.url or URL, key)
@@ -228,14 +234,14 @@ def _server(parsed: argparse.Namespace, given: Given, key: str | None) -> Iterat
     model = [] if parsed.model is None else [parsed.model]
     listen = given.make(Listen)
     if listen.uds is not None:
-        raise ForetokenError(f"uds is {listen.uds}, but clients need a port: remove that setting")
+        raise ForetokenError(f"clients need a TCP port: remove the setting uds ({listen.uds})")
     scheme = "http" if listen.ssl_certfile is None else "https"
     with _fresh(["serve", *model, *OWN_FLAGS, *flags], key, scheme) as url:
         yield _connect(url, key)
 
 
 class _NoServerError(ForetokenError):
-    """Nothing answers there."""
+    """Raised if no server answers at the address."""
 
 
 def _connect(url: str, key: str | None) -> Server:
@@ -249,7 +255,7 @@ def _connect(url: str, key: str | None) -> Server:
 
 
 def _flags(parsed: argparse.Namespace) -> list[str]:
-    """The flags of a fresh server that were given, as its command line has them."""
+    """Return the given flags of a new server, as command-line arguments."""
     found: list[str] = []
     for name, each in {**settings_of(Chosen), **settings_of(EngineConfig)}.items():
         value = getattr(parsed, name)
@@ -259,7 +265,7 @@ def _flags(parsed: argparse.Namespace) -> list[str]:
 
 
 def _written(each: Setting, value: object) -> list[str]:
-    """A flag with its value, or once with each of its values."""
+    """Return a flag with its value, or repeated for each of its values."""
     if each.is_switch:
         return [each.flag]
     if isinstance(value, list):
@@ -270,9 +276,9 @@ def _written(each: Setting, value: object) -> list[str]:
 
 @contextmanager
 def _fresh(args: Sequence[str], key: str | None, scheme: str) -> Iterator[str]:
-    """Run a server that ends with the block, with its log in a file; yields its address.
+    """Run a server until the block ends, with its log in a file. Yield its address.
 
-    Raises `ForetokenError` with the last line of its log where it ends before it listens.
+    Raises `ForetokenError` with the last log line if the server ends before it listens.
     """
     key_variable = {} if key is None else {"FORETOKEN_API_KEY": key}
     root = str(Path(__file__).resolve().parents[3])
@@ -284,7 +290,7 @@ def _fresh(args: Sequence[str], key: str | None, scheme: str) -> Iterator[str]:
             stderr=log,
             stdout=subprocess.DEVNULL,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is the client's
+            start_new_session=True,  # keeps Ctrl-C for the client
             env={**os.environ, **key_variable, "PYTHONPATH": path},
         )
         try:
@@ -293,7 +299,7 @@ def _fresh(args: Sequence[str], key: str | None, scheme: str) -> Iterator[str]:
                 last = next((each for each in reversed(lines) if each.strip()), "")
                 raise ForetokenError(f"the server did not start: {last.strip()}")
             url = f"{scheme}://{HOST}:{port}"
-            print(f"a server of its own at {url}, log in {log.name}", file=sys.stderr)
+            print(f"started a server at {url}, log in {log.name}", file=sys.stderr)
             yield url
         finally:
             _end(process)
@@ -307,7 +313,7 @@ def _free_port() -> int:
 
 
 def _listens(port: int, process: subprocess.Popen[Any]) -> bool:
-    """Wait until the port accepts connections; False where the process ends before."""
+    """Wait until the port accepts connections. Return False if the process ends first."""
     while process.poll() is None:
         try:
             socket.create_connection((HOST, port), END_SECONDS).close()

@@ -1,4 +1,4 @@
-"""``foretoken list``, ``show``, ``models``, ``pull`` and ``rm``: models of this machine."""
+"""``foretoken list``, ``show``, ``models``, ``pull`` and ``rm``: models on this machine."""
 
 from __future__ import annotations
 
@@ -15,27 +15,25 @@ KINDS = (Chosen,)
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the model of ``foretoken pull`` and ``rm``."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="id of the hub, OWNER/NAME or OWNER/NAME@REVISION"
-    )
+    """Add the model argument of ``foretoken pull`` and ``rm``."""
+    parser.add_argument("model", metavar="MODEL", help="hub id: OWNER/NAME or OWNER/NAME@REVISION")
 
 
 def add_show_flags(parser: Parser) -> None:
-    """Add the model of ``foretoken show``."""
+    """Add the model argument of ``foretoken show``."""
     parser.add_argument("model", metavar="MODEL", help="model, as for `foretoken serve`")
 
 
 def add_models_flags(parser: Parser) -> None:
     """Add the arguments of ``foretoken models``."""
     parser.add_argument(
-        "action", nargs="?", choices=("check",), help="describe MODEL as `foretoken show` does"
+        "action", nargs="?", choices=("check",), help="describe MODEL, like `foretoken show`"
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="model, as for `foretoken serve`")
 
 
 def pull(parsed: argparse.Namespace) -> int:
-    """Download and print where it is."""
+    """Download a model and print its folder."""
     from ..build import hub
 
     name = _hub_name(parsed)
@@ -45,7 +43,7 @@ def pull(parsed: argparse.Namespace) -> int:
 
 
 def list_all(_parsed: argparse.Namespace) -> int:
-    """Print the models of this machine, and what else can be served."""
+    """Print the models on this machine and the kinds of models that can be served."""
     from ..build import hub
     from ..build.model_files import other_models, ready_models
 
@@ -58,18 +56,18 @@ def list_all(_parsed: argparse.Namespace) -> int:
 
 
 def models(parsed: argparse.Namespace) -> int:
-    """Do what ``list`` and ``show`` do, by the names that they had."""
+    """Run ``list`` or ``show`` under their former names."""
     now = "list" if parsed.action is None else "show MODEL"
-    print(f"foretoken models: this is `foretoken {now}` now", file=sys.stderr)
+    print(f"`foretoken models` is now `foretoken {now}`", file=sys.stderr)
     if parsed.action is None:
         return list_all(parsed)
     if parsed.model is None:
-        parsed.parser.error("models check needs a model: a folder, a GGUF file or a name")
+        parsed.parser.error("models check needs MODEL: a folder, a GGUF file or a name")
     return _check(parsed.model)
 
 
 def remove(parsed: argparse.Namespace) -> int:
-    """Delete all revisions in the cache, or the one that is named."""
+    """Delete a model from the cache: the named revision, or all of them."""
     from ..build import hub
 
     name = _hub_name(parsed)
@@ -78,9 +76,9 @@ def remove(parsed: argparse.Namespace) -> int:
 
 
 def show(parsed: argparse.Namespace) -> int:
-    """Print the files of a model and what it needs; downloads nothing.
+    """Print the files and requirements of a model, without downloading it.
 
-    2: it cannot be served.
+    Returns 2 if it cannot be served.
     """
     from ..build import hub
     from ..build.model_files import find_model
@@ -99,7 +97,7 @@ def show(parsed: argparse.Namespace) -> int:
 
 
 def _check(model: str) -> int:
-    """Print what a model needs, and the sampling that it recommends; 2 if it is refused."""
+    """Print the requirements and sampling defaults of a model. Return 2 if it cannot be served."""
     from ...core.config import EngineConfig
     from ..build.model_files import check_model, find_model
     from ..build.sampling_defaults import described, sampling_defaults
@@ -111,7 +109,10 @@ def _check(model: str) -> int:
 
 
 def _name(parsed: argparse.Namespace) -> str:
-    """The model with its revision. Raises `InvalidRequest` for a revision of another model."""
+    """Return the model with its revision.
+
+    Raises `InvalidRequest` for a revision of a model that is not from the hub.
+    """
     from ..build import hub
 
     given = Given(parsed, KINDS)
@@ -123,10 +124,10 @@ def _name(parsed: argparse.Namespace) -> str:
 
 
 def _hub_name(parsed: argparse.Namespace) -> str:
-    """The same for a model of the hub. Raises `InvalidRequest` for another."""
+    """Return the hub model with its revision. Raises `InvalidRequest` for other models."""
     from ..build import hub
 
     name = _name(parsed)
     if not hub.is_hub_id(name):
-        raise InvalidRequest(f"{name} is no model of the hub, OWNER/NAME", param="model")
+        raise InvalidRequest(f"{name} is not a hub id of the form OWNER/NAME", param="model")
     return name

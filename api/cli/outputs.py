@@ -1,4 +1,4 @@
-"""Files that a command writes at its end: checked before its work, which may take hours."""
+"""Checks of output files before a command's work, which may take hours."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ...core.errors import InvalidRequest
 
 
 def check_out(path: Path) -> None:
-    """Raise `InvalidRequest` where no file of ``--out`` could be written."""
+    """Raise `InvalidRequest` if the file of ``--out`` cannot be written."""
     folder = path.parent
     if path.is_dir():
         problem = f"{path} is a folder"
     elif not folder.is_dir():
-        problem = f"there is no folder {folder}"
+        problem = f"the folder {folder} does not exist"
     elif not os.access(folder, os.W_OK):
-        problem = f"no file can be written to {folder.resolve()}"
+        problem = f"the folder {folder.resolve()} is not writable"
     else:
         return
     raise InvalidRequest(f"--out: {problem}", param="out")

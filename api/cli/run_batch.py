@@ -1,4 +1,4 @@
-"""``foretoken run-batch``: answer the requests of a file, without a server."""
+"""``foretoken run-batch``: answer the requests in a file, without a server."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ if TYPE_CHECKING:
     from ..dialects.batches.bodies import OutputLine
 
 KINDS = (Chosen, EngineConfig)
-FAILED = 1  # exit code
+FAILED = 1  # exit status
 TOLD_ERRORS = 10
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the files and flags of ``foretoken run-batch`` but for the model and settings."""
-    parser.add_argument("input", metavar="IN", help="JSON Lines file as /v1/batches takes it")
-    parser.add_argument("output", metavar="OUT", help="file for the answers, as they come")
+    """Add the files and flags of ``foretoken run-batch``, except the model and settings."""
+    parser.add_argument("input", metavar="IN", help="JSON Lines file in the form of /v1/batches")
+    parser.add_argument(
+        "output", metavar="OUT", help="file for the answers, in order of completion"
+    )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with an OUT that exists: requests whose custom_id is in it are left out",
+        help="continue an existing OUT: skip requests whose custom_id is in it",
     )
 
 
 def run_batch(parsed: argparse.Namespace) -> int:
-    """Answer all requests. 0: all have status 200; 1: some have not.
+    """Answer all requests. Return 0 if all have status 200, else 1.
 
-    Raises `InvalidRequest` for an input that no batch would take, before the model is loaded.
+    Raises `InvalidRequest` for an invalid input, before the model is loaded.
     """
     model, options = given_options(parsed, KINDS)
     source, target = Path(parsed.input), Path(parsed.output)
     if _size(target) and not parsed.resume:
-        raise InvalidRequest(f"{target} exists: --resume goes on with it", param="output")
+        raise InvalidRequest(f"{target} exists: use --resume to continue it", param="output")
     try:
         done = _done(target)
         return asyncio.run(_run(source, target, done, model, options))
@@ -93,14 +95,14 @@ async def _run(
     finally:
         os.close(descriptor)
     failed_before = [*done.values()].count(False)
-    left_out = f", {len(done)} were there, {failed_before} of them failed" if done else ""
+    left_out = f", {len(done)} answered before, {failed_before} of them with errors" if done else ""
     answered = f"{counts[True]} of {num_lines} requests answered"
     print(f"{target}: {answered}, {counts[False]} failed{left_out}", file=sys.stderr)
     return FAILED if counts[False] or failed_before else 0
 
 
 def _checked(source: Path) -> int:
-    """Return the number of requests in a file; raises `InvalidRequest` telling its bad lines."""
+    """Return the number of requests in a file. Raises `InvalidRequest`, which lists bad lines."""
     from ..dialects import BATCH_PATHS
     from ..dialects.batches.lines import LineCheck, numbered_lines
 
@@ -113,18 +115,18 @@ def _checked(source: Path) -> int:
         raise InvalidRequest(f"{source}: {check.errors[0].message}", param="input")
     first = check.errors[:TOLD_ERRORS]
     told = "\n".join(f"  line {each.line}: {each.message}" for each in first)
-    raise InvalidRequest(f"{source} has lines that are no requests:\n{told}", param="input")
+    raise InvalidRequest(f"{source} has invalid lines:\n{told}", param="input")
 
 
 def _size(target: Path) -> int:
-    """Bytes of the output: 0 where it is not there or no file, as a pipe is."""
+    """Return the size of the output in bytes; 0 if it does not exist or is a pipe."""
     return target.stat().st_size if target.is_file() else 0
 
 
 def _done(target: Path) -> dict[str, bool]:
-    """Ids of the requests of an earlier run, and whether each has an answer.
+    """Return the ids of requests answered in an earlier run, and whether each succeeded.
 
-    A last line that was cut is dropped.
+    An incomplete last line is removed. Raises `InvalidRequest` for an invalid file.
     """
     if not _size(target):
         return {}
@@ -140,4 +142,4 @@ def _done(target: Path) -> dict[str, bool]:
         lines_before = [msgspec.json.decode(line, type=OutputLine) for line in whole]
         return {line.custom_id: line.is_answered for line in lines_before}
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"{target} has a line that is no answer: {error}") from None
+        raise InvalidRequest(f"{target} has an invalid line: {error}") from None

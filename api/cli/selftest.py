@@ -1,7 +1,7 @@
 """``foretoken selftest``: check the native kernels on this machine, and time them.
 
-Every operation of the native backend is compared with the torch backend on the same input, and
-the linears are timed beside the read bandwidth and the matrix rate measured in the same run.
+Every operation of the native backend is compared with the torch backend on the same input. The
+linears are timed, next to the memory bandwidth and matrix rate measured in the same run.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ...core.sampling.sampler import TorchSampler
 from ..types.sampling_params import SamplingParams
 
 DTYPES = (torch.float32, torch.bfloat16)
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of relative errors
-KV_LIMITS = {torch.float32: 2e-3, torch.bfloat16: 1e-2}  # with scaled KV: rounding is coarser
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # limits of relative errors
+KV_LIMITS = {torch.float32: 2e-3, torch.bfloat16: 1e-2}  # scaled KV is rounded more coarsely
 KINDS: tuple[tuple[Quantize, torch.dtype, float], ...] = (
     ("none", torch.float32, 1e-5),
     ("none", torch.bfloat16, 1e-2),
@@ -50,8 +50,8 @@ CHOICES = {
 }
 ROWS = (1, 4, 8, 64, 256)
 KIND_ROWS = (1, 8, 64, 256)
-_OUT, _IN = 3072, 1024  # of the timed linears
-_TIMED_BYTES = 192 << 20  # of weights, more than the caches hold
+_OUT, _IN = 3072, 1024  # size of the timed linears
+_TIMED_BYTES = 192 << 20  # bytes of weights, more than the CPU caches hold
 _HEADS = HeadLayout(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
 _PAGE_SIZE = 16
 
@@ -63,7 +63,7 @@ _Weight = TypeVar("_Weight", bound=PackedLinear)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Relative error of an operation against PyTorch, and the largest that is accepted."""
+    """The relative error of an operation against PyTorch, and its limit."""
 
     name: str
     dtype: torch.dtype
@@ -72,14 +72,14 @@ class Comparison:
 
     @property
     def passes(self) -> bool:
-        """A NaN does not."""
+        """Whether the error is within the limit; NaN is not."""
         return self.error <= self.limit
 
 
 def selftest(*, threads: int) -> int:
-    """Print the results; 0 if every operation agrees with PyTorch, else 1.
+    """Print the results. Return 0 if every operation agrees with PyTorch, else 1.
 
-    Raises `ForetokenError` where there are no kernels.
+    Raises `ForetokenError` if no kernels are available.
     """
     library = native_library()
     if library is None:
@@ -100,7 +100,7 @@ def selftest(*, threads: int) -> int:
 
 @torch.inference_mode()
 def compare(ops: Ops) -> Iterator[Comparison]:
-    """Every operation but the linears, against `TorchOps`."""
+    """Compare every operation except the linears with `TorchOps`."""
     oracle = TorchOps()
     for dtype in DTYPES:
         for name, operation in _operations(dtype):
@@ -143,7 +143,10 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, _Operation]]:
 
 
 def _batch() -> RaggedBatch:
-    """A prompt, a verification of five rows, a decode step: pages scattered over the pool."""
+    """Return a batch with a prompt, a verification of five rows and a decode step.
+
+    Its pages are scattered over the pool.
+    """
     pages = array("q", torch.randperm(40).tolist())
     return build_batch(
         [
@@ -167,7 +170,7 @@ def _attend(
     kv_dtype: KvDtype = "auto",
     rule: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rows attended, and the pool with their keys and values in it."""
+    """Return the attention output, and the pool with the written keys and values."""
     pool = KVPool(
         40,
         num_layers=1,
@@ -188,7 +191,7 @@ def _attend(
 
 
 def _compare_linears(library: NativeLibrary) -> Iterator[Comparison]:
-    """Against float64, over the real weight: what quantisation loses is in the error."""
+    """Compare the linears with float64 over the original weights, including quantisation errors."""
     for quantize, dtype, limit in KINDS:
         weight, bias = torch.randn(101, 300).to(dtype), torch.randn(101).to(dtype)
         x = torch.randn(17, 300).to(dtype)
@@ -199,7 +202,7 @@ def _compare_linears(library: NativeLibrary) -> Iterator[Comparison]:
 
 
 def _compare_choices(ops: Ops) -> Iterator[Comparison]:
-    """The tokens drawn from a large vocabulary: as error, the share that differs."""
+    """Compare the tokens drawn from a large vocabulary; the error is the fraction that differs."""
     logits = 3 * torch.randn(24, 32_000)
     for name, params in CHOICES.items():
         rows = [
@@ -220,7 +223,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 def _print_speeds(library: NativeLibrary) -> None:
     for quantize, dtype, _ in KINDS:
-        # Anew for each kind: on a shared machine they change from second to second.
+        # Measured for each kind, since a shared machine's speed changes within seconds.
         bandwidth, rate = read_bandwidth(library), matrix_rate(library)
         print(f"\nmachine: reads {bandwidth / 1e9:.1f} GB/s, bf16 {rate / 1e9:.0f} GFLOP/s")
         weight = torch.randn(_OUT, _IN).to(dtype)
@@ -239,12 +242,12 @@ def _print_speeds(library: NativeLibrary) -> None:
 
 
 def _time(library: NativeLibrary, packed: list[NativeLinear], x: Tensor) -> float:
-    """Seconds of one linear, its weights not in the caches."""
+    """Return the seconds of one linear with weights outside the CPU caches."""
     return _time_each(lambda weight: linear(library, x, weight), packed)
 
 
 def _time_each(call: Callable[[_Weight], object], weights: Sequence[_Weight]) -> float:
-    """Seconds of a call with one of the weights."""
+    """Return the mean seconds of a call over all weights."""
 
     def all_of_them() -> None:
         for each in weights:
@@ -254,21 +257,21 @@ def _time_each(call: Callable[[_Weight], object], weights: Sequence[_Weight]) ->
 
 
 def _print_kinds(library: NativeLibrary) -> None:
-    """The kinds that a linear of bfloat16 weights could run as, side by side."""
-    print("\nbfloat16 weights, microseconds of a linear by what multiplies them:")
+    """Print the time of a bfloat16 linear with each possible kernel."""
+    print("\nbfloat16 weights, microseconds per linear by kernel:")
     print(f"{'rows':>4} {'bf16':>9} {'float32':>9} {'torch':>9}  fastest")
     for num_rows in KIND_ROWS:
         seconds = time_kinds(library, num_rows)
         cells = " ".join(f"{1e6 * each:9.0f}" for each in seconds.values())
         print(f"{num_rows:4} {cells}  {min(seconds, key=seconds.__getitem__)}")
-    print(f"the engine takes {_NAMES[bfloat16_products(library)]} for all numbers of rows")
+    print(f"the engine uses {_NAMES[bfloat16_products(library)]} for all numbers of rows")
 
 
 def time_kinds(library: NativeLibrary, num_rows: int) -> dict[str, float]:
-    """Seconds of a linear of bfloat16 weights: native bf16 and float32 products, torch's packed.
+    """Return the seconds of a bfloat16 linear: native bf16 and float32 products, and torch's.
 
-    One kind after the other, of as many weights as do not fit the caches. Torch gets the rows that
-    its backend pads a batch to.
+    The kinds are timed one after the other with more weights than the caches hold. Torch gets the
+    rows to which its backend pads a batch.
     """
     weight, torch_ops = torch.randn(_OUT, _IN).bfloat16(), TorchOps()
     copies = range(max(1, _TIMED_BYTES // weight.nbytes))

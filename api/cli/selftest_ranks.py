@@ -1,4 +1,4 @@
-"""``foretoken selftest --tp N``: check that N processes compute a small model as one does."""
+"""``foretoken selftest --tp N``: compare a model sharded across N processes with one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...core.model.opening import read_config
 from ...core.model.sharding import check_shards
 from ...core.ops.batch import Segment
 
-LIMIT = 1e-4  # of a logit's difference to one process
+LIMIT = 1e-4  # maximum difference of a logit
 _PAGE_SIZE, _PROMPT = 16, range(40, 100)
 _MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -40,10 +40,10 @@ _OPTIONS: dict[str, Any] = {"dtype": "float32", "backend": "auto", "load_format"
 
 
 def selftest_ranks(size: int, *, threads: int) -> int:
-    """Print the results; 0 if the ranks agree with one process, else 1.
+    """Print the results. Return 0 if the ranks agree with one process, else 1.
 
-    The model has seeded random weights. Raises `InvalidRequest` where ``size`` ranks cannot share
-    it, and `ForetokenError` where a rank does not come.
+    The model has seeded random weights. Raises `InvalidRequest` if it cannot be sharded into
+    ``size`` ranks, and `ForetokenError` if a rank does not start.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_MODEL), "utf-8")
@@ -76,7 +76,7 @@ def _compare(path: Path, size: int, threads: int) -> int:
 
 
 def _logits(decoder: Decoder) -> tuple[Tensor, Tensor]:
-    """Logits of a prompt, and those of its last row computed again beside another sequence."""
+    """Return the logits of a prompt, and its last row's logits computed beside another sequence."""
     pages = array("q", range(8))
     pool = decoder.make_pool(16, page_size=_PAGE_SIZE)
     tokens = array("q", _PROMPT)

@@ -27,12 +27,13 @@ FRONT_ENGINE_OPTIONS = (
     "chat_template", "default_chat_template_kwargs", "special_tokens_in_text", "step_timeout",
     "dump_dir", "lora", "max_loras",
 )  # fmt: skip
-"""Options of `EngineConfig` that a front has itself: its text, its event loop, its dumps, and the
-adapters that it has its replicas load."""
+"""Options of `EngineConfig` for the front itself: chat templates, the event loop, dumps, and the
+adapters that it loads into its replicas.
+"""
 
 
 def serve(parsed: argparse.Namespace) -> int:
-    """Serve until a signal ends it; the exit code."""
+    """Serve until a signal. Return the exit status."""
     given = Given(parsed, SERVE)
     model, options = model_options(given)
     listen, observed = listen_options(given), given.make(ObservingOptions)
@@ -57,14 +58,16 @@ def serve(parsed: argparse.Namespace) -> int:
 def _front_client(
     parsed: argparse.Namespace, model: str | None, front: FrontOptions, options: dict[str, Any]
 ) -> EngineClient:
-    """The model of a front. Variables and the file may be those of its replicas, flags are its own.
+    """Return the engine client of a front. Variables and the file may hold replicas' options.
 
-    Raises `InvalidRequest` for a flag of an engine, an address that is none, or without the extra.
+    Raises `InvalidRequest` for an engine flag, an invalid address, or without the extra.
     """
     for name in () if front.ray else engine_options(parsed):
         if name not in FRONT_ENGINE_OPTIONS:
             flag = settings_of(EngineConfig)[name].flag
-            raise InvalidRequest(f"{flag} is a flag of the replicas, not of --front", param=name)
+            raise InvalidRequest(
+                f"{flag} is a flag of the replicas and cannot be combined with --front", param=name
+            )
     from ..cluster.front.front_client import FrontClient
 
     own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
@@ -79,18 +82,21 @@ def _front_client(
 
 
 def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any]) -> Launcher:
-    """Make what starts replicas with these engine options on Ray.
+    """Return the launcher that starts replicas with these engine options on Ray.
 
     Raises `InvalidRequest` without the extra, and for a cluster that cannot reach the front.
     """
     from ..cluster import ray_environment
 
     if "kv_transfer" in options:
-        message = "kv_transfer: replicas of --ray are alike; start foretoken replica with roles"
+        message = (
+            "kv_transfer: replicas of --ray all have the same role; start them with "
+            "foretoken replica"
+        )
         raise InvalidRequest(message, param="kv_transfer")
     is_joined = ray_environment.is_joined()
     if is_joined and front.front is None:
-        message = "--ray with RAY_ADDRESS needs --front: an address that the cluster reaches"
+        message = "--ray with RAY_ADDRESS needs --front with an address that the cluster can reach"
         raise InvalidRequest(message, param="front")
     if importlib.util.find_spec("ray") is None:
         message = "--ray needs the extra ray: pip install 'foretoken[ray,events]'"
@@ -99,12 +105,12 @@ def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any
     from ..cluster.launcher import PlannedReplicas, plan_of
     from ..cluster.ray_app import RayCluster
 
-    own = {name: value for name, value in options.items() if name != "lora"}  # by the front
+    own = {name: value for name, value in options.items() if name != "lora"}  # loaded by the front
     return PlannedReplicas(plan_of(model, front, own), RayCluster(owns_ray=not is_joined))
 
 
 def replica(parsed: argparse.Namespace) -> int:
-    """Compute for a front until a signal ends it; the exit code."""
+    """Compute for a front until a signal. Return the exit status."""
     given = Given(parsed, REPLICA)
     joining, (model, options) = given.make(Joining), model_options(given)
     dial = _dialling(joining.front)
@@ -118,7 +124,10 @@ def replica(parsed: argparse.Namespace) -> int:
 
 
 def _dialling(front: str) -> Callable[[], FrontLink]:
-    """Check a front's address; return a function that opens a connection to it."""
+    """Check a front's address. Return a function that connects to it.
+
+    Raises `InvalidRequest` for an invalid address, or without the extra.
+    """
     try:
         from ..cluster.wire.transport import ReplicaSocket, check_address, cluster_key
     except ModuleNotFoundError as error:
@@ -132,7 +141,7 @@ def _dialling(front: str) -> Callable[[], FrontLink]:
 
 
 def listen_options(given: Given) -> Listen:
-    """Address and TLS files to listen with, and the options of the HTTP side."""
+    """Return the address, the TLS files and the options of the HTTP server."""
     from ..server.guards.foreign_pages import is_loopback
 
     address = given.make(Listen)

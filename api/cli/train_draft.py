@@ -1,4 +1,4 @@
-"""``foretoken train-draft``: read data, train a draft, and report its acceptance and speed."""
+"""``foretoken train-draft``: read data, train a draft, report its acceptance and speed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MINUTES = 10.0
 LAYERS, BLOCK = 2, 7
-ANSWER_TOKENS = 384  # of an answer that is given anew, at most
-NUM_TIMED, TIMED_TOKENS = 8, 96  # prompts and tokens of each by which a draft is timed in service
+ANSWER_TOKENS = 384  # maximum number of tokens of a regenerated answer
+NUM_TIMED, TIMED_TOKENS = 8, 96  # number of prompts, and tokens of each, to time a draft with
 EXAMPLE = """\
 examples:
   foretoken train-draft --target smollm2 --data chats.jsonl --kind block --out my-head --minutes 30
@@ -65,7 +65,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         choices=tuple(TRAINED),
         help=f"kind of draft; {kinds}",
     )
-    add("--out", required=True, metavar="DIR", help="folder that receives the draft")
+    add("--out", required=True, metavar="DIR", help="folder for the draft")
     add("--resume", action="store_true", help="resume the stopped run in OUT")
 
 
@@ -77,10 +77,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         type=_above_zero,
         metavar="N",
         help=f"training time in minutes ({DEFAULT_MINUTES:g} unless --tokens is given); "
-        "regenerating answers may take as long again",
+        "regenerating answers may take as much time again",
     )
     budget.add_argument(
-        "--tokens", type=_count, metavar="N", help="tokens to train on, in place of --minutes"
+        "--tokens",
+        type=_count,
+        metavar="N",
+        help="number of tokens to train on, instead of --minutes",
     )
     add(
         "--init",
@@ -92,8 +95,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--regenerate",
         choices=("auto", "on", "off"),
         default="auto",
-        help="answers to train on: auto lets the target answer chats anew, on traffic and texts as "
-        "well, off keeps all answers as they are",
+        help="answers to train on; auto: regenerate answers of chats with the target; on: also of "
+        "recorded traffic and texts; off: use all answers as they are",
     )
     add(
         "--seed",
@@ -124,7 +127,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="device of the training; auto: cuda where there is one",
+        help="device of the training; auto: cuda if available",
     )
     add(
         "--dtype",
@@ -152,7 +155,7 @@ def _above_zero(text: str) -> float:
 
 
 def train_draft(parsed: argparse.Namespace) -> int:
-    """Run the command; raises `InvalidRequest` for wrong data or folders."""
+    """Run the command and return the exit status. Raises `InvalidRequest` for invalid arguments."""
     _check(parsed)
     from ...draft.training.answers import AnswerOptions
     from ...draft.training.conversations import read_data
@@ -191,7 +194,7 @@ def _check(parsed: argparse.Namespace) -> None:
     state = out / "training" / "state.pt"
     if state.exists() and not parsed.resume:
         message = (
-            f"out: {out} contains a run already: continue it with --resume, or name another folder"
+            f"out: {out} already contains a run: continue it with --resume, or use another folder"
         )
         raise InvalidRequest(message, param="out")
     if parsed.resume and not state.exists():
@@ -251,12 +254,12 @@ def _load_target(parsed: argparse.Namespace) -> Target:
     path = find_model(parsed.target).path
     device = choose_device(parsed.device)
     decoder = load_decoder(path, dtype=parsed.dtype, device=device, backend="auto", impl="own")
-    assert isinstance(decoder, OwnDecoder)  # whose weights drafts begin with
+    assert isinstance(decoder, OwnDecoder)  # drafts are initialised with its weights
     return Target(decoder, path, tokenizer_json(path))
 
 
 class _Encoder:
-    """The target's tokenizer, called from ordinary code."""
+    """The target's tokenizer, with synchronous methods."""
 
     def __init__(self, target: Target) -> None:
         from ..text.tokenizer import Tokenizer
@@ -281,20 +284,21 @@ class _Encoder:
         return self._runner.run(self._tokenizer.encode_chat(messages, options))
 
 
-# -- what is shown --------------------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------------------
 
 
 def _print_acceptance(found: Sequence[Acceptance]) -> None:
     found = [each for each in found if each.by_position]
     if not found:
-        print("\nno answer is held out to measure by: the data has too few conversations")
+        print("\nacceptance was not measured: the data has too few conversations to hold one out")
         return
-    print("\nheld-out answers: share of drafted tokens accepted, by position")
+    print("\nheld-out answers: fraction of draft tokens accepted, by position")
     for each in found:
         shown = " ".join(f"{share:.2f}" for share in each.by_position)
         best = " ".join(f"{share:.2f}" for share in each.best_4)
         print(
-            f"  T {each.temperature:<3g} chain {shown}  ({each.tokens_per_step:.2f} tokens a step)"
+            f"  T {each.temperature:<3g} chain {shown}  ({each.tokens_per_step:.2f} "
+            "tokens per step)"
         )
         print(f"        best of 4 {best}")
 
@@ -302,14 +306,14 @@ def _print_acceptance(found: Sequence[Acceptance]) -> None:
 def _print_rates(
     parsed: argparse.Namespace, talks: Sequence[Conversation]
 ) -> dict[str, dict[str, float]]:
-    """Tokens a second of one request at a time, as served before and now."""
+    """Return the tokens per second of single requests, without and with the new draft."""
     prompts = [list(talk.tokens[: talk.prompt_len or 32]) for talk in talks[:NUM_TIMED]]
     found = {}
     for name, draft in (("before", "auto"), ("with it", f"auto,{parsed.out}")):
         try:
             found[name] = _rates(parsed, prompts, draft)
         except ForetokenError as error:
-            print(f"tokens a second could not be measured: {error}", file=sys.stderr)
+            print(f"tokens per second could not be measured: {error}", file=sys.stderr)
             return found
     for temperature in ("0", "1"):
         before, now = (found[name][temperature] for name in ("before", "with it"))
@@ -325,7 +329,7 @@ def _rates(
     from ..types.sampling_params import SamplingParams
 
     options = {"device": parsed.device, "dtype": parsed.dtype, "threads": parsed.threads}
-    options["generation_config"] = "none"  # a temperature alone, as the drafts were trained at
+    options["generation_config"] = "none"  # only a temperature, as in training
     found = {}
     with LLM(parsed.target, draft=draft, **options) as llm:
         for temperature in (0.0, 1.0):
@@ -335,11 +339,11 @@ def _rates(
                     temperature=temperature,
                     max_tokens=TIMED_TOKENS,
                     seed=index,
-                    cache_salt=f"{temperature}-{index}",  # nothing is learnt from what ran before
+                    cache_salt=f"{temperature}-{index}",  # prevents drafting from earlier requests
                 )
                 began = time.perf_counter()
                 num_tokens = len(llm.generate(prompt, params).token_ids)
-                if index:  # the first warms up
+                if index:  # the first request warms up
                     seconds += time.perf_counter() - began
                     count += num_tokens
             found[f"{temperature:g}"] = count / seconds

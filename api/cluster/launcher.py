@@ -55,7 +55,7 @@ def num_cpus() -> int:
 
 
 def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) -> ReplicaPlan:
-    """The plan that the flags of a front ask for; its address is known when it listens.
+    """Return the plan that the flags of a front ask for; its address is known when it listens.
 
     The CPUs of this machine are shared out unless they are named, and are the replicas' threads.
     """

@@ -86,7 +86,7 @@ class Replica:
             self._serving.result()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The load by which Ray scales."""
+        """Return the load by which Ray scales."""
         load = replica_load(self._host.load, self._max_running)
         return {"usage": load.usage, "waiting": load.waiting}
 
@@ -125,7 +125,7 @@ class Scaling:
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
-    """The application of a Serve config: ``model``, ``front`` and engine ``options``.
+    """Return the application of a Serve config: ``model``, ``front`` and engine ``options``.
 
     ``most``: number of replicas that share a disk, if options ask for one.
     """
@@ -135,7 +135,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def application(plan: ReplicaPlan) -> serve.Application:
-    """The Ray Serve application of a plan."""
+    """Return the Ray Serve application of a plan."""
     options: dict[str, Any] = {
         "name": DEPLOYMENT,
         "ray_actor_options": {"num_cpus": plan.cpus, "num_gpus": plan.gpus},
@@ -283,6 +283,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _last_line(message: str) -> str:
-    """The error at the end of a traceback, without the name of its class."""
+    """Return the error at the end of a traceback, without the name of its class."""
     line = message.strip().rpartition("\n")[2]
     return re.sub(r"^[\w.]+: ", "", line)

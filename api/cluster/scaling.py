@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
 
 
 def replica_load(load: Load, max_running: int) -> ReplicaLoad:
-    """The load of a replica that runs at most ``max_running`` requests at once.
+    """Return the load of a replica that runs at most ``max_running`` requests at once.
 
     Its room is its KV pool and its seats; the fuller of the two is what ends first.
     """

@@ -1,4 +1,4 @@
-"""The APIs of the server. Another one is a package and a line in `APIS`."""
+"""The APIs of the server. To add one, add a package and an entry in `APIS`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .openai.api import OPENAI
 
 APIS = (OPENAI, ANTHROPIC, OLLAMA, GEMINI)
 BATCH_PATHS = tuple(each.path for api in APIS for each in api.dialects if each.in_batches)
-"""Routes whose requests a batch may have."""
+"""Paths of the routes that batches may use."""
 
 
 def open_dialects(service: Service, apis: Sequence[Api] = APIS) -> dict[str, Dialect[Any]]:
-    """The dialects of these APIs for a server, by path."""
+    """Return the dialects of the given APIs for a server, by path."""
     return {kind.path: kind(service) for api in apis for kind in api.dialects}
 
 
 def api_of_path(path: str) -> Api:
-    """The API that a path belongs to; OpenAI's has all that belong to no other."""
+    """Return the API that a path belongs to: the longest matching prefix, else OpenAI's."""
     found = [api for api in APIS if api.has(path)]
     return max(found, key=lambda api: len(api.prefix), default=OPENAI)
 
 
 def api_of(scope: Scope) -> Api:
-    """The API of a request: by its path, or by the header of an API's clients."""
+    """Return the API of a request, by its path or by a header that an API's clients send."""
     found = api_of_path(scope["path"])
     if found is not OPENAI:
         return found
@@ -41,7 +41,7 @@ def api_of(scope: Scope) -> Api:
 
 
 def at_home(scope: Scope) -> Scope:
-    """The scope of a request with the path under which its API has the route."""
+    """Return the scope of a request with the path under which its API serves the route."""
     moved, path = api_of(scope).moved, scope["path"]
     if moved is None or not (path == moved[0] or path.startswith(f"{moved[0]}/")):
         return scope

@@ -1,1 +1,1 @@
-"""Images of requests: from data URLs to what a model's image tower reads."""
+"""Images in requests: from data URLs to the inputs of the model's image tower."""

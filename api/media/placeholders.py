@@ -1,7 +1,7 @@
-"""The text that stands for an image in the prompt of each kind of model.
+"""The text that stands for an image in a prompt, for each kind of model.
 
-transformers' processors decide it by what their image processors made of the picture. They need
-packages for videos, so their rules are here; tests compare the two.
+transformers' processors derive it from the output of their image processors, but they need packages
+for videos. Hence the rules are repeated here; tests compare the two.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Arrays = Mapping[str, NDArray[Any]]
-_LOW_SIDE = 512  # pixels of the longer side of a picture with detail low
+_LOW_SIDE = 512  # pixels; the longer side of a picture with detail "low"
 
 
 class ImageTokens(NamedTuple):
-    """Texts of a model's tokens for images.
+    """The texts of a model's image tokens.
 
-    ``row``: of each row. ``place``: what chat templates write for an image. ``begin`` and ``end``:
-    of those around its rows, "" where there are none.
+    ``row`` stands for one row of an image. ``place`` is the text that chat templates write for an
+    image. ``begin`` and ``end`` surround its rows; they are "" if the model has none.
     """
 
     row: str
@@ -31,10 +31,10 @@ class ImageTokens(NamedTuple):
 
 
 class Placeholder(NamedTuple):
-    """The text of an image; ``num_rows`` of its tokens are the image token.
+    """The text of an image, with ``num_rows`` image tokens.
 
-    ``grid``: their lines and columns, where RoPE turns by them. ``is_mutual``: neighbouring rows
-    see each other.
+    ``grid`` is the number of lines and columns of tokens, for models whose RoPE positions are
+    two-dimensional. ``is_mutual`` says that tokens of the image attend to each other both ways.
     """
 
     text: str
@@ -45,12 +45,13 @@ class Placeholder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """The differences between kinds of models.
+    """How one kind of model represents images in prompts.
 
-    ``write`` makes the text of the model's config, its tokens, and what the image processor made of
-    one picture. ``options``: of the image processor, by the config. ``low``: more
-    of them, for pictures with detail low; ``low_side``: their longest side in pixels.
-    ``is_begun``: chat templates write the token that begins an image in its place.
+    ``write`` returns the placeholder, given the model's config, its image tokens, and the output of
+    the image processor for one picture. ``options`` returns the options of the image processor,
+    given the config; ``low`` are additional options for pictures with detail "low", and
+    ``low_side`` limits their longer side, in pixels. ``is_begun`` says that chat templates write
+    the token that begins an image in place of the image.
     """
 
     write: Callable[[Mapping[str, Any], ImageTokens, Arrays], Placeholder]
@@ -61,19 +62,19 @@ class ImageRules:
 
 
 def _side(value: Any) -> int:  # noqa: ANN401 - of JSON
-    """Pixels of a side: configs have one number, or one for each side."""
+    """Return the length of a side in pixels; a config has one number, or one for each side."""
     return int(value[0] if isinstance(value, list | tuple) else value)
 
 
 def _num_patches(config: Mapping[str, Any], pixels: NDArray[Any]) -> int:
-    """Patches of one tile."""
+    """Return the number of patches of one tile."""
     patch = _side(config["vision_config"]["patch_size"])
     height, width = pixels.shape[-2:]
     return int(height // patch) * int(width // patch)
 
 
 def _tiles(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
-    """SmolVLM and Idefics 3: a grid of tiles, then the whole picture."""
+    """Return the placeholder for SmolVLM and Idefics 3: a grid of tiles, then the whole picture."""
     num = _num_patches(config, arrays["pixel_values"]) // int(config["scale_factor"]) ** 2
     rows, cols = (int(np.ravel(arrays[name])[0]) for name in ("rows", "cols"))
     fake = "<fake_token_around_image>"
@@ -88,7 +89,10 @@ def _tiles(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Pl
 
 
 def _row(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
-    """LLaVA: the patches of one square; CLIP's tower has a vector more, which may be left out."""
+    """Return the placeholder for LLaVA: the patches of one square.
+
+    CLIP's tower has one more vector (the class token), which the config may drop.
+    """
     tower = config["vision_config"]["model_type"]
     if tower == "pixtral":
         return _lines(config, tokens, arrays)
@@ -99,19 +103,19 @@ def _row(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Plac
 
 
 def _lines(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
-    """Mistral 3 and Pixtral: a line for each row of patches, with a token at its end."""
+    """Return the placeholder for Mistral 3 and Pixtral: rows of patches with separators."""
     height, width = (int(each) // _merged(config) for each in np.ravel(arrays["image_sizes"])[:2])
     lines = [tokens.row * width] * height
     return Placeholder("[IMG_BREAK]".join(lines) + "[IMG_END]", height * width)
 
 
 def _merged(config: Mapping[str, Any]) -> int:
-    """Pixels of a side of what becomes one vector."""
+    """Return the side, in pixels, of the square that becomes one vector."""
     return _side(config["vision_config"]["patch_size"]) * int(config.get("spatial_merge_size", 1))
 
 
 def _crops(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
-    """InternVL: all tiles in one run."""
+    """Return the placeholder for InternVL: all tiles in one run."""
     pixels = arrays["pixel_values"]
     share = float(config["downsample_ratio"]) ** 2
     num = len(pixels) * int(_num_patches(config, pixels) * share)
@@ -119,7 +123,7 @@ def _crops(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Pl
 
 
 def _patches(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
-    """Qwen2-VL to 3.5: neighbouring patches together, in lines and columns."""
+    """Return the placeholder for Qwen2-VL to Qwen3.5: a grid of merged patches."""
     merge = int(config["vision_config"]["spatial_merge_size"])
     _, height, width = (int(each) for each in np.ravel(arrays["image_grid_thw"]))
     grid = (height // merge, width // merge)
@@ -128,7 +132,7 @@ def _patches(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> 
 
 
 def _soft(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
-    """Gemma 3: as many rows for every picture, and for crops of it where there are some."""
+    """Return the placeholder for Gemma 3: a fixed number of rows per picture and per crop."""
     num = int(config["mm_tokens_per_image"])
     num_crops = int(np.ravel(arrays["num_crops"])[0])
     one = f"\n\n{tokens.begin}{tokens.row * num}{tokens.end}\n\n"
@@ -140,7 +144,7 @@ def _soft(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Pla
 
 
 def _sized(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
-    """Gemma 4: as many rows as the size of the picture takes."""
+    """Return the placeholder for Gemma 4: the number of rows depends on the size of the picture."""
     num = int(np.ravel(arrays["num_soft_tokens_per_image"])[0])
     is_mutual = config["text_config"].get("use_bidirectional_attention") == "vision"
     text = f"{tokens.begin}{tokens.row * num}{tokens.end}"

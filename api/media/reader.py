@@ -1,4 +1,4 @@
-"""ImageReader: decodes images, and makes of each what the model's image tower reads."""
+"""ImageReader: decodes images and computes the inputs of the model's image tower."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from .sources import Detail, ImageSource
 
 logger = logging.getLogger(__name__)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-MAX_RATIO = 100  # of a picture's sides: processors make the shorter one as long as they need it
-SECONDS = 60.0  # for the images of one request, from their turn on
-_NOT_READ = ("rows", "cols", "num_patches", "num_crops", "num_soft_tokens_per_image")  # by towers
+MAX_RATIO = 100  # the largest ratio of a picture's sides: processors enlarge the shorter side
+SECONDS = 60.0  # the timeout for one image
+# not inputs of towers
+_NOT_READ = ("rows", "cols", "num_patches", "num_crops", "num_soft_tokens_per_image")
 
 
 class ReadImage(NamedTuple):
-    """An image: its text in a prompt, and the inputs of the tower with their hash."""
+    """A decoded image: its text in a prompt, and the tower's inputs with their content hash."""
 
     placeholder: Placeholder
     inputs: tuple[TowerInput, ...]
@@ -39,19 +40,19 @@ class ReadImage(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the inputs."""
+        """Size of the inputs in bytes."""
         return sum(len(each.data) for each in self.inputs)
 
 
 class ImageReader:
-    """Reads the images of requests for the model at ``path``, in a thread of its own.
+    """Reads the images of requests for the model at ``path``, in its own thread.
 
-    The images that were read last are kept within ``--image-cache``.
+    The most recently read images are cached, up to ``--image-cache`` bytes.
     """
 
     def __init__(self, path: Path, config: EngineConfig) -> None:
         self.path, self._config = path, config
-        self.max_images = config.max_images  # of a request
+        self.max_images = config.max_images  # per request
         self._media_dir = None if config.media_dir is None else Path(config.media_dir).expanduser()
         self._cache_bytes = parse_size(config.image_cache)
         self._worker = Worker("foretoken-images")
@@ -59,20 +60,21 @@ class ImageReader:
         self._num_bytes = 0
 
     def close(self) -> None:
-        """Refuse waiting images."""
+        """Refuse images that wait to be read."""
         self._worker.close()
 
     async def read(
         self, sources: Sequence[ImageSource], tokens: ImageTokens
     ) -> dict[str, ReadImage]:
-        """The images by their digests; ``tokens``: the model's, of images.
+        """Return the images by their digests; ``tokens`` are the model's image tokens.
 
-        Raises `InvalidRequest` that names the first image that is not served, and `QueueFull`.
+        Raises `InvalidRequest`, naming the first image that cannot be served, and `QueueFull`.
         """
         if len(sources) > (most := self.max_images):
             raise sources[most].refusal(f"more than {most} images (the server's --max-images)")
         found: dict[str, ReadImage] = {}
-        for source in sources:  # one after another: others' come between
+        # one job per image, so that other requests' images can run in between
+        for source in sources:
             if source.digest not in found:
                 job = partial(self._read, source, tokens)
                 try:
@@ -85,7 +87,7 @@ class ImageReader:
     # -- in the thread --------------------------------------------------------------------------
 
     def _read(self, source: ImageSource, tokens: ImageTokens) -> ReadImage:
-        is_fixed = source.url.startswith("data:")  # a file may have changed
+        is_fixed = source.url.startswith("data:")  # the contents of a file may have changed
         if is_fixed and source.digest in self._kept:
             self._kept.move_to_end(source.digest)
             return self._kept[source.digest]
@@ -94,7 +96,7 @@ class ImageReader:
             read = self.process(image, tokens, source.detail)
         except ForetokenError:
             raise
-        except Exception as error:  # whatever a damaged picture makes a processor raise
+        except Exception as error:  # a damaged picture may make a processor raise anything
             logger.warning("an image could not be processed", exc_info=error)
             raise source.refusal("the image cannot be processed") from error
         if is_fixed and read.num_bytes <= self._cache_bytes:
@@ -109,7 +111,10 @@ class ImageReader:
             self._num_bytes -= dropped.num_bytes
 
     def process(self, image: Any, tokens: ImageTokens, detail: Detail) -> ReadImage:  # noqa: ANN401
-        """Make of a picture in RGB what the tower reads. Raises what the processor raises."""
+        """Return the placeholder and the tower's inputs of an RGB picture.
+
+        Passes on any exception of the image processor.
+        """
         rules = RULES[self._model["model_type"]]
         options = rules.options(self._model)
         if detail == "low":
@@ -124,7 +129,7 @@ class ImageReader:
         return ReadImage(rules.write(self._model, tokens, arrays), inputs, content_hash(inputs))
 
     def _decoded(self, source: ImageSource, data: bytes) -> Any:  # noqa: ANN401 - Pillow's
-        """The picture in RGB, upright; its size is read before any pixel is."""
+        """Return the picture in RGB, upright; its size is checked before its pixels are decoded."""
         try:
             from PIL import Image, ImageOps
         except ImportError:
@@ -135,15 +140,15 @@ class ImageReader:
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise source.refusal(self._too_large) from None
         except Exception as error:
-            known = f"one of {', '.join(FORMATS)}"
-            raise source.refusal(f"not an image that is read: {known}") from error
+            known = f"send {', '.join(FORMATS)}"
+            raise source.refusal(f"the image has an unsupported format: {known}") from error
         width, height = image.size
         if width * height > self._config.max_image_pixels:
             raise source.refusal(f"{width} x {height} pixels: {self._too_large}")
         if max(width, height) > MAX_RATIO * min(width, height):
             raise source.refusal(f"one side is more than {MAX_RATIO} times as long as the other")
         if getattr(image, "is_animated", False):
-            logger.info("of an animated image the first frame is read")
+            logger.info("only the first frame of an animated image is used")
         try:
             return ImageOps.exif_transpose(image).convert("RGB")
         except Exception as error:
@@ -151,13 +156,13 @@ class ImageReader:
 
     @property
     def token_id(self) -> int | None:
-        """The id of the token that stands for a row of an image, as the config names it."""
+        """The id of the image token; None if the config does not name one."""
         return _token_id(self._written, "image")
 
     def tokens(self, text_of: Callable[[int], str]) -> ImageTokens | None:
-        """The texts of the tokens that the config names for images; None where it names none.
+        """Return the texts of the image tokens that the config names; None if it names none.
 
-        ``text_of``: the text of a token id.
+        ``text_of`` returns the text of a token id.
         """
         values = self._written
         row, begin, end = (
@@ -170,18 +175,18 @@ class ImageReader:
 
     @cached_property
     def _written(self) -> dict[str, Any]:
-        """The model's config as its file has it."""
+        """The contents of the model's ``config.json``."""
         found: dict[str, Any] = msgspec.json.decode((self.path / "config.json").read_bytes())
         return found
 
     @property
     def _too_large(self) -> str:
         most = self._config.max_image_pixels
-        return f"an image may have {most} pixels (the server's --max-image-pixels)"
+        return f"an image may have at most {most} pixels (the server's --max-image-pixels)"
 
     @cached_property
     def _model(self) -> Mapping[str, Any]:
-        """The model's config, with the defaults of its class."""
+        """The model's config with the defaults of its class."""
         from ...core.model.fallback.text_config import read_whole_config
 
         found: dict[str, Any] = read_whole_config(self.path).to_dict()
@@ -189,7 +194,7 @@ class ImageReader:
 
     @cached_property
     def _processor(self) -> Any:  # noqa: ANN401 - transformers is untyped
-        """transformers' image processor; the one without torchvision, whatever is installed."""
+        """transformers' image processor, always the one without torchvision."""
         from transformers import AutoImageProcessor
 
         from ...core.model.fallback.text_config import quiet
@@ -201,7 +206,10 @@ class ImageReader:
 
 
 def count_rows(path: Path, side: int) -> int | None:
-    """Tokens of a square image of so many pixels a side; None without Pillow, or its processor."""
+    """Return the tokens of a square image with sides of ``side`` pixels.
+
+    None if Pillow or the model's image processor is missing.
+    """
     try:
         from PIL import Image
 

@@ -1,7 +1,7 @@
-"""Images as requests name them: a data URL, or a file of the server's media folder.
+"""Images as requests name them: a data URL, or a file in the server's media folder.
 
-In the text of a message a mark stands for an image. It has the hash of what names the image, so a
-conversation is the same text in every turn, and compares like one.
+In the text of a message a mark stands for each image. The mark contains a hash of the image's URL
+and detail, so a conversation has the same text in every turn and can be compared as text.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MAX_FILE_BYTES = 64 * 2**20
 _MARK = re.compile("\ue000image:([0-9a-f]{64})\ue001")
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[\w.+-]+)*)(;base64)?,")
 UNHEARD = ("input_audio", "audio_url", "input_video", "video_url")
-"""Parts that no model here takes; without them an answer to the user would be wrong."""
+"""Types of parts that no model here accepts; an answer that ignored them would mislead the user."""
 
 UNREAD = "[a file that this model cannot read]"
 TEXT_TYPES = ("text/", "application/json", "application/xml", "application/yaml")
-_NAMED = 40  # characters of a URL that an error shows
+_NAMED = 40  # characters of a URL that an error message quotes
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """An image of a request. ``param``: the field of the body that names it, for errors."""
+    """An image in a request; ``param`` is the field of the body that names it."""
 
     url: str
     param: str
@@ -41,29 +41,31 @@ class ImageSource:
 
     @cached_property
     def digest(self) -> str:
-        """The name that its mark has, 64 hexadecimal digits."""
+        """The identifier in the image's mark: 64 hexadecimal digits."""
         return hashlib.sha256(f"{self.detail} {self.url}".encode()).hexdigest()
 
     @property
     def mark(self) -> str:
-        """The text that stands for it in a message."""
+        """The text that stands for the image in a message."""
         return f"\ue000image:{self.digest}\ue001"
 
     def refusal(self, why: str) -> InvalidRequest:
-        """An error that names the field."""
+        """Return an error that names the field and says ``why``."""
         return InvalidRequest(f"{self.param}: {why}", param=self.param)
 
     def read(self, media_dir: Path | None) -> bytes:
-        """The bytes of the image. Raises `InvalidRequest` for a URL of another kind, or a bad one.
+        """Return the bytes of the image.
 
-        ``media_dir``: the folder whose files may be named, as ``file://`` and their path.
+        ``media_dir`` is the folder from which ``file://`` URLs may be read. Raises `InvalidRequest`
+        for another kind of URL, for malformed base64, and for a file that is missing, too large or
+        outside the folder.
         """
         if self.url.startswith("data:"):
             return self._decoded()
         if self.url.startswith("file:"):
             return self._file(media_dir)
         if self.url.startswith(("http:", "https:")):
-            raise self.refusal("foretoken fetches nothing; send a data URL")
+            raise self.refusal("the server does not fetch images; send a data URL")
         raise self.refusal("an image must be a data URL: data:image/png;base64,...")
 
     def _decoded(self) -> bytes:
@@ -79,25 +81,26 @@ class ImageSource:
 
     def _file(self, media_dir: Path | None) -> bytes:
         if media_dir is None:
-            raise self.refusal("files are not served: the server has no --media-dir")
+            raise self.refusal("files cannot be read: the server runs without --media-dir")
         parts = urlsplit(self.url)
         try:
             root = media_dir.resolve(strict=True)
-            path = Path(unquote(parts.path)).resolve(strict=True)  # without links and `..`
+            path = Path(unquote(parts.path)).resolve(strict=True)  # resolves links and `..`
             is_inside = parts.netloc in ("", "localhost") and path.is_relative_to(root)
             if not is_inside or not path.is_file():
                 raise FileNotFoundError
             with path.open("rb") as file:
                 data = file.read(MAX_FILE_BYTES + 1)
-        except (OSError, ValueError, RuntimeError):  # a path with a null byte; links in a circle
+        # also a path with a null byte, or circular links
+        except (OSError, ValueError, RuntimeError):
             raise self.refusal("there is no such file in the media folder") from None
         if len(data) > MAX_FILE_BYTES:
-            raise self.refusal(f"the file has more than {MAX_FILE_BYTES} bytes")
+            raise self.refusal(f"the file is larger than {MAX_FILE_BYTES} bytes")
         return data
 
 
 def file_text(data: str | None, name: str | None) -> str | None:
-    """The text of a file that comes as a data URL; None where it is no text, or not there."""
+    """Return the text of a file sent as a data URL; None if ``data`` is None or is not text."""
     found = _DATA_URL.match(data or "", 0, 256)
     if data is None or found is None or not (found[1] or "text/plain").startswith(TEXT_TYPES):
         return None
@@ -110,14 +113,14 @@ def file_text(data: str | None, name: str | None) -> str | None:
 
 
 def unread_file(name: str | None) -> str:
-    """The note that stands for a file that is no text."""
+    """Return the note that replaces a file whose contents are not text."""
     return f"[a file that this model cannot read: {name}]" if name else UNREAD
 
 
 def read_part(part: object, where: str) -> str | ImageSource:
-    """A part of a message as OpenAI's clients write it.
+    """Return a content part as OpenAI's clients write it: its text, or an image.
 
-    Raises `InvalidRequest` naming ``where``.
+    Raises `InvalidRequest` naming ``where`` for any other part.
     """
     match part:
         case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
@@ -131,19 +134,19 @@ def read_part(part: object, where: str) -> str | ImageSource:
         case {"type": "image_url", "image_url": {"url": str(url), **more}}:
             detail = more.get("detail")
             return ImageSource(url, where, detail if detail in ("low", "high") else "auto")
-    message = f"{where}: a part must be a text or an image_url with a url"
+    message = f"{where}: a part must be a text, or an image_url with a url"
     raise InvalidRequest(message, param=where)
 
 
 class Placed(NamedTuple):
-    """A message's content with marks, and its images in their order."""
+    """The content of a message with marks, and its images in order."""
 
     text: str
     images: list[ImageSource]
 
 
 def join_parts(parts: Sequence[str | ImageSource]) -> Placed:
-    """One text of the parts of a message: neighbouring texts are on lines of their own."""
+    """Join the parts of a message into one text; neighbouring texts are put on separate lines."""
     pieces: list[str] = []
     for index, part in enumerate(parts):
         if isinstance(part, ImageSource):
@@ -156,7 +159,7 @@ def join_parts(parts: Sequence[str | ImageSource]) -> Placed:
 
 
 def split_marks(text: str, known: Mapping[str, ImageSource]) -> list[str | ImageSource]:
-    """The parts of a text with marks of known images; other marks are text."""
+    """Split a text at the marks of known images; unknown marks remain text."""
     parts: list[str | ImageSource] = []
     begin = at = 0
     while (found := _MARK.search(text, at)) is not None:
@@ -171,7 +174,7 @@ def split_marks(text: str, known: Mapping[str, ImageSource]) -> list[str | Image
 
 
 def template_parts(parts: Sequence[str | ImageSource]) -> list[dict[str, Any]]:
-    """Parts as chat templates read them."""
+    """Return the parts in the form that chat templates read."""
     return [
         {"type": "image"} if isinstance(part, ImageSource) else {"type": "text", "text": part}
         for part in parts

@@ -88,5 +88,5 @@ def between(before: str, after: str) -> Callable[[Tool], str]:
 
 
 def behind_name(mark: str) -> Callable[[Tool], str]:
-    """The name, a mark, the arguments."""
+    """Return the name, a mark, the arguments."""
     return lambda tool: f"{lark_text(tool.name)} {mark} {arguments(tool)}"

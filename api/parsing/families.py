@@ -83,7 +83,7 @@ def _with_plain(name: str) -> list[Beginning]:
 
 
 def family_of(template: str) -> str:
-    """The family of a chat template; "none" without a template.
+    """Return the family of a chat template; "none" without a template.
 
     A template without tools, or with an unknown format, gets the generic family.
     """

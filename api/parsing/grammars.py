@@ -46,7 +46,7 @@ class Lark:
         return name
 
     def text(self, start: str) -> str:
-        """The whole grammar."""
+        """Return the whole grammar."""
         return "\n".join([f"start: {start}", *self._rules.values(), ""])
 
     def mark(self, mark: str) -> str:
@@ -75,7 +75,7 @@ class Lark:
         return self.rule(name, self.mark(mark), options="" if mark in self._vocab else "[lazy]")
 
     def breaks(self) -> str:
-        """The line breaks behind a thought."""
+        """Return the line breaks behind a thought."""
         return self.rule("BREAKS", LINE_BREAKS)
 
     def without(self, mark: str, name: str) -> str:
@@ -103,7 +103,7 @@ class Lark:
         return self.rule("tool", " | ".join(rules))
 
     def structured_output(self, params: SamplingParams) -> str | None:
-        """The structured output that ``params`` ask for, as a rule."""
+        """Return the structured output that ``params`` ask for, as a rule."""
         if params.json_schema is not None:
             return self.rule("form", json_rule(params.json_schema))
         if params.regex is not None:
@@ -117,7 +117,8 @@ class Lark:
 
 
 def arguments(tool: Tool) -> str:
-    """A tool's arguments; of a schema that need not be strict, what is not known is left out.
+    """Return a tool's arguments; of a schema that need not be strict, what is not known is left
+    out.
 
     A tool without parameters takes none.
     """
@@ -189,7 +190,7 @@ def listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str, *, comma:
 
 
 def not_strict(tool: Tool, part: str) -> InvalidRequest:
-    """The error for a strict tool whose schema this model's format cannot follow in full."""
+    """Return the error for a strict tool whose schema this model's format cannot follow in full."""
     message = f"tools: {tool.name} cannot be strict: the model's format does not enforce {part}"
     return InvalidRequest(message, param="tools")
 

@@ -87,7 +87,7 @@ class Syntax:
     def parser(
         self, *, tools: Sequence[Tool] = (), prompt_tail: str = "", has_form: bool = False
     ) -> OutputParser:
-        """A fresh reader of one answer.
+        """Return a fresh reader of one answer.
 
         ``tools``: those that may be called, none of them when the choice is "none".
         ``prompt_tail``: the end of the rendered prompt with its special tokens (about 64
@@ -123,13 +123,13 @@ class Syntax:
         choice: ToolChoice | None = None,
         prompt_tail: str = "",
     ) -> str | None:
-        """A grammar (Lark text in llguidance's flavour) for the whole answer.
+        """Return a grammar (Lark text in llguidance's flavour) for the whole answer.
 
         It covers reasoning, tool calls, and the structured output that ``params`` ask for. None:
         ``params`` are enough as they are. Otherwise the grammar replaces their json_schema, regex,
-        grammar and choice:
-        ``replace(params, grammar=text, json_schema=None, regex=None, choice=None)``.
-        Raises `InvalidRequest` as `check_tools` does; schemas are checked when it is compiled.
+        grammar and choice: ``replace(params, grammar=text, json_schema=None, regex=None,
+        choice=None)``. Raises `InvalidRequest` as `check_tools` does; schemas are checked when it
+        is compiled.
         """
         lark = Lark(self.vocab)
         structured = body = lark.structured_output(params)
@@ -158,7 +158,7 @@ class Syntax:
     def _answer(
         self, lark: Lark, structured: str | None, tools: Sequence[Tool], choice: ToolChoice
     ) -> str | None:
-        """The rule for what comes behind the thought; None for whatever the model likes."""
+        """Return the rule for what comes behind the thought; None for whatever the model likes."""
         if not self.has_tools:
             raise InvalidRequest(
                 "tools are not supported: the model's chat template has no known format for "
@@ -186,7 +186,7 @@ def _may_be_called(tool: Tool, choice: ToolChoice) -> bool:
 def _with_thought(
     lark: Lark, marks: Thinking, body: str, state: ThinkingState, special: frozenset[int]
 ) -> str:
-    """The thought comes first, if there is one."""
+    """Return the thought comes first, if there is one."""
     answer = lark.rule("answer", body)
     thought = lark.up_to(marks.end, "thought", through=special)
     behind = lark.rule("behind", f"{thought} {lark.breaks()} {answer}")

@@ -70,7 +70,7 @@ class PlainParser:
     """Everything is words."""
 
     def feed(self, text: str) -> Sequence[Event]:
-        """The text."""
+        """Return the text."""
         return [Content(text)] if text else []
 
     def end(self, *, is_cut: bool = False) -> Sequence[Event]:
@@ -130,7 +130,7 @@ class Source:
         return len(self._text) - self._pos
 
     def take(self, count: int) -> str:
-        """The next characters, at most ``count`` of those that are there."""
+        """Return the next characters, at most ``count`` of those that are there."""
         piece = self._text[self._pos : self._pos + count]
         self._pos += len(piece)
         if self._is_keeping:
@@ -152,12 +152,12 @@ class Source:
             yield None
 
     def peek(self) -> Reading[str]:
-        """The next character, which stays; "" at the end of the text."""
+        """Yield the next character, which stays; "" at the end of the text."""
         yield from self.want(1)
         return self._text[self._pos : self._pos + 1]
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """A whole run of characters; ``pattern`` matches any part of one."""
+        """Yield a whole run of characters; ``pattern`` matches any part of one."""
         pieces = []
         while True:
             pieces.append(self.match(pattern))
@@ -283,7 +283,7 @@ def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def collected(reading: Reading[object]) -> Reading[str]:
-    """The text of the events, together, instead of the events."""
+    """Yield the text of the events, together, instead of the events."""
     pieces = []
     for event in reading:
         if event is None:

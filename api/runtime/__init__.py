@@ -1,1 +1,1 @@
-"""One request, independent of the API: from a conversation to the engine and back."""
+"""The path of one request, independent of the API: from a conversation to the engine and back."""

@@ -15,14 +15,14 @@ from ...core.interface.extras.adapter import LoadedAdapter, adapter_group, adapt
 from ..build.adapter_loader import AdapterFolder, AdapterLoader
 
 logger = logging.getLogger(__name__)
-MAX_NAMESPACES = 4096  # of one adapter that are dropped from KV tiers when it is unloaded
+MAX_NAMESPACES = 4096  # namespaces per adapter to drop from KV tiers when it is unloaded
 NAME = re.compile(r"[^\s=\0-\x1f]{1,256}")
 NO_ADAPTERS = "adapters are not supported with --tp"
 Flush = Callable[..., Awaitable[int]]
 
 
 class UnknownAdapter(InvalidRequest):
-    """No adapter of this name is loaded; ``name``."""
+    """Raised if no adapter ``name`` is loaded."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"no adapter {name} is loaded", param="lora")
@@ -30,20 +30,21 @@ class UnknownAdapter(InvalidRequest):
 
 
 class ServedAdapter:
-    """An adapter that requests may name, and how many of them do."""
+    """A loaded adapter that requests may name, with counts of its requests."""
 
     def __init__(self, name: str, number: int, loaded: LoadedAdapter) -> None:
         self.name, self.number, self.loaded = name, number, loaded
         self.created = time.time()
-        self.num_requests = 0  # since it was loaded
-        self.num_holders = 0  # requests and their choices that have not ended
+        self.num_requests = 0  # requests since it was loaded
+        self.num_holders = 0  # requests, and choices of requests, that have not ended
         self.unused = asyncio.Event()
         self.unused.set()
         self.group = adapter_group(name, number, loaded.digest)
-        self.namespaces: set[str] = set()  # of its requests so far, for stores that know no groups
+        # namespaces of its requests so far, for stores that do not know groups
+        self.namespaces: set[str] = set()
 
     def namespace(self, salt: str | None) -> str:
-        """The namespace of a request with this cache_salt."""
+        """Return the cache namespace of a request with this cache salt."""
         made = adapter_namespace(self.group, salt)
         if len(self.namespaces) < MAX_NAMESPACES:
             self.namespaces.add(made)
@@ -57,13 +58,13 @@ class ServedAdapter:
     def hold(self, stream: TokenStream) -> None:
         """Count a choice of a request until the engine has ended it.
 
-        One that is aborted has its pages until then, and caches them when it ends.
+        An aborted choice keeps its pages until then, and caches them when it ends.
         """
         self._hold()
         stream.when_ended(self.leave)
 
     def leave(self) -> None:
-        """Count a request, or a choice, that has ended."""
+        """Count a request or a choice that has ended."""
         self.num_holders -= 1
         if not self.num_holders:
             self.unused.set()
@@ -74,11 +75,11 @@ class ServedAdapter:
 
 
 class Adapters:
-    """Adapters by name; belongs to one event loop.
+    """Adapters by name. Belongs to one event loop.
 
-    ``loader`` brings them to the model; None: the engine takes none. ``flush`` drops namespaces
-    from the cache. At most ``most`` are in memory, those included that are unloaded and
-    wait for their requests. ``reserved``: names that no adapter may have.
+    ``loader`` loads them into the model; None: the engine does not support adapters. ``flush``
+    drops namespaces from the cache. At most ``most`` adapters are in memory, including unloaded
+    ones that wait for their requests to end. ``reserved``: names that no adapter may have.
     """
 
     def __init__(
@@ -97,19 +98,19 @@ class Adapters:
 
     @property
     def served(self) -> list[ServedAdapter]:
-        """Adapters that requests may name, in the order in which they were loaded."""
+        """Adapters that requests may name, in the order of loading."""
         return list(self._served.values())
 
     @property
     def num_loaded(self) -> int:
-        """Adapters in memory."""
+        """Number of adapters in memory."""
         return len(self._served) + len(self._leaving)
 
     def __contains__(self, name: object) -> bool:
         return name in self._served
 
     def enter(self, name: str) -> ServedAdapter:
-        """The adapter for a request, which must `ServedAdapter.leave` it.
+        """Return the adapter for a request, which must call `ServedAdapter.leave` at its end.
 
         Raises `UnknownAdapter`.
         """
@@ -118,24 +119,23 @@ class Adapters:
         return adapter
 
     def find(self, name: str) -> ServedAdapter:
-        """The adapter of this name. Raises `UnknownAdapter`."""
+        """Return the adapter of this name. Raises `UnknownAdapter`."""
         adapter = self._served.get(name)
         if adapter is None:
             raise UnknownAdapter(name)
         return adapter
 
     def namespaces(self, salt: str | None) -> list[str]:
-        """Namespaces of this cache_salt, of all adapters in memory."""
+        """Return the namespaces of all adapters in memory for this cache salt."""
         loaded = (*self._served.values(), *self._leaving)
         return [adapter_namespace(each.group, salt) for each in loaded]
 
     async def load(self, name: str, folder: Path, below: Path | None = None) -> ServedAdapter:
-        """Load an adapter, in the place of one that has the name: its requests go on with it.
+        """Load an adapter. It replaces an adapter of the same name, whose requests continue with
+        it.
 
-        ``below``: as `AdapterFolder`'s.
-
-        Raises `InvalidRequest` for a name that cannot be had or too many adapters, and what the
-        loader raises.
+        ``below``: see `AdapterFolder`. Raises `InvalidRequest` for an invalid or reserved name or
+        too many adapters, and the errors of the loader.
         """
         loader = self._loader
         if loader is None:
@@ -146,7 +146,8 @@ class Adapters:
             self._last_number += 1
             where = AdapterFolder(folder, below)
             loaded = await loader.load(name, self._last_number, where)
-            try:  # requests may have begun that keep the one of that name
+            # Requests may have started during the load that keep the replaced adapter in memory.
+            try:
                 self._check_room(name)
             except InvalidRequest:
                 await loader.unload(loaded)
@@ -156,12 +157,12 @@ class Adapters:
         logger.info("adapter %s: rank %d, %d bytes", name, loaded.rank, loaded.num_bytes)
         if replaced is not None:
             leaving = self._retire(replaced)
-            if replaced.unused.is_set():  # gone at once, so the next load has its room
+            if replaced.unused.is_set():  # wait for the removal, so that the next load finds room
                 await asyncio.shield(leaving)
         return adapter
 
     async def unload(self, name: str) -> None:
-        """Take an adapter from new requests, and wait for those that it has.
+        """Hide an adapter from new requests, wait for its running ones, and remove it.
 
         Raises `UnknownAdapter`.
         """
@@ -171,16 +172,19 @@ class Adapters:
         await asyncio.shield(self._retire(adapter))
 
     def _check_room(self, name: str) -> None:
-        """Raise `InvalidRequest` where one more is too many; one that is replaced may be in use."""
+        """Raise `InvalidRequest` if one more adapter would exceed the maximum.
+
+        A replaced adapter still counts while requests use it.
+        """
         replaced = self._served.get(name)
         is_freed = replaced is not None and replaced.unused.is_set()
         if self.num_loaded - is_freed >= self._most:
-            message = f"{self.num_loaded} adapters are loaded, as many as --max-loras allows"
+            message = f"{self.num_loaded} adapters are loaded, the maximum (--max-loras)"
             raise InvalidRequest(message, param="lora_name")
 
     def _check_name(self, name: str) -> None:
         if NAME.fullmatch(name) is None:
-            message = "an adapter's name has 1 to 256 characters, without spaces and ="
+            message = "an adapter's name must have 1 to 256 characters, without spaces or ="
             raise InvalidRequest(message, param="lora_name")
         if name in self._reserved:
             raise InvalidRequest(f"{name} is a name of the model itself", param="lora_name")
@@ -192,7 +196,7 @@ class Adapters:
         return task
 
     async def _drop(self, adapter: ServedAdapter) -> None:
-        """Once no request has it, drop what is cached of it, and the adapter itself."""
+        """Wait until no request uses an adapter, then drop its cached pages and unload it."""
         await adapter.unused.wait()
         try:
             if self._flush is not None and adapter.namespaces:

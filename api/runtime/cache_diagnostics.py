@@ -1,7 +1,7 @@
-"""Why a prompt missed the cache.
+"""Explanations of prefix cache misses.
 
 A prompt is compared with the most similar earlier prompt of the same API key and cache salt, so no
-tenant learns of another's prompts. A request may also name the response to compare with.
+tenant learns about another tenant's prompts. A request may also name the response to compare with.
 """
 
 from __future__ import annotations
@@ -29,53 +29,55 @@ from .conversation.prompt_history import (
     most_similar,
 )
 
-AROUND = 30  # characters that are shown on each side of a difference
+AROUND = 30  # characters shown on each side of a difference
 AROUND_TOKENS = 8
-TAIL_TOKENS = 32  # around the place where an answer and its thought begin
-MOST_TOKENS = 4  # times the tokens of an answer that its text is encoded to, at most
+TAIL_TOKENS = 32  # tokens examined where an answer and its reasoning begin
+MOST_TOKENS = 4  # maximum number of prompt tokens compared per token of an answer
 Cause = Literal[
-    "hit",  # all there was to read was read; the rest is new
-    "changed",  # it differs from the prompt that it is compared with
-    "volatile_line",  # it differs in a line of the system prompt that changes by itself
-    "tools_changed",  # it differs in its tools
-    "reencoded",  # the other's answer came back as text, which has other tokens
-    "thinking_stripped",  # a thought of an answer before is not in it any more
-    "evicted",  # it was cached, and had to make room
-    "flushed",  # it was cached, and someone emptied the cache
-    "late",  # a tier had it, and computing it took less time
-    "state_not_kept",  # its KV was cached, the recurrent state behind it was not
-    "unsound",  # a tier had it, and what it gave was damaged or missing
-    "not_written",  # the other prompt was not cached: not yet, or it asked not to be
-    "not_read",  # this one asked not to read, or for log-probabilities of the prompt
-    "other_salt",  # the response that was named, of the same key, has another cache salt
-    "too_short",  # no whole page before the last token
-    "first_seen",  # nothing like it is remembered
+    "hit",  # every cached page was read; the rest is new
+    "changed",  # the prompt differs from the earlier prompt
+    "volatile_line",  # a line of the system prompt differs that changes with every request
+    "tools_changed",  # the tools differ
+    "reencoded",  # an earlier answer was sent back as text and encodes to other tokens
+    "thinking_stripped",  # the reasoning of an earlier answer was removed
+    "evicted",  # the pages were evicted
+    "flushed",  # the pages were flushed by a caller
+    "late",  # recomputing was faster than loading from a tier
+    "state_not_kept",  # the KV was cached but not the recurrent state at its end
+    "unsound",  # a tier returned damaged or missing pages
+    "not_written",  # the earlier prompt was not cached: not yet, or by request
+    "not_read",  # the request disabled cache reads or wanted prompt logprobs
+    "other_salt",  # the named response of the same key has another cache salt
+    "too_short",  # the prompt has no whole page before its last token
+    "first_seen",  # no similar prompt is known
 ]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 LOSSES: Mapping[str, str] = {
-    "changed": "the prompt is another one",
-    "volatile_line": "a line of the system prompt changes by itself",
-    "tools_changed": "the tools are others",
-    "reencoded": "an answer came back as text, which has other tokens",
-    "thinking_stripped": "the chat template left a thought out",
-    "evicted": "the rest had to make room",
+    "changed": "the prompt differs",
+    "volatile_line": "a line of the system prompt changes with every request",
+    "tools_changed": "the tools differ",
+    "reencoded": "an answer was sent back as text and encodes to other tokens",
+    "thinking_stripped": "the chat template removed the reasoning of an answer",
+    "evicted": "the rest was evicted",
     "flushed": "the rest was flushed",
-    "late": "the rest came too late from a tier",
-    "state_not_kept": "the recurrent state behind the rest was not kept",
+    "late": "the rest would have arrived from a tier too late",
+    "state_not_kept": "the recurrent state at the end of the rest was not kept",
     "unsound": "a tier gave damaged pages",
-    "not_written": "the rest was not in the cache yet",
-    "not_read": "the request read no more",
+    "not_written": "the rest was not cached yet",
+    "not_read": "the request did not read more from the cache",
     "other_salt": "the earlier response has another cache salt",
 }
-"""The causes by which tokens that might have been reused were computed, in words."""
+"""Causes for which reusable tokens were computed again, in words."""
 CHANGED: tuple[Cause, ...] = ("changed", "volatile_line", "tools_changed")
-NUMBER = re.compile(r"\w*\d[\w.:+-]*")  # counters, times, ids: a word with a digit
+NUMBER = re.compile(r"\w*\d[\w.:+-]*")  # a word with a digit: counters, times, ids
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first part in which two prompts differ, with the text around; None: missing."""
+    """The first differing part of two prompts, with the text around it. None: the part is
+    missing.
+    """
 
     path: str
     kind: Kind
@@ -85,16 +87,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChange:
-    """The first token in which a prompt differs from another one and its answer."""
+    """The first token in which a prompt differs from an earlier one and its answer."""
 
-    position: int  # in the prompt
+    position: int  # index in the prompt
     before_id: int
     before: str
     now_id: int
     now: str
 
     def body(self) -> Body:
-        """The part of the body of an explanation."""
+        """Return the change as it appears in the body of an explanation."""
         before, now = (self.before_id, self.before), (self.now_id, self.now)
         pairs = {"before": before, "now": now}
         tokens = {name: {"id": each[0], "text": each[1]} for name, each in pairs.items()}
@@ -103,31 +105,32 @@ class TokenChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The cached tokens of a prompt, and the reason for those that were not cached."""
+    """The cached tokens of a prompt, and why the others were not cached."""
 
     cause: Cause
     prompt_tokens: int
     cached_tokens: int
-    compared_with: str | None = None  # id of a response
-    compared_tokens: int = 0  # of its prompt
-    reusable_tokens: int = 0  # at the beginning of both prompts
+    compared_with: str | None = None  # response id of the earlier prompt
+    compared_tokens: int = 0  # tokens of the earlier prompt
+    reusable_tokens: int = 0  # common prefix of both prompts, in tokens
     first_difference: Difference | None = None
-    first_token: TokenChange | None = None  # in which they differ
-    rule: str | None = None  # of ``--normalize``, which would have made both prompts one there
-    seconds_ago: float | None = None  # when it was evicted or flushed, if that is known
+    first_token: TokenChange | None = None  # first differing token
+    # name of the ``--normalize`` rule that would have removed the difference
+    rule: str | None = None
+    seconds_ago: float | None = None  # seconds since the eviction or flush, if known
     model_changed: bool = False
     cache_key_changed: bool = False
-    # Whole pages whose KV was cached, and the tokens behind which a recurrent state was kept.
+    # pages_matched: whole pages with cached KV. resumed_at: tokens before the kept recurrent state.
     pages_matched: int | None = None
     resumed_at: int | None = None
 
     @property
     def missed_tokens(self) -> int:
-        """Tokens behind the first difference, which no cache can have; 0 without a comparison."""
+        """Tokens after the first difference, which no cache can have; 0 without a comparison."""
         return 0 if self.compared_with is None else self.prompt_tokens - self.reusable_tokens
 
     def body(self) -> Body:
-        """The body of ``usage.cache_explanation`` and ``GET /cache/explain``."""
+        """Return the body of ``usage.cache_explanation`` and ``GET /cache/explain``."""
         change = self.first_difference
         shown = change and {"path": change.path, "before": change.before, "now": change.now}
         return {
@@ -149,7 +152,7 @@ class Explanation:
 
 
 class Explainer:
-    """Explains cache hits from a log of prompts. ``page_size``: tokens of a page."""
+    """Explains cache hits and misses from a log of prompts. ``page_size`` is in tokens."""
 
     def __init__(self, log: PromptLog, page_size: int, decode: Decode) -> None:
         self._log = log
@@ -157,12 +160,15 @@ class Explainer:
         self._decode = decode
 
     def explain(self, prompt: Remembered, previous: Remembered | None = None) -> Explanation:
-        """Explain an admitted prompt, compared with ``previous`` or the most similar one."""
+        """Explain a submitted prompt by comparing it with ``previous`` or the most similar
+        prompt.
+        """
         if previous is not None and previous.namespace != prompt.namespace:
             found = replace(_unexplained(prompt), compared_with=previous.response_id)
             if salt_of(previous.namespace) != salt_of(prompt.namespace):
                 return replace(found, cause="other_salt")
-            return replace(found, cause="first_seen", model_changed=True)  # by another adapter
+            # the other prompt used another adapter
+            return replace(found, cause="first_seen", model_changed=True)
         return self.explain_among(prompt, [] if previous else self._log.earlier(prompt), previous)
 
     def explain_among(
@@ -171,9 +177,11 @@ class Explainer:
         earlier: Sequence[Remembered],
         previous: Remembered | None = None,
     ) -> Explanation:
-        """`explain` with the ``earlier`` prompts of its owner; any thread may do so.
+        """Explain a prompt by comparing it with ``previous`` or the most similar one of
+        ``earlier``.
 
-        O(prompts + prompt), and O(its text) for each of a few prompts where none begins as it does.
+        May run in any thread. O(prompts + prompt), and O(text) for each of a few prompts if none
+        shares a prefix.
         """
         found = _unexplained(prompt)
         other = previous or most_similar(prompt, earlier, self._page_size)
@@ -191,7 +199,9 @@ class Explainer:
         return replace(found, cause=cause, seconds_ago=ago if ago is None else max(0.0, ago))
 
     def find(self, response_id: str, previous_id: str | None = None) -> Explanation | None:
-        """`explain` by ids; None if one is unknown or belongs to another caller."""
+        """Explain the prompt of a response; None if an id is unknown or belongs to another
+        caller.
+        """
         prompt = self._log.find(response_id)
         previous = None if previous_id is None else self._log.find(previous_id)
         if prompt is None or (previous is None and previous_id is not None):
@@ -203,7 +213,9 @@ class Explainer:
     def _compare(
         self, found: Explanation, prompt: Remembered, other: Remembered
     ) -> tuple[Explanation, Cause | None]:
-        """Note the tokens that they share and the first that differs; also its cause, if known."""
+        """Add the common prefix and the first difference; also return the cause, if it is
+        evident.
+        """
         reusable, why, change = prompt.common_len(other), None, None
         if reusable == other.num_tokens:
             why, change = self._of_answers(prompt, other)
@@ -239,7 +251,7 @@ class Explainer:
         return "hit" if _grew(prompt, other, found.reusable_tokens) else "changed"
 
     def known_cause(self, prompt: Remembered) -> Cause | None:
-        """The cause that needs no comparison with another prompt, None where it needs one. O(1)."""
+        """Return the cause if it needs no comparison with another prompt, else None. O(1)."""
         readable = self._whole(prompt.num_tokens - 1)
         if not readable:
             return "too_short"
@@ -253,9 +265,10 @@ class Explainer:
     def _of_answers(
         self, prompt: Remembered, other: Remembered
     ) -> tuple[Cause | None, TokenChange | None]:
-        """The cause and the place where a prompt that goes on from another leaves its answer.
+        """Return why and where a follow-up prompt departs from the earlier answer.
 
-        Nothing where the answer is there as its tokens, or is another one. O(answer).
+        None, None if the answer's tokens are all there, or if the prompt contains another answer.
+        O(answer).
         """
         start = other.num_tokens
         for data in other.answers:
@@ -273,9 +286,9 @@ class Explainer:
     def _departure(
         self, prompt: Remembered, position: int, before: Sequence[int]
     ) -> tuple[Cause | None, TokenChange]:
-        """The tokens where a prompt differs from another, and why, if it lost a thought there.
+        """Return "thinking_stripped" if the prompt lost reasoning at ``position``, and the change.
 
-        ``before``: tokens of the other from there on.
+        ``before``: the earlier prompt's tokens from ``position`` on.
         """
         now = prompt.ids(position, position + TAIL_TOKENS)
         change = TokenChange(
@@ -297,7 +310,7 @@ class Explainer:
         return num_tokens // self._page_size * self._page_size
 
     def _difference(self, now: Remembered, before: Remembered, at: int) -> Difference | None:
-        """The difference of the parts, or else of the tokens."""
+        """Return the first difference of the parts, or of the decoded tokens if no part differs."""
         is_same_talk = _extends(now.note.parts, before.note.parts)
         if not (is_same_talk and at < before.num_tokens - TAIL_TOKENS):
             found = first_difference(before.note.parts, now.note.parts)
@@ -309,16 +322,16 @@ class Explainer:
 
 
 def _was_written(other: Remembered, prompt: Remembered) -> bool:
-    """Whether ``other`` was published when ``prompt`` came: its prompt was computed by then."""
+    """Whether ``other`` was cached when ``prompt`` arrived: its prefill had ended."""
     usage = other.usage
     wait = usage.time_to_first_token
-    if not wait and usage.cached_tokens + usage.cache_write_tokens:  # no token was wanted
+    if not wait and usage.cached_tokens + usage.cache_write_tokens:  # it generated no token
         wait = usage.total_time
     return other.writes and 0 < wait <= prompt.time - other.time
 
 
 def _grew(now: Remembered, before: Remembered, reusable: int) -> bool:
-    """Whether one prompt extends the other, as conversations do, but for how its answer opens."""
+    """Whether one prompt extends the other, apart from the opening of its answer."""
     return reusable == before.num_tokens or (
         reusable >= before.num_tokens - TAIL_TOKENS and _extends(now.note.parts, before.note.parts)
     )
@@ -329,9 +342,10 @@ def _extends(now: Sequence[Part], before: Sequence[Part]) -> bool:
 
 
 def _loses_thought(marks: Thinking, head: str, before: str, now: str) -> bool:
-    """Whether a thought begins behind ``head`` in the text before, and not in the one now.
+    """Whether reasoning begins after ``head`` in the text ``before`` but not in the text ``now``.
 
-    Both texts have the head. A template that opened the thought may write an empty one now.
+    Both texts begin with ``head``. If ``head`` has opened the reasoning, an empty one in ``now``
+    counts as removed.
     """
     if _begins(marks.begin, head, before):
         return not _begins(marks.begin, head, now)
@@ -340,7 +354,7 @@ def _loses_thought(marks: Thinking, head: str, before: str, now: str) -> bool:
 
 
 def _begins(mark: str, head: str, text: str) -> bool:
-    """Whether a mark is the next text behind ``head``, which may have the beginning of it."""
+    """Whether a mark is the first text after ``head``, or begins at its end."""
     at = text.find(mark, max(0, len(head) - len(mark) + 1))
     return at >= 0 and not text[len(head) : at].strip()
 
@@ -353,7 +367,7 @@ def _unexplained(prompt: Remembered) -> Explanation:
 def first_pair(
     before: Sequence[Part], now: Sequence[Part]
 ) -> tuple[Part | None, Part | None] | None:
-    """The first parts that differ, None for one that is missing; None if all are equal."""
+    """Return the first pair of differing parts, None for a missing part; None if all are equal."""
     for old, new in zip_longest(before, now):
         if old != new:
             return old, new
@@ -361,7 +375,10 @@ def first_pair(
 
 
 def change_of(before: Sequence[Part], now: Sequence[Part]) -> tuple[Cause, str | None]:
-    """The cause of a prompt that differs, and the rule of ``--normalize`` for it. O(text)."""
+    """Return the cause of a difference, and the ``--normalize`` rule that would remove it.
+
+    O(text).
+    """
     old, new = first_pair(before, now) or (None, None)
     if "tools" in {part.kind for part in (old, new) if part is not None}:
         if old is None or new is None or old.kind != new.kind:
@@ -382,7 +399,7 @@ def _sorted(tools: str) -> list[bytes]:
 
 
 def first_difference(before: Sequence[Part], now: Sequence[Part]) -> Difference | None:
-    """The first part that differs; None if all are equal."""
+    """Return the first differing part with the text around it; None if all parts are equal."""
     match first_pair(before, now):
         case Part() as old, Part() as new if old.path == new.path:
             at = common_len(old.text, new.text)
@@ -403,13 +420,14 @@ def _around(text: str, at: int) -> str:
     return text[max(0, at - AROUND) : at + AROUND]
 
 
-# -- the fields of the clients' own APIs --------------------------------------------------------
+# -- fields of the providers' own APIs ------------------------------------------------------------
 
 
 def openai_diagnostics(found: Explanation | None) -> Body:
-    """``prompt_cache_diagnostics`` of a Responses body; None: the named response is unknown.
+    """Return ``prompt_cache_diagnostics`` of a Responses body; None: unknown response.
 
-    Reasons that this API lacks (evicted, flushed) are "unavailable". All are in ``explanation``.
+    Causes that OpenAI's API lacks, such as evicted, are reported as "unavailable". The field
+    ``explanation`` has them all.
     """
     if found is None:
         return {"type": "comparison_response_not_found"}
@@ -437,9 +455,10 @@ def _openai_reason(found: Explanation) -> str | None:
 
 
 def anthropic_diagnostics(found: Explanation | None) -> Body | None:
-    """``diagnostics`` of a message; None for ``found``: the named message is unknown.
+    """Return ``diagnostics`` of a message. None for ``found``: unknown message.
 
-    Null means that nothing diverged. Reasons that this API lacks are "unavailable".
+    Returns None if nothing diverged. Causes that Anthropic's API lacks are reported as
+    "unavailable".
     """
     if found is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}

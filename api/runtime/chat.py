@@ -1,8 +1,8 @@
 """ChatAnswer: the next message of a conversation, independent of the API.
 
-A route converts its body to a `ChatInput`; `ChatClient` renders it, adds a grammar where the output
-is structured, and returns a `ChatAnswer`, whose text is split into reasoning, content and tool
-calls while it arrives. The APIs differ only in how they encode that.
+A route converts its body to a `ChatInput`. `ChatClient` renders it, adds a grammar for structured
+output, and returns a `ChatAnswer`, whose text is split into reasoning, content and tool calls as it
+arrives. Only the encoding of the answer depends on the API.
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ from .engine_client import EngineClient
 from .generation import Answer, Generation, each_of
 from .preprocess import PromptTokens, needs_closing, warm_params
 
-MESSAGE_BYTES = 256  # to note a message takes about as long as to read so many
+MESSAGE_BYTES = 256  # recording a message takes about as long as reading so many bytes
 
 
 class ChoiceReader:
-    """Parses the text of one choice into reasoning, content and calls: ``choice`` has all of it."""
+    """Parses the text of one choice into reasoning, content and calls, collected in ``choice``."""
 
     def __init__(self, parser: OutputParser, choice: ToolChoice, *, index: int = 0) -> None:
         self.is_done = False
         self.choice = Choice(index=index)
         self._parser = parser
-        self._is_single = choice.is_single  # the choice ends behind its first call
-        self._has_text = choice.mode != "required"  # else it is what a cut left of a call's mark
+        self._is_single = choice.is_single  # the choice ends after its first call
+        # with a required call, any text is the rest of a truncated mark
+        self._has_text = choice.mode != "required"
         self._num_calls = 0
-        self._is_called = False  # whether the last call is whole
+        self._is_called = False  # whether the last call is complete
 
     def read(self, delta: TextDelta) -> list[TextDelta]:
-        """The deltas of a step: one, or more where content or reasoning follows a call.
+        """Return the deltas of a step: several if content or reasoning follows a call.
 
-        None once the choice has ended, even if the engine still generates. Behind its only call it
-        goes on to the end of the message, or to the next part, which it does not have.
+        Returns no deltas after the end of the choice, even if the engine still generates: after its
+        only call the model continues with text that is not part of the choice.
         """
         if self.is_done:
             return []
@@ -84,10 +85,10 @@ class ChoiceReader:
         return parts
 
     def _message_ids(self, delta: TextDelta) -> list[int] | None:
-        """The ids of the whole message.
+        """Return the token ids of the whole message, None if there are none.
 
-        None where it has none: a stop string may end inside a token, and a choice that ended where
-        something came behind its only call may have the beginning of it.
+        A stop string may end inside a token. A choice that ended after its only call may include
+        the first tokens of the text that follows.
         """
         reason = delta.finish_reason
         if reason is None or self.is_done or isinstance(delta.stop_reason, str):
@@ -96,7 +97,9 @@ class ChoiceReader:
         return ids[:-1] if reason == "stop" else ids
 
     def _end(self, last: TextDelta, delta: TextDelta) -> None:
-        """Set the finish reason, if the choice ended: behind its only call or by its text."""
+        """Set the finish reason if the choice has ended, after its only call or at the end of
+        its text.
+        """
         reason, last.stop_reason = delta.finish_reason, delta.stop_reason
         if self.is_done or reason is not None:
             last.message_ids = self._message_ids(delta)
@@ -107,14 +110,16 @@ class ChoiceReader:
             last.finish_reason = "tool_calls" if self._ends_called(delta) else reason
 
     def _ends_called(self, delta: TextDelta) -> bool:
-        """Whether the finish reason is tool_calls: not for a call that a stop string has cut."""
+        """Whether the finish reason is "tool_calls". A call that a stop string cut does not
+        count.
+        """
         if self._is_single and self._is_called:
             return True
         was_cut = isinstance(delta.stop_reason, str) and not self._is_called
         return delta.finish_reason == "stop" and self._num_calls > 0 and not was_cut
 
     def _take(self, event: Event, part: TextDelta) -> None:
-        """Add a parsed event."""
+        """Add a parsed event to a delta."""
         match event:
             case Reasoning(text):
                 part.reasoning += text
@@ -131,7 +136,7 @@ class ChoiceReader:
                 self._call(part).is_done = self._is_called = True
 
     def _call(self, part: TextDelta) -> CallDelta:
-        """The delta of the present call."""
+        """Return the delta of the current call."""
         index = self._num_calls - 1
         if not part.tool_calls or part.tool_calls[-1].index != index:
             part.tool_calls.append(CallDelta(index=index))
@@ -139,12 +144,12 @@ class ChoiceReader:
 
 
 def _keeps_order(event: Content | Reasoning, part: TextDelta) -> bool:
-    """Whether the event may join the delta: its order is reasoning, content, calls."""
+    """Whether the event may join the delta, whose order is reasoning, content, calls."""
     return not part.tool_calls and (not part.text or isinstance(event, Content))
 
 
 class ChatAnswer:
-    """A running answer. The code that opens one must `close` it in a ``finally``."""
+    """A running answer to a conversation. Its owner must `close` it in a ``finally``."""
 
     def __init__(
         self,
@@ -159,7 +164,7 @@ class ChatAnswer:
         self._answer = answer
         self._llm = llm
         self._chat = chat
-        self._hands_out = hands_out  # whether a message may come back as its ids
+        self._hands_out = hands_out  # whether to return the message's token ids
         self._history = history
         self._readers = [
             ChoiceReader(make_parser(), chat.tool_choice, index=index)
@@ -173,12 +178,12 @@ class ChatAnswer:
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """The prompt."""
+        """The token ids of the prompt."""
         return self._answer.prompt_token_ids
 
     @property
     def request(self) -> Request:
-        """The engine's request of the first choice."""
+        """The engine's request for the first choice."""
         return self._answer.request
 
     @property
@@ -187,15 +192,15 @@ class ChatAnswer:
         return len(self._readers)
 
     def num_tokens(self, index: int) -> int:
-        """Tokens of one choice so far."""
+        """Return the number of tokens that one choice has so far."""
         return self._answer.generations[index].usage.completion_tokens
 
     def close(self) -> None:
-        """Abort requests that still run; may be called twice."""
+        """Abort the requests that still run. May be called twice."""
         self._llm.forget(self._answer)
 
     async def deltas(self) -> AsyncGenerator[TextDelta]:
-        """One delta per step and choice; several choices are interleaved."""
+        """Yield one delta per step and choice. The deltas of several choices are interleaved."""
         try:
             async with aclosing(self._answer.deltas()) as deltas:
                 async for delta in deltas:
@@ -208,7 +213,7 @@ class ChatAnswer:
             raise
 
     def _parts(self, delta: TextDelta) -> list[TextDelta]:
-        """The parts of a step; the end of a choice is remembered."""
+        """Return the deltas of a step. At the end of a choice, remember its token ids."""
         reader = self._readers[delta.index]
         parts = reader.read(delta)
         if parts and parts[-1].finish_reason is not None:
@@ -218,7 +223,7 @@ class ChatAnswer:
         return parts
 
     def _remember(self, choice: Choice) -> None:
-        """Remember the ids of a whole message, unless nothing of the request is to be kept."""
+        """Remember the token ids of a complete message, unless the request forbids cache writes."""
         history, salt, ids = self._history, self._chat.params.cache_salt, choice.message_ids
         if not ids or not self._chat.cache.write:
             return
@@ -231,7 +236,7 @@ class ChatAnswer:
             history.put(owner_of(salt), salt, said, place, ids)
 
     async def collect(self) -> list[Choice]:
-        """Read all of it and close it; the first choice that fails raises."""
+        """Read all choices and close the answer. The first choice that fails raises its error."""
         pairs = zip(self._readers, self._answer.generations, strict=True)
         try:
             return await each_of([self._read(reader, generation) for reader, generation in pairs])
@@ -242,7 +247,7 @@ class ChatAnswer:
             self.close()
 
     async def _read(self, reader: ChoiceReader, generation: Generation) -> Choice:
-        """Read one choice to its end; it is aborted where it ends before its text."""
+        """Read one choice to its end. Abort its request if the choice ends before the text does."""
         async for delta in generation:
             self._parts(delta)
             if reader.is_done:
@@ -250,14 +255,14 @@ class ChatAnswer:
         return reader.choice
 
     async def completion(self) -> Completion:
-        """Read all of it and close it, as one result."""
+        """Read the whole answer, close it and return it."""
         return self._answer.completion(await self.collect())
 
 
 class ChatClient:
-    """Opens chats on a model. ``tool_parser`` and ``reasoning_parser``: see `Syntax.choose`.
+    """Opens conversations on a model. ``tool_parser``, ``reasoning_parser``: see `Syntax.choose`.
 
-    ``history``: answers that are found again by their text; None: none are remembered.
+    ``history``: answers whose token ids can be looked up by their text; None: not remembered.
     ``normalizer`` changes conversations before they are rendered.
     """
 
@@ -277,7 +282,7 @@ class ChatClient:
 
     @cached_property
     def syntax(self) -> Syntax:
-        """The model's output format; available once the model is loaded."""
+        """The model's output format. Available once the model is loaded."""
         tokenizer = self._llm.tokenizer
         return Syntax.choose(
             tokenizer.chat_template,
@@ -311,11 +316,11 @@ class ChatClient:
         hands_out: bool = False,
         transfer: Mapping[str, Any] | None = None,
     ) -> ChatAnswer:
-        """Render, unless that is done, and submit.
+        """Render the conversation, unless ``prompt`` is given, and submit it.
 
-        ``hands_out``: the choices get `Choice.message_ids` where the template can write a message
-        by its ids, and none of these is a control token. ``transfer``: as `EngineClient.open` takes
-        it. Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
+        ``hands_out``: return `Choice.message_ids` if the template can render a message from its ids
+        and none of them is a control token. ``transfer``: see `EngineClient.open`. Raises
+        `InvalidRequest`, `QueueFull` and `EngineDead`.
         """
         self._check_tools(chat)
         if prompt is None:
@@ -355,9 +360,9 @@ class ChatClient:
         )
 
     async def check(self, chat: ChatInput, *, is_prewarm: bool = False) -> Sequence[int]:
-        """Render and check as `open` does, or as `prewarm`; returns the prompt's token ids.
+        """Render and check a conversation without submitting it; return the prompt's token ids.
 
-        Nothing is submitted. Raises `InvalidRequest` and `EngineDead`.
+        ``is_prewarm``: check it as `prewarm` would. Raises `InvalidRequest` and `EngineDead`.
         """
         self._check_tools(chat)
         prompt = await self.render(chat)
@@ -374,9 +379,9 @@ class ChatClient:
             raise
 
     async def render(self, chat: ChatInput) -> PromptTokens:
-        """Token ids of the conversation, tools included, up to where the answer begins.
+        """Return the token ids of a conversation with its tools, up to the start of the answer.
 
-        All prompts of conversations come from here. Raises `InvalidRequest`.
+        All prompts of conversations are rendered here. Raises `InvalidRequest`.
         """
         chat, names = self.normalized(chat)
         images, tokenizer = self._llm.images, self._llm.tokenizer
@@ -395,11 +400,13 @@ class ChatClient:
             raise
 
     def normalized(self, chat: ChatInput) -> tuple[ChatInput, tuple[str, ...]]:
-        """The conversation as it is rendered, and the names of the rules that have changed it."""
+        """Return the conversation after normalization, and the names of the rules that changed
+        it.
+        """
         return (chat, ()) if self._normalizer is None else self._normalizer.apply(chat)
 
     async def _note(self, chat: ChatInput) -> PromptNote:
-        """Compute the note of a prompt; in a thread for a long conversation."""
+        """Record the parts of a prompt; in a thread for a long conversation."""
         size = MESSAGE_BYTES * len(chat.messages)
         marks = self.syntax.thought_marks
         return await self._llm.tokenizer.apart(size, lambda: self.normalized(chat)[0].note(marks))
@@ -413,7 +420,7 @@ class ChatClient:
             raise InvalidRequest(message, param="tools")
 
     def _constrained(self, chat: ChatInput, tail: str) -> SamplingParams:
-        """Sampling parameters, with a grammar of the whole answer where one is needed."""
+        """Return the sampling parameters, with a grammar for the whole answer if one is needed."""
         grammar = self.syntax.constrain(
             chat.params, tools=chat.callable_tools, choice=chat.tool_choice, prompt_tail=tail
         )
@@ -424,7 +431,7 @@ class ChatClient:
         )
 
     def _tail(self, prompt_ids: Sequence[int]) -> str:
-        """The end of the prompt, which may open the reasoning of a model that thinks."""
+        """Return the end of the prompt, which may open the reasoning of a reasoning model."""
         if self.syntax.thinking is None:
             return ""
         return self._llm.tokenizer.decode(prompt_ids[-TAIL_IDS:], skip_special_tokens=False)
@@ -436,9 +443,9 @@ class ChatClient:
         request_id: str | None = None,
         prompt: PromptTokens | None = None,
     ) -> Completion:
-        """Put a conversation into the cache; rendered, unless that is done. Raises as `open`.
+        """Cache the prompt of a conversation. Raises the errors of `open`.
 
-        What comes of it tells whether it was given up; its one token is not to be told.
+        The result shows whether the request was aborted; its single token is not part of an answer.
         """
         self._check_tools(chat)
         if prompt is None:
@@ -458,13 +465,14 @@ class ChatClient:
 
 
 def _needs_closing(chat: ChatInput) -> bool:
-    """Whether the answer must be complete to be useful: calls and JSON must."""
+    """Whether the answer is useless unless complete, as calls and JSON are."""
     return bool(chat.callable_tools) or needs_closing(chat.params)
 
 
 def _name_field(error: InvalidRequest, chat: ChatInput) -> None:
-    """Make errors in the block name the field of the body."""
+    """Rename the field in an error to the body's field."""
     if error.param == "prompt":
         error.param = "messages"
-    elif error.param == "grammar" and chat.params.grammar is None:  # what others became
+    # the grammar was generated from tools or from another field
+    elif error.param == "grammar" and chat.params.grammar is None:
         error.rename("tools" if chat.callable_tools else chat.params.structured_field or "tools")

@@ -1,9 +1,9 @@
 """End tokens: the tokens that end an answer of a model with a chat template.
 
-The files of a model may name too few of them: many GGUF files of fine-tunes name only the end token
-of the base model, and their answers would run on into the next turn. So a token also ends an answer
-if its name is that of an end, or if the chat template writes it behind an assistant's message. Only
-special tokens count, never ordinary text.
+Model files may list too few: many GGUF files of fine-tunes list only the end token of the base
+model, and their answers would continue into the next turn. A special token is therefore also an end
+token if it has a known name, or if the chat template writes it after an assistant's message.
+Ordinary text never counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = frozenset(
         "<end_of_utterance>", "<｜end▁of▁sentence｜>", RETURN, CALL,
     }
 )  # fmt: skip
-"""Names of tokens that end a text, a turn or a message for a tool, in every family of models."""
+"""Names of tokens that end a text, a turn or a call, in all model families."""
 
 _ASKED, _SAID, _THOUGHT, _NEXT, _RESULT = "Quokka?", "Wombat.", "Numbat.", "Dingo?", "Bilby."
 _VALUES = ("Possum", "Potoroo")  # arguments of calls
@@ -42,7 +42,7 @@ _TOOL: Mapping[str, Any] = {
 def end_token_ids(tokenizer: Tokenizer, named: Collection[int]) -> frozenset[int]:
     """Return the ids of the tokens that end an answer.
 
-    ``named``: the ids in the model's files; a model without a chat template has no others.
+    ``named``: the ids in the model's files. They are the only ones without a chat template.
     """
     if not tokenizer.chat_template:
         return frozenset(named)
@@ -53,7 +53,7 @@ def end_token_ids(tokenizer: Tokenizer, named: Collection[int]) -> frozenset[int
 
 
 def _marks(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of the marks inside an answer, by the formats of calls in the template."""
+    """Return the ids of marks inside an answer, for the call formats that the template uses."""
     template, added = tokenizer.chat_template, tokenizer.added_tokens
     return {
         added[mark]
@@ -65,20 +65,22 @@ def _marks(tokenizer: Tokenizer) -> set[int]:
 
 
 class _Conversations:
-    """Short conversations as a chat template writes them."""
+    """Short conversations rendered with a chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._inside = {*self._between_parts()}
 
     def ends(self, known: Collection[int]) -> set[int]:
-        """Return what ends a text and what ends a call, unless a ``known`` token does."""
+        """Return the token after a text and the token after a call, unless a ``known`` one is
+        there.
+        """
         said, asked = _answer(content=_SAID), {"role": "user", "content": _NEXT}
         called, value = self._calling()
         result = {"role": "tool", "tool_call_id": _id(0), "name": "look", "content": _RESULT}
         return {
             *self._behind(said, _SAID, asked, _NEXT, known)[:1],
-            *self._behind(called, value, result, _RESULT, known)[-1:],  # behind marks of calls
+            *self._behind(called, value, result, _RESULT, known)[-1:],  # after the marks of calls
         }
 
     def _behind(
@@ -89,10 +91,10 @@ class _Conversations:
         replied: str,
         known: Collection[int],
     ) -> list[int]:
-        """Return the special tokens behind a message; none if a known one is among them.
+        """Return the special tokens after a message; none if a known end token is among them.
 
-        These are the tokens that the template writes whether a reply follows or not, else those
-        that it writes behind the last message alone, else the first one of the reply.
+        These are the tokens that the template writes with and without a reply; else the ones it
+        writes after the last message only; else the first token of the reply.
         """
         alone = self._outside(self._write(message), said)
         before = self._outside(self._write(message, reply), said, replied)
@@ -102,7 +104,9 @@ class _Conversations:
         return [] if any(each in known for each in found) else found
 
     def _calling(self) -> tuple[Mapping[str, Any], str]:
-        """Return a message with calls, and the last value: two, or one for some templates."""
+        """Return a message with two calls, or one if the template refuses two, and its last
+        argument.
+        """
         for values in (_VALUES, _VALUES[:1]):
             called = _answer(*values)
             if values[-1] in self._write(called):
@@ -110,7 +114,7 @@ class _Conversations:
         return called, values[-1]
 
     def _between_parts(self) -> Iterator[int]:
-        """Yield special tokens between the parts of an answer: thoughts, a text and calls."""
+        """Yield the special tokens between reasoning, text and calls of an answer."""
         for message in (
             _answer(reasoning_content=_THOUGHT, content=_SAID),
             _answer(*_VALUES, reasoning_content=_THOUGHT),
@@ -122,7 +126,9 @@ class _Conversations:
             yield from self._special(written, _THOUGHT, _VALUES[0], is_between=True)
 
     def _write(self, *messages: Mapping[str, Any]) -> str:
-        """Write a user's message and these behind it; "" if the template refuses them."""
+        """Return a user message followed by these messages, rendered; "" if the template
+        refuses.
+        """
         tools = (_TOOL,) if "tool_calls" in messages[0] else ()
         asked = {"role": "user", "content": _ASKED}
         written = self._tokenizer.written([asked, *messages], tools)
@@ -131,14 +137,17 @@ class _Conversations:
         return self._tokenizer.written([_in_parts(each) for each in (asked, *messages)], tools)
 
     def _outside(self, written: str, start: str, stop: str = "") -> list[int]:
-        """Return the tokens of `_special` that never stand inside an answer."""
+        """Return the tokens of `_special` that never occur inside an answer."""
         found = self._special(written, start, stop)
         return [each for each in found if each not in self._inside]
 
     def _special(
         self, written: str, start: str, stop: str = "", *, is_between: bool = False
     ) -> list[int]:
-        """Return the special tokens from the last ``start`` to ``stop``, or to the end."""
+        """Return the special tokens from the last ``start`` to ``stop``, or to the end.
+
+        ``is_between``: return none if ``stop`` is missing.
+        """
         _, has_begun, behind = written.rpartition(start)
         piece, has_ended, _ = behind.partition(stop) if stop else (behind, "", "")
         if not has_begun or (is_between and not has_ended):
@@ -147,7 +156,7 @@ class _Conversations:
 
 
 def _answer(*values: str, content: str = "", **fields: str) -> dict[str, Any]:
-    """Return an assistant's message, with a call for each of these arguments."""
+    """Return an assistant's message, with a call for each value."""
     calls = [_call(number, value) for number, value in enumerate(values)]
     given = {"role": "assistant", "content": content, **fields}
     return {**given, "tool_calls": calls} if calls else given
@@ -159,10 +168,10 @@ def _call(number: int, value: str) -> dict[str, Any]:
 
 
 def _id(number: int) -> str:
-    """An id of nine letters and digits, which some templates insist on."""
+    """Return a call id of nine letters and digits, which some templates require."""
     return f"call0000{number}"
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message for templates that take lists of parts alone."""
+    """Return a message whose content is a list of parts, which some templates require."""
     return {**message, "content": [{"type": "text", "text": message.get("content", "")}]}

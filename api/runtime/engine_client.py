@@ -64,14 +64,16 @@ from .preprocess import (
 )
 from .serving_engine import ServingEngine
 
-MAX_COMPARISONS = 8  # that wait for the thread; prompts beyond are not counted by their cause
+# comparisons that may wait for the thread; further misses are not counted by cause
+MAX_COMPARISONS = 8
 
 
 class EngineClient:
-    """Converts prompts to engine requests; the base of `AsyncLLM` and of the HTTP routes.
+    """Converts prompts to engine requests. The base of `AsyncLLM` and of the HTTP routes.
 
-    ``options`` are those of `EngineConfig`, which are the flags of ``foretoken serve``. The model
-    is loaded by `start`, by ``async with``, or by the first request. Belongs to one event loop.
+    ``options`` are the fields of `EngineConfig`, which are the flags of ``foretoken serve``. The
+    model is loaded by `start`, by ``async with``, or by the first request. Belongs to one event
+    loop.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:  # noqa: ANN401 - EngineConfig checks them
@@ -79,42 +81,44 @@ class EngineClient:
         self._model = model
         self._built: Built[ServingEngine] | None = None
         self._tokenizer: Tokenizer | None = None
-        self._grammars: Grammars | None = None  # there when the tokenizer is
-        self.images: ImageReader | None = None  # the same, of a model that takes images
+        self._grammars: Grammars | None = None  # set together with the tokenizer
+        # set with the tokenizer for a model with image input
+        self.images: ImageReader | None = None
         self._starting = asyncio.Lock()
-        self._loading: asyncio.Task[Built[ServingEngine]] | None = None  # also of a cancelled start
-        self._ending: asyncio.Task[None] | None = None  # `close`, behind a cancelled ``async with``
+        # kept if `start` is cancelled
+        self._loading: asyncio.Task[Built[ServingEngine]] | None = None
+        self._ending: asyncio.Task[None] | None = None  # `close` after a cancelled ``async with``
         self._closed = False  # new requests and calls are refused
-        self._is_over = False  # those of open calls, too
-        self._num_calls = 0  # that are open
+        self._is_over = False  # requests of open calls are refused, too
+        self._num_calls = 0  # number of open calls
         self._no_calls = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first `start`
-        # `for_server` sets both
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the first `start`
+        # set by `for_server`
         self.max_request_seconds: float | None = None
         self._counts_causes = False
-        self.prompts = PromptLog()  # of late, to tell why later ones miss the cache
-        # prompts that were computed, by why they missed the cache
+        self.prompts = PromptLog()  # recent prompts, to explain later cache misses
+        # number of prompts by cause of their cache miss
         self.causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
         self._counting: set[asyncio.Task[None]] = set()
-        # a thread of its own: the texts of requests wait for no comparison
+        # A separate thread, so that tokenization does not wait for comparisons.
         self._comparing = Worker("foretoken-causes")
-        self.adapters = Adapters()  # those of the engine are there after `start`
-        self._answers: dict[str, Answer] = {}  # until the caller is done with them
+        self.adapters = Adapters()  # replaced by the engine's adapters in `start`
+        self._answers: dict[str, Answer] = {}  # answers that their callers still use
         self._room = asyncio.Event()  # set when an answer ends
-        self._people_left = -math.inf  # when the last answer ended that is not of a batch
+        self._people_left = -math.inf  # when the last answer outside a batch ended
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:
-        """A client of an existing engine, which `start` starts."""
+        """Return a client of an existing engine. `start` starts the engine."""
         llm = cls()
         llm._built = built
         return llm
 
     def for_server(self, max_request_seconds: float) -> None:
-        """Bound the time of each request, and count why prompts miss the cache.
+        """Limit the duration of each request, and count the causes of cache misses.
 
-        A request may have an earlier deadline. Each prompt that misses is compared with earlier
-        ones, on a thread of its own.
+        A request may set an earlier deadline. Causes are found by comparison with earlier prompts
+        in a separate thread.
         """
         self.max_request_seconds = max_request_seconds
         self._counts_causes = True
@@ -122,13 +126,13 @@ class EngineClient:
     # -- life -----------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Do what comes before a server listens: all of `start`, unless that waits for others."""
+        """Do the part of `start` that a server needs before it listens."""
         await self.start()
 
     async def start(self) -> None:
-        """Load the model, off the event loop, and start the engine; may be called twice.
+        """Load the model in a thread and start the engine. May be called twice.
 
-        Where it is cancelled the model is loaded all the same, for the next `start`.
+        If the call is cancelled, loading continues and the next `start` uses the result.
         """
         self._check_open()
         self._loop = asyncio.get_running_loop()
@@ -136,7 +140,7 @@ class EngineClient:
             self._check_open()
             if self._tokenizer is not None:
                 return
-            template, options = template_of(self.config)  # before the slow part
+            template, options = template_of(self.config)  # fails early, before the slow part
             if self._built is None:
                 self._built = await self._build()
             tokenizer = await asyncio.to_thread(
@@ -168,12 +172,12 @@ class EngineClient:
         return end_token_ids(tokenizer, built.eos_token_ids)
 
     async def _build(self) -> Built[ServingEngine]:
-        """The loaded model. A load cannot be cancelled: it is kept for whoever waits next."""
+        """Return the loaded model. Loading cannot be cancelled: a later call uses its result."""
         if self._loading is None:
             self._loading = asyncio.create_task(self._load(), name="foretoken-load")
         try:
             built = await asyncio.shield(self._loading)
-        except Exception:  # no cancellation: that may come when the model is there
+        except Exception:  # not CancelledError, which may arrive after the model was loaded
             self._loading = None
             raise
         self._loading = None
@@ -181,14 +185,14 @@ class EngineClient:
 
     async def _load(self) -> Built[ServingEngine]:
         """Load the model off the event loop."""
-        keep_freed_memory()  # from here: in a thread it would come too late for others
+        keep_freed_memory()  # must run in the main thread, before other threads allocate
         return await asyncio.to_thread(_build, self._model, self.config)
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, let running ones finish for a time, abort the rest; idempotent.
+        """Refuse new requests, let running ones finish within a time, abort the rest. Idempotent.
 
-        Calls of several requests finish like single ones: those that they still have to submit are
-        taken within that time.
+        Calls of several requests finish too: the requests that they still have to submit are
+        accepted within ``drain_seconds``.
         """
         self._closed = True
         drain_seconds = await self._finish_calls(drain_seconds)
@@ -197,7 +201,7 @@ class EngineClient:
             task.cancel()
         self._comparing.close()
         async with self._starting:
-            if self._loading is not None:  # behind a cancelled start
+            if self._loading is not None:  # left by a cancelled start
                 await asyncio.wait({self._loading})
                 if not self._loading.cancelled() and self._loading.exception() is None:
                     self._built = self._loading.result()
@@ -214,7 +218,7 @@ class EngineClient:
                 self.images.close()
 
     async def _finish_calls(self, seconds: float) -> float:
-        """Wait for open calls, no longer than these seconds; returns those that are left."""
+        """Wait for open calls, at most ``seconds``. Return the seconds that are left."""
         if not self._num_calls or seconds <= 0:
             return seconds
         until = time.monotonic() + seconds
@@ -224,9 +228,9 @@ class EngineClient:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Keep a call of several requests open, whose end `close` waits for.
+        """Keep a call of several requests open; `close` waits for its end.
 
-        Raises `EngineDead` where new requests are refused.
+        Raises `EngineDead` if new requests are refused.
         """
         self._check_open()
         self._num_calls += 1
@@ -258,7 +262,9 @@ class EngineClient:
         await self.close()
 
     def _check_open(self, *, is_in_call: bool = False) -> None:
-        """Raise `EngineDead` unless a new request is taken, or one of an open call."""
+        """Raise `EngineDead` if new requests are refused, or with ``is_in_call`` a call's
+        requests.
+        """
         if self._is_over or (self._closed and not is_in_call):
             raise EngineDead("this LLM is closed")
         if self._loop not in (None, asyncio.get_running_loop()):
@@ -266,52 +272,54 @@ class EngineClient:
 
     @property
     def built(self) -> Built[ServingEngine]:
-        """The engine and its model; only after `start`."""
+        """The engine and its model. Available after `start`."""
         if self._built is None:
             raise self._absence
         return self._built
 
     @property
     def _absence(self) -> ForetokenError:
-        """The error of a use before `start` is done."""
+        """The error to raise before `start` has finished."""
         return EngineDead("this LLM is not started")
 
     @property
     def engine(self) -> ServingEngine:
-        """The engine; only after `start`."""
+        """The engine. Available after `start`."""
         return self.built.engine
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; only after `start`."""
+        """The model's tokenizer. Available after `start`."""
         if self._tokenizer is None:
             raise self._absence
         return self._tokenizer
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page of the prefix cache; only after `start`."""
+        """Tokens per page of the prefix cache. Available after `start`."""
         return self.engine.page_size
 
     @property
     def num_pages(self) -> int:
-        """Pages of the KV pool; only after `start`."""
+        """Number of pages in the KV pool. Available after `start`."""
         return self.engine.num_pages
 
     async def when_complete(self) -> None:
-        """Wait, after `start`, until all that is to serve is there; here it is."""
+        """Wait until every component that serves is ready; only a front waits, for its replicas."""
 
     def replicas(self) -> Body:
-        """The engines in other processes that serve its requests; none where it has its own."""
+        """Return the state of the replicas that serve requests; empty for an engine of its own."""
         return {"replicas": []}
 
     async def change_replicas(self, least: int, most: int) -> None:
-        """Change the fewest and most of them.
+        """Change the minimum and maximum number of replicas.
 
-        Raises `InvalidRequest` where it does not start them itself.
+        Raises `InvalidRequest` if this server does not start replicas.
         """
         del least, most
-        raise InvalidRequest("this server starts no replicas: that needs --ray", param="replicas")
+        raise InvalidRequest(
+            "this server does not start replicas: it needs --ray", param="replicas"
+        )
 
     @property
     def draining(self) -> bool:
@@ -323,7 +331,7 @@ class EngineClient:
         """Whether a new request would be accepted."""
         return not self._closed and self._tokenizer is not None and self.engine.alive
 
-    # -- the way in -----------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     async def open(
         self,
@@ -338,13 +346,13 @@ class EngineClient:
         pooling: Pooling | None = None,
         transfer: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Tokenise and submit. The caller must `forget` the answer in a ``finally``.
+        """Tokenize a prompt and submit it. The caller must `forget` the answer in a ``finally``.
 
-        ``shown_ids``: special tokens that its text shows. ``needs_closing``: its grammar must be
-        completed within its tokens, as a JSON schema is. ``pooling``: what the request wants in
-        place of text; its prompt is not remembered, it is no turn of a session, and part of a
-        `call`. ``transfer``: its ``kv_transfer_params``, which mean nothing unless the engine
-        transfers KV.
+        - ``shown_ids``: special tokens to show in the text.
+        - ``needs_closing``: complete the structured output within the token limit, as JSON must.
+        - ``pooling``: request vectors or scores in place of text. Such a request belongs to a
+          `call`, is not part of a session, and its prompt is not logged.
+        - ``transfer``: ``kv_transfer_params`` of the body, ignored without KV transfer.
 
         Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded` and `EngineDead`.
         """
@@ -373,7 +381,7 @@ class EngineClient:
                 self.prompts.record(answer.request_id, first, note, self.engine.now)
         except BaseException:
             if transfers is not None and handover.offer is not None:
-                transfers.end(handover.offer)  # its peer may free the pages
+                transfers.end(handover.offer)  # lets the peer free the pages
             self.forget(answer)
             raise
         return answer
@@ -387,10 +395,10 @@ class EngineClient:
         pooling: Pooling | None = None,
         param: str = "prompt",
     ) -> Sequence[int]:
-        """Tokenise and check as `open` does, and submit nothing; returns the prompt's token ids.
+        """Tokenize and check a prompt as `open` does, without submitting it; return its token ids.
 
-        ``param``: the field that has the prompt, for errors. Raises `InvalidRequest` as `open`
-        does, and `EngineDead` for a closed client.
+        ``param``: the field of the prompt, for errors. Raises `InvalidRequest`, and `EngineDead` if
+        the client is closed.
         """
         self._check_open(is_in_call=pooling is not None)
         if (name := params.lora or adapter_name()) is not None:
@@ -402,7 +410,7 @@ class EngineClient:
             needs_closing=needs_closing,
             pooling=pooling,
         )
-        choice, seed = next(children(prepared.params))  # its siblings differ in the seed
+        choice, seed = next(children(prepared.params))  # the choices differ only in the seed
         try:
             self.engine.check(self._request("", dataclasses.replace(prepared, params=choice), seed))
         except InvalidRequest as error:
@@ -412,12 +420,12 @@ class EngineClient:
         return prepared.prompt.token_ids
 
     def abort(self, request_id: str) -> None:
-        """End a request and all its choices; unknown ids are ignored."""
+        """Abort a request with all its choices. Unknown ids are ignored."""
         answer = self._answers.pop(request_id, None)
         if answer is not None:
             answer.aborted = True
             answer.close()
-            self._room.set()  # it may wait for room
+            self._room.set()  # the caller may be waiting for room
 
     async def render_text(
         self,
@@ -427,17 +435,17 @@ class EngineClient:
         tools: Sequence[Mapping[str, Any]] = (),
         is_try: bool = False,
     ) -> str:
-        """The text of a conversation in the model's own format; ``options`` are its template's.
+        """Return the rendered text of a conversation. ``options``: variables of the template.
 
-        ``tools`` are functions in OpenAI's shape, which is what templates take. ``is_try``: a
-        failure of the template is not logged.
+        ``tools`` are functions in OpenAI's shape, as templates expect them. ``is_try``: do not log
+        a failure. Raises `InvalidRequest`.
         """
         if not messages:
             raise InvalidRequest("messages must have at least one message", param="messages")
         return await self.tokenizer.render_chat(messages, options or {}, tools=tools, is_try=is_try)
 
     async def finish(self, answer: Answer) -> Completion:
-        """Read all of an answer."""
+        """Read the whole answer and forget it."""
         try:
             return await answer.collect()
         finally:
@@ -452,15 +460,15 @@ class EngineClient:
         request_id: str | None = None,
         note: PromptNote = NO_NOTE,
     ) -> Usage:
-        """Compute a prompt and leave it in the cache."""
+        """Compute a prompt, keep it in the cache, and return its usage."""
         params = warm_params(SamplingParams(cache_salt=cache_salt))
         answer = await self.open(prompt, params, request_id=request_id, cache=cache, note=note)
         return (await self.finish(answer)).usage
 
     def explain(self, response_id: str, *, previous_id: str | None = None) -> Explanation | None:
-        """Explain the cache misses of a prompt, compared with another; None if one is unknown.
+        """Explain the cache misses of a response's prompt; None if an id is unknown.
 
-        Prompts of other callers are unknown, too.
+        ``previous_id``: the response to compare with. Prompts of other callers are unknown.
         """
         return self._explainer.find(response_id, previous_id)
 
@@ -469,19 +477,19 @@ class EngineClient:
         return Explainer(self.prompts, self.page_size, self._decoded)
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids; rows of images, whose ids are negative, have none."""
+        """Return the text of token ids. Image rows have negative ids and no text."""
         text_ids = [token_id for token_id in token_ids if token_id >= 0]
         return self.tokenizer.decode(text_ids, skip_special_tokens=False)
 
     @property
     def seconds_alone(self) -> float:
-        """Seconds since the last answer ended that is not of a batch; 0 while there is one."""
+        """Seconds since the last answer outside a batch ended; 0 while one runs."""
         if any(not each.in_batch for each in self._answers.values()):
             return 0.0
         return time.monotonic() - self._people_left
 
     def forget(self, answer: Answer) -> None:
-        """Abort the rest of an answer and free its id; may be called twice."""
+        """Abort the rest of an answer and free its id. May be called twice."""
         answer.close()
         if answer.adapter is not None:
             adapter, answer.adapter = answer.adapter, None
@@ -491,18 +499,20 @@ class EngineClient:
                 self._people_left = time.monotonic()
             del self._answers[answer.request_id]
             self._count_cause(answer)
-        if answer.generations:  # one that was refused has made no room
+        if answer.generations:  # a refused request frees no room
             self._room.set()
 
     async def wait_for_room(self, seconds: float) -> None:
-        """Wait until an answer ends, no longer than these seconds: others use the queue, too."""
+        """Wait until an answer ends, at most ``seconds``, since other callers also use the
+        queue.
+        """
         self._room.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._room.wait()
 
     def _count_cause(self, answer: Answer) -> None:
-        """Count why the prompt missed the cache; a comparison runs behind the answer."""
+        """Count why a prompt missed the cache. A comparison runs in the background."""
         prompt = self.prompts.find(answer.request_id) if self._counts_causes else None
         if prompt is None or not prompt.usage.completion_tokens or self._closed:
             return
@@ -515,7 +525,9 @@ class EngineClient:
         task.add_done_callback(self._counting.discard)
 
     async def _count_cause_of(self, prompt: Remembered) -> None:
-        """Count the cause by comparison: a long one in a thread, none where too many wait."""
+        """Count the cause found by comparison. A long one runs in a thread, or not at all if
+        too many wait.
+        """
         earlier = self.prompts.earlier(prompt)
         explain = partial(self._explainer.explain_among, prompt, earlier)
         if sum(each.num_compared_bytes for each in (prompt, *earlier)) <= APART_BYTES:
@@ -533,9 +545,9 @@ class EngineClient:
     def _register(
         self, params: SamplingParams, request_id: str | None, *, is_in_call: bool = False
     ) -> Answer:
-        """Register the id before anything is awaited, so that `abort` finds it from the start.
+        """Register the id before the first await, so that `abort` always finds it.
 
-        All requests pass here: fields that they leave out get the model's own values.
+        All requests pass through here: the model's recommended values are filled in.
         """
         self._check_open(is_in_call=is_in_call)
         request_id = request_id or f"req-{random_id()}"
@@ -559,7 +571,9 @@ class EngineClient:
         needs_closing: bool = False,
         pooling: Pooling | None = None,
     ) -> Prepared:
-        """Tokenise and compile; ``param``: the field that has the prompt, for errors."""
+        """Tokenize the prompt and compile the grammar. ``param``: the prompt's field, for
+        errors.
+        """
         own = self.tokenizer
         generates = pooling is None and not params.prompt_only
         if isinstance(prompt, str):
@@ -584,7 +598,7 @@ class EngineClient:
     def _submit_choices(
         self, answer: Answer, prepared: Prepared, since: float | None = None
     ) -> None:
-        """Give all of them to the engine or none. Their time counts since then, else from now."""
+        """Submit all choices or none. Deadlines count from ``since``, by default from arrival."""
         self._check_open(is_in_call=prepared.pooling is not None)
         answer.prompt = prepared.prompt
         try:
@@ -633,7 +647,7 @@ class EngineClient:
     def _request(
         self, name: str, prepared: Prepared, seed: int, on_token: OnToken | None = None
     ) -> Request:
-        """Make the engine's request of one choice."""
+        """Return the engine's request for one choice."""
         ends = self.built.eos_token_ids
         return make_request(name, prepared, seed=seed, eos_token_ids=ends, on_token=on_token)
 

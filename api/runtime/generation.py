@@ -41,16 +41,16 @@ class Generation:
     ) -> None:
         self.request = request
         self.index = index
-        self.finish_reason: str | None = None  # once it was read to its end
+        self.finish_reason: str | None = None  # set when it was read to its end
         self._text = text
         self._stream = stream
         self._abort = abort
-        self._served: list[int] = []  # where a prediction is compared with it
+        self._served: list[int] = []  # tokens so far, if a prediction is compared with them
         self._has_logprobs = request.sampling.params.logprobs is not None
 
     @property
     def ended(self) -> bool:
-        """Whether the engine has finished, even if not all is read."""
+        """Whether the engine has finished, even if output is still unread."""
         return self._stream.ended
 
     @property
@@ -66,7 +66,7 @@ class Generation:
         return usage
 
     def close(self) -> None:
-        """Abort the request unless it has ended; may be called twice."""
+        """Abort the request unless it has ended. May be called twice."""
         if not self.ended:
             self._abort(self.request.request_id)
 
@@ -77,14 +77,14 @@ class Generation:
         return self._dress(await anext(self._stream))
 
     async def deltas(self) -> AsyncGenerator[TextDelta]:
-        """All deltas."""
+        """Yield all deltas."""
         async for delta in self:
             yield delta
 
     async def pooled(self) -> array[float]:
-        """The numbers that a request wants in place of an answer, once its prompt is computed.
+        """Return the vector or the scores of a pooling request.
 
-        Raises `DeadlineExceeded`, and `EngineDead` where it was aborted.
+        Raises `DeadlineExceeded`, and `EngineDead` if the request was aborted.
         """
         async for delta in self._stream:
             if delta.finish_reason is not None:
@@ -115,7 +115,7 @@ class Generation:
         )
 
     def _read(self, delta: Delta) -> None:
-        """Convert tokens to text; the stop token has none."""
+        """Convert tokens to text. The stop token has no text."""
         token_ids = delta.token_ids
         if delta.finish_reason is FinishReason.STOP:
             token_ids = token_ids[:-1]
@@ -129,7 +129,7 @@ class Generation:
 
 
 class Answer:
-    """The n generations of one prompt. `close` it in a ``finally``."""
+    """The n generations of one prompt. Its owner must `close` it in a ``finally``."""
 
     def __init__(
         self,
@@ -141,35 +141,35 @@ class Answer:
     ) -> None:
         self.request_id = request_id
         self.params = params
-        self.adapter = adapter  # until the answer is forgotten
-        self.in_batch = in_batch  # no person waits for it
-        self.prompt = NO_PROMPT  # until it is prepared
-        self.generations: list[Generation] = []  # until the engine has room
-        self.aborted = False  # maybe before there is anything to abort
+        self.adapter = adapter  # None once the answer is forgotten
+        self.in_batch = in_batch  # belongs to a batch
+        self.prompt = NO_PROMPT  # set once the prompt is prepared
+        self.generations: list[Generation] = []  # empty until the request is submitted
+        self.aborted = False  # may be set before the request is submitted
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """The prompt."""
+        """The token ids of the prompt."""
         return self.prompt.token_ids
 
     @property
     def request(self) -> Request:
-        """The request of its first choice; only once it is submitted."""
+        """The request of the first choice. Available after submission."""
         return self.generations[0].request
 
     @property
     def ended(self) -> bool:
-        """Whether the engine has finished all of them."""
+        """Whether the engine has finished all generations."""
         return bool(self.generations) and all(each.ended for each in self.generations)
 
     @property
     def finish_reasons(self) -> Sequence[str | None]:
-        """The finish reason of each generation; None: it has not ended."""
+        """The finish reason of each generation; None while it runs."""
         return [each.finish_reason for each in self.generations]
 
     @property
     def usage(self) -> Usage:
-        """The prompt counted once, the rest summed."""
+        """The usage: the prompt counted once, the generated tokens of all choices."""
         usages = [generation.usage for generation in self.generations]
         usage = usages[0] if len(usages) == 1 else total_usage(usages)
         usage.spliced_tokens = self.prompt.num_spliced
@@ -177,23 +177,23 @@ class Answer:
         return usage
 
     def close(self) -> None:
-        """Abort generations that have not ended; may be called twice."""
+        """Abort the generations that still run. May be called twice."""
         for generation in self.generations:
             generation.close()
 
     def deltas(self) -> AsyncGenerator[TextDelta]:
-        """The deltas of all choices as they come, each with its index."""
+        """Yield the deltas of all choices as they arrive, each with the index of its choice."""
         if len(self.generations) == 1:
             return self.generations[0].deltas()
         return merge([generation.deltas() for generation in self.generations])
 
     async def collect(self) -> Completion:
-        """Read the whole answer; the first choice that fails raises."""
+        """Read the whole answer. The first choice that fails raises its error."""
         choices = await each_of([_read(generation) for generation in self.generations])
         return self.completion(choices)
 
     def completion(self, choices: list[Choice]) -> Completion:
-        """Build the completion of all ``choices``, with the prompt and the usage."""
+        """Return the completion of all ``choices``, with the prompt and the usage."""
         prompt_logprobs = None
         if self.params.prompt_logprobs is not None:
             prompt_logprobs = [None, *choices[0].prompt_logprobs]
@@ -207,12 +207,12 @@ class Answer:
 
 
 class Answers:
-    """The answers to several prompts as one, whose choices are numbered through."""
+    """The answers to several prompts, with all their choices numbered consecutively."""
 
     def __init__(self, answers: Sequence[Answer], forget: Callable[[Answer], None]) -> None:
         self.all = answers
         self._forget = forget
-        self._n = answers[0].params.n  # choices of each
+        self._n = answers[0].params.n  # choices per answer
 
     @property
     def request(self) -> Request:
@@ -221,48 +221,48 @@ class Answers:
 
     @property
     def usage(self) -> Usage:
-        """The usage of all so far."""
+        """The usage of all answers so far."""
         usages = [answer.usage for answer in self.all]
         return usages[0] if len(usages) == 1 else batch_usage(usages)
 
     @property
     def num_choices(self) -> int:
-        """Number of choices of all."""
+        """Number of choices of all answers."""
         return len(self.all) * self._n
 
     def num_tokens(self, index: int) -> int:
-        """Tokens of one choice so far."""
+        """Return the number of tokens that one choice has so far."""
         prompt_index, index = divmod(index, self._n)
         return self.all[prompt_index].generations[index].usage.completion_tokens
 
     def deltas(self) -> AsyncGenerator[TextDelta]:
-        """The deltas of all choices as they come, each with its index."""
+        """Yield the deltas of all choices as they arrive, each with the index of its choice."""
         if len(self.all) == 1:
             return self.all[0].deltas()
         return merge([_shifted(each, self._n * index) for index, each in enumerate(self.all)])
 
     async def collect(self) -> list[Completion]:
-        """Read all of them and close them; the first that fails raises."""
+        """Read all answers and close them. The first one that fails raises its error."""
         try:
             return await each_of([answer.collect() for answer in self.all])
         finally:
             self.close()
 
     def close(self) -> None:
-        """Abort what still runs; may be called twice."""
+        """Abort the answers that still run. May be called twice."""
         for answer in self.all:
             self._forget(answer)
 
 
 async def _shifted(answer: Answer, first_index: int) -> AsyncGenerator[TextDelta]:
-    """An answer's deltas with the indices that its choices have among those of all answers."""
+    """Yield an answer's deltas with their choice indices shifted by ``first_index``."""
     async with aclosing(answer.deltas()) as deltas:
         async for delta in deltas:
             yield replace(delta, index=first_index + delta.index)
 
 
 async def _read(generation: Generation) -> Choice:
-    """Read one choice to its end; every stream ends with a reason or raises."""
+    """Read one choice to its end. Raises RuntimeError for a stream without a finish reason."""
     choice = Choice(index=generation.index)
     async for delta in generation:
         choice.add(delta)
@@ -272,14 +272,14 @@ async def _read(generation: Generation) -> Choice:
 
 
 async def each_of(readings: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently; returns their results, or raises the first failure."""
+    """Run coroutines concurrently. Return their results, or raise the first failure."""
     if len(readings) == 1:
         return [await readings[0]]
     return await asyncio.gather(*readings)
 
 
 async def merge(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Merge several streams, each item as soon as it arrives; closes all of them."""
+    """Yield the items of several streams as they arrive. All streams are closed at the end."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:
             async for delta in only:
@@ -318,14 +318,14 @@ async def _cancel(tasks: dict[asyncio.Task[T], AsyncGenerator[T]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-RUN = 3  # tokens in a row by which the answer is found again in the prediction
+RUN = 3  # number of equal tokens by which the answer is realigned with the prediction
 
 
 def count_standing(prediction: Sequence[int], answer: Sequence[int]) -> int:
-    """Number of tokens of the prediction that occur in the answer, in order.
+    """Return how many tokens of the prediction occur in the answer, in order.
 
-    Where the two part, the answer is found again further on in the prediction by the next `RUN`
-    tokens that both have. O(len(prediction) + len(answer) log len(prediction)).
+    After a difference, the answer is realigned at the next `RUN` tokens that occur further on in
+    the prediction. O(len(prediction) + len(answer) log len(prediction)).
     """
     places: dict[tuple[int, ...], list[int]] | None = None
     count = at = index = 0
@@ -344,7 +344,7 @@ def count_standing(prediction: Sequence[int], answer: Sequence[int]) -> int:
 
 
 def _places(prediction: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
-    """The positions of each run of tokens."""
+    """Return the positions of each run of `RUN` tokens."""
     places: dict[tuple[int, ...], list[int]] = {}
     for start in range(len(prediction) - RUN + 1):
         places.setdefault(tuple(prediction[start : start + RUN]), []).append(start)

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command starts."""
+"""Handling of Ctrl-C while a command starts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a command that Ctrl-C has ended."""
+"""Exit status of a command that was ended by Ctrl-C."""
 
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Let SIGINT end the process with status 130, in place of raising KeyboardInterrupt.
+    """Let SIGINT end the process with status 130 instead of raising KeyboardInterrupt.
 
-    A model is loaded in a thread, which cannot be cancelled: the process would wait for it, for
-    minutes where the model is large. While modules are imported, the exception would show a
-    traceback of theirs. For commands alone, whose process has nothing to finish yet. A SIGINT that
-    is ignored, as behind a shell's ``&``, stays so.
+    The model is loaded in a thread that cannot be cancelled, so the process would wait for it, for
+    minutes with a large model. During imports the exception would print a long traceback. For
+    commands only, while there is no work to finish. An ignored SIGINT, as after a shell's ``&``,
+    stays ignored.
     """
-    is_main = threading.current_thread() is threading.main_thread()  # others get no signals
+    # only the main thread handles signals
+    is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield
         return
@@ -34,6 +35,6 @@ def ending_at_once() -> Iterator[None]:
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    if os.isatty(2):  # behind a bar, say
+    if os.isatty(2):  # a progress bar may have left an incomplete line
         os.write(2, b"\n")
     os._exit(INTERRUPTED)

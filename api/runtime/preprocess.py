@@ -1,4 +1,4 @@
-"""Convert prompts and parameters of a caller to engine requests."""
+"""Conversion of prompts and parameters to engine requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SEED_BITS = 64
 
 
 def make_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Check engine options; a name that does not exist is an `InvalidRequest`."""
+    """Return the checked engine options. Raises `InvalidRequest` for an unknown name."""
     known = EngineConfig.names()
     for name in options:
         if name not in known:
@@ -47,7 +47,10 @@ def make_config(options: Mapping[str, Any]) -> EngineConfig:
 
 
 def is_one_prompt(prompt: object) -> TypeGuard[Prompt]:
-    """Whether this is a text or a list of token ids, not a list of prompts."""
+    """Whether this is a text or a list of token ids, not a list of prompts.
+
+    Raises `InvalidRequest` for other types.
+    """
     if isinstance(prompt, str):
         return True
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
@@ -56,14 +59,17 @@ def is_one_prompt(prompt: object) -> TypeGuard[Prompt]:
 
 
 def is_one_conversation(messages: object) -> TypeGuard[Conversation]:
-    """Whether this is a list of messages, not a list of conversations."""
+    """Whether this is a list of messages, not a list of conversations.
+
+    Raises `InvalidRequest` for other types.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequest("messages must be a list of objects", param="messages")
     return len(messages) == 0 or isinstance(messages[0], Mapping)
 
 
 def one_params(params: object) -> SamplingParams:
-    """The parameters of a single prompt."""
+    """Return the parameters of a single prompt. Raises `InvalidRequest` for another type."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -72,7 +78,7 @@ def one_params(params: object) -> SamplingParams:
 
 
 def warm_params(params: SamplingParams, *, max_tokens: int = 0) -> SamplingParams:
-    """Parameters that compute the same prompt, alone or with a few tokens."""
+    """Return parameters that only compute the prompt, or generate ``max_tokens`` tokens."""
     return SamplingParams(
         max_tokens=max_tokens,
         prompt_only=not max_tokens,
@@ -85,7 +91,7 @@ def warm_params(params: SamplingParams, *, max_tokens: int = 0) -> SamplingParam
 
 
 def with_adapter(params: object, lora: str | None) -> object:
-    """The parameters, one set or several, with the name of an adapter, if there is one."""
+    """Return the parameters, one set or a list, with the adapter ``lora`` if it is given."""
     if lora is None:
         return params
     if params is None or isinstance(params, SamplingParams):
@@ -96,7 +102,7 @@ def with_adapter(params: object, lora: str | None) -> object:
 
 
 def many_params(params: object, count: int) -> list[SamplingParams]:
-    """One set of parameters per prompt, from one for all or a list."""
+    """Return one set of parameters per prompt. Raises `InvalidRequest` for another number."""
     if params is None or isinstance(params, SamplingParams):
         return [one_params(params)] * count
     if not isinstance(params, Sequence) or len(params) != count:
@@ -106,14 +112,14 @@ def many_params(params: object, count: int) -> list[SamplingParams]:
 
 
 def one_id(request_id: object) -> str | None:
-    """The id of a single request."""
+    """Return the id of a single request. Raises `InvalidRequest` for another type."""
     if request_id is not None and not (isinstance(request_id, str) and request_id):
         raise InvalidRequest("request_id must be a text", param="request_id")
     return request_id
 
 
 def many_ids(request_id: object, count: int) -> list[str | None]:
-    """One id per prompt, or none at all."""
+    """Return one id per prompt, all None without ids. Raises `InvalidRequest`."""
     if request_id is None:
         return [None] * count
     if isinstance(request_id, str) or not isinstance(request_id, Sequence):
@@ -126,7 +132,7 @@ def many_ids(request_id: object, count: int) -> list[str | None]:
 
 
 def children(params: SamplingParams) -> Iterator[tuple[SamplingParams, int]]:
-    """Parameters and seed of each of the n choices; choice 0 has the seed of n = 1."""
+    """Yield parameters and seed of each of the n choices. Choice 0 has the seed of n = 1."""
     seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed % 2**SEED_BITS
     if params.n == 1:
         yield params, seed
@@ -140,7 +146,7 @@ def children(params: SamplingParams) -> Iterator[tuple[SamplingParams, int]]:
 async def bad_words_ids(
     tokenizer: Tokenizer, params: SamplingParams
 ) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each bad word, at the beginning of a text and after a space."""
+    """Return the token ids of each bad word, at the beginning of a text and after a space."""
     if not params.bad_words:
         return ()
     forms = (form for word in params.bad_words for form in (word, f" {word.lstrip()}"))
@@ -149,7 +155,7 @@ async def bad_words_ids(
 
 
 async def prediction_ids(tokenizer: Tokenizer, params: SamplingParams) -> array[int] | None:
-    """The prediction's token ids; None for an empty prediction."""
+    """Return the prediction's token ids; None for an empty prediction."""
     guess = params.prediction or ()
     if isinstance(guess, str):
         guess = await tokenizer.encode_prediction(guess)
@@ -157,15 +163,15 @@ async def prediction_ids(tokenizer: Tokenizer, params: SamplingParams) -> array[
 
 
 def needs_closing(params: SamplingParams) -> bool:
-    """Whether the output must be complete to be useful, as JSON must."""
+    """Whether the output is useless unless complete, as JSON is."""
     return params.json_schema is not None or params.choice is not None
 
 
 def closing_limit(params: SamplingParams, room: int, *, is_forced: bool) -> int | None:
-    """Limit on output tokens for structured output to be completed in; None: it may be cut.
+    """Return within how many output tokens structured output must be completed; None: no limit.
 
-    ``room``: output tokens that fit the context. ``is_forced``: whatever the output. None where
-    other parameters ban tokens, which could be those that complete the output, and for the
+    ``room``: output tokens that fit into the context. ``is_forced``: also for other output than
+    JSON. None if other parameters ban tokens, which might be needed for completion, and for the
     caller's own regex or grammar.
     """
     bans = params.allowed_token_ids is not None or params.bad_words or params.logit_bias
@@ -176,10 +182,11 @@ def closing_limit(params: SamplingParams, room: int, *, is_forced: bool) -> int 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The token ids of a prompt; ``num_spliced`` are ids of earlier answers.
+    """The token ids of a prompt. ``num_spliced``: how many are the original ids of earlier
+    answers.
 
-    ``images``: those in the places of image tokens. ``normalized``: names of the rules of
-    `normalize` that changed a conversation before.
+    ``images``: images in place of image tokens. ``normalized``: names of the `normalize` rules that
+    changed the conversation.
     """
 
     token_ids: Sequence[int]
@@ -189,24 +196,24 @@ class PromptTokens:
 
     @property
     def cached_ids(self) -> array[int]:
-        """The ids by which the prefix cache has it: those of rows where images stand."""
+        """The token ids as keys of the prefix cache: image rows replace image tokens."""
         return with_image_rows(self.token_ids, self.images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A prompt and its parameters in token ids, from which each choice gets its request.
+    """A tokenized prompt with its parameters, from which the requests of all choices are made.
 
-    ``grammar`` is compiled once: each choice has a matcher of its own. ``limit``: output tokens
-    within which structured output must be completed; None: no limit. ``shown_ids``: special tokens
-    that the text shows. ``pooling``: what it wants in place of an answer. ``adapter``: that changes
-    the model for it. ``handover`` belongs to the first choice: others find the pages in the cache.
+    ``grammar`` is compiled once; each choice gets its own matcher. ``limit``: output tokens within
+    which structured output must be completed; None: no limit. ``shown_ids``: special tokens to show
+    in the text. ``pooling``: set for vectors or scores in place of text. ``adapter``: the adapter
+    to apply. ``handover`` belongs to the first choice; the others find its pages in the cache.
     """
 
     prompt: PromptTokens
     params: SamplingParams
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    prediction: array[int] | None = None  # one for all choices; nobody writes into it
+    prediction: array[int] | None = None  # shared by all choices, read-only
     grammar: Grammar | None = None
     limit: int | None = None
     shown_ids: frozenset[int] = frozenset()
@@ -224,13 +231,13 @@ def make_request(
     eos_token_ids: frozenset[int],
     on_token: OnToken | None = None,
 ) -> Request:
-    """Make the request for the scheduler, on behalf of the present caller.
+    """Return the scheduler's request, on behalf of the present caller.
 
     Raises `InvalidRequest` if no token could end structured output.
     """
     params, grammar, adapter = prepared.params, prepared.grammar, prepared.adapter
     pooling = prepared.pooling
-    # An answer that is complete must end: behind it, nothing is allowed.
+    # A grammar allows no token after a complete answer, so an end token must be allowed.
     ends = not params.ignore_eos or grammar is not None
     stop_ids = (eos_token_ids if ends else frozenset()) | frozenset(params.stop_token_ids)
     if grammar is not None and not stop_ids:
@@ -267,19 +274,19 @@ def make_request(
 
 
 def submit(engine: ServingEngine, request: Request) -> TokenStream:
-    """Submit a request to the engine; raises as `ServingEngine.submit`."""
+    """Submit a request to the engine. Raises the errors of `ServingEngine.submit`."""
     try:
         return engine.submit(request)
     except InvalidRequest as error:
         if error.param != "request_id":
             raise
-    # Our own ids are checked already: an aborted namesake is still on its way out.
+    # Our ids are unique, so the id belongs to an aborted request that has not ended yet.
     request.request_id = f"{request.request_id}~{random_id()[:8]}"
     return engine.submit(request)
 
 
 def ended_stream(request: Request) -> TokenStream:
-    """The stream of a request that was aborted before its first token."""
+    """Return the stream of a request that was aborted before its first token."""
     request.usage.prompt_tokens = request.prompt_len
     stream = TokenStream(request)
     stream.push(Delta(finish_reason=FinishReason.ABORT))

@@ -1,4 +1,4 @@
-"""Segments: the deltas of one choice as the pieces that APIs show, each opened and closed once."""
+"""Segments: the output of one choice as pieces that APIs show, each opened and closed once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 class GrowingText:
-    """A text that grows: long answers are joined once, not copied at every step."""
+    """A text that grows by appending; the pieces are joined only when it is read."""
 
     __slots__ = ("_pieces",)
 
@@ -32,22 +32,22 @@ class GrowingText:
 
 @dataclass(slots=True, kw_only=True)
 class Segment:
-    """One piece of an answer, as far as it has come."""
+    """One piece of an answer, as far as it was generated."""
 
-    index: int  # in its choice
+    index: int  # index within the choice
     kind: Kind
-    id: str = ""  # of a call, as its name
+    id: str = ""  # only for calls
     name: str = ""
     written: GrowingText = field(default_factory=GrowingText)
 
     @property
     def text(self) -> str:
-        """Its reasoning, its words, or the arguments of its call as JSON text."""
+        """The reasoning, the text, or a call's arguments as JSON."""
         return str(self.written)
 
     @property
     def call(self) -> ToolCall:
-        """The call of a call."""
+        """The segment as a tool call."""
         return ToolCall(id=self.id, name=self.name, arguments=self.text)
 
 
@@ -58,7 +58,7 @@ class Open(NamedTuple):
 
 
 class Grow(NamedTuple):
-    """A segment gets more text, or the log-probabilities of tokens that had none so far."""
+    """A segment gets more text, or log-probabilities of tokens without visible text."""
 
     segment: Segment
     text: str
@@ -66,7 +66,7 @@ class Grow(NamedTuple):
 
 
 class Close(NamedTuple):
-    """A segment ends; ``is_whole``: neither its answer nor its call was cut."""
+    """A segment ends. ``is_whole``: it was not truncated."""
 
     segment: Segment
     is_whole: bool
@@ -76,24 +76,25 @@ Change = Open | Grow | Close
 
 
 class Segments:
-    """Splits one choice into segments; at most one is open, the last.
+    """Splits one choice into segments. At most the last one is open.
 
-    ``holds_space``: white space opens no text; it is dropped unless words follow, or nothing does.
+    ``holds_space``: white space alone does not open a text segment. It is dropped unless text
+    follows or the answer is otherwise empty.
     """
 
     def __init__(self, *, holds_space: bool = False) -> None:
         self.all: list[Segment] = []
         self._holds_space = holds_space
-        self._space = ""  # held back
+        self._space = ""  # white space held back
         self._is_open = False
-        self._logprobs: list[TokenLogprob] = []  # of tokens that have shown no text yet
+        self._logprobs: list[TokenLogprob] = []  # logprobs of tokens that have shown no text yet
 
     def joined(self, kind: Kind) -> str:
         """Return the text of all segments of a kind."""
         return "".join([each.text for each in self.all if each.kind == kind])
 
     def take(self, delta: TextDelta) -> list[Change]:
-        """Return the changes by a step: of the open call, by reasoning, text, then new calls."""
+        """Return the changes of a step, in order: open call, reasoning, text, new calls."""
         changes: list[Change] = []
         if delta.logprobs:
             self._logprobs += delta.logprobs
@@ -109,9 +110,9 @@ class Segments:
         return changes
 
     def end(self, *, is_whole: bool = True, needs_text: bool = False) -> list[Change]:
-        """Return the changes by the end of the choice; ``is_whole``: no limit has cut it.
+        """Return the changes at the end of the choice. ``is_whole``: no limit has truncated it.
 
-        ``needs_text``: one that has reasoning alone, or nothing, gets an empty text.
+        ``needs_text``: an answer without text or calls gets an empty text segment.
         """
         changes: list[Change] = []
         is_silent = all(each.kind == "reasoning" for each in self.all)
@@ -142,10 +143,10 @@ class Segments:
             yield self._grow(text, logprobs)
 
     def _call(self, delta: CallDelta) -> Iterator[Change]:
-        """Add to the open call, and end it."""
+        """Add arguments to the open call, and close it if it is complete."""
         self._logprobs = []
         if not self._goes_on("call"):
-            raise RuntimeError("a call goes on that was not begun")
+            raise RuntimeError("a delta continues a call that was not opened")
         if delta.arguments:
             yield self._grow(delta.arguments)
         if delta.is_done:
@@ -155,7 +156,7 @@ class Segments:
         return self._is_open and self.all[-1].kind == kind
 
     def _open(self, kind: Kind, call: CallDelta | None = None) -> Iterator[Change]:
-        """Close the open segment and open the next."""
+        """Close the open segment and open the next one."""
         yield from self._close()
         self._space = ""
         segment = Segment(index=len(self.all), kind=kind)
@@ -170,7 +171,7 @@ class Segments:
         return Grow(self.all[-1], text, logprobs or [])
 
     def _close(self, *, is_whole: bool = True, is_done: bool = False) -> Iterator[Change]:
-        """Close the open segment; a call that is not done was cut."""
+        """Close the open segment. A call that is not complete was truncated."""
         if self._is_open:
             self._is_open = False
             yield Close(self.all[-1], is_done or (is_whole and self.all[-1].kind != "call"))

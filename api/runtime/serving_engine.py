@@ -1,7 +1,7 @@
-"""ServingEngine: the engine as `api/` knows it.
+"""ServingEngine: the engine's interface for `api/`.
 
-`core.engine.engine.Engine` is one. Nothing outside of `api/build` reads more of an engine than
-this, so that the engine may also be in another process.
+`core.engine.engine.Engine` implements it. Only `api/build` uses more of an engine, so the engine
+may also run in another process.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from ..types.results import Body
 
 
 class RequestLimits(Protocol):
-    """Bounds on the requests that an engine accepts at once."""
+    """Limits on the requests that an engine accepts at once."""
 
     @property
     def max_running(self) -> int:
-        """Requests that take part in steps."""
+        """Maximum number of requests that are scheduled at once."""
 
     @property
     def max_queued(self) -> int:
-        """Requests that wait."""
+        """Maximum number of queued requests."""
 
 
 class ServingMetrics(Protocol):
-    """An engine's metrics, and what follows its requests and steps."""
+    """An engine's metrics, and observers of its requests and steps."""
 
     @property
     def observers(self) -> list[EngineObserver]:
-        """The observers, called in this order; callers add and remove their own."""
+        """The observers, in the order of their calls. Callers add and remove their own."""
 
     @property
     def registry(self) -> Collector:
-        """All metrics, for other formats and names."""
+        """All metrics, for export under other names and formats."""
 
     async def refresh(self) -> None:
-        """Fetch what other processes count, for `render` and `registry`."""
+        """Fetch the counts of other processes, for `render` and `registry`."""
 
     def render(self) -> tuple[bytes, str]:
-        """Body and content type, in the text format of Prometheus."""
+        """Return body and content type in the Prometheus text format."""
 
 
 class ServingEngine(Protocol):
     """Serves requests from `start` to `close`. Belongs to one event loop."""
 
-    # -- its state
+    # -- state
 
     @property
     def alive(self) -> bool:
-        """Whether it serves; false before `start`, after `close` and when it failed."""
+        """Whether it serves: false before `start`, after `close` and after a failure."""
 
     @property
     def hung(self) -> bool:
@@ -64,7 +64,7 @@ class ServingEngine(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """The exception that ended it, if one did."""
+        """The exception that ended the engine, if any."""
 
     @property
     def draining(self) -> bool:
@@ -72,23 +72,23 @@ class ServingEngine(Protocol):
 
     @property
     def readiness(self) -> str | None:
-        """Why it cannot take new requests now; None if it can. Cheap."""
+        """Why it cannot accept new requests now; None if it can. Cheap."""
 
     @property
     def now(self) -> float:
-        """Seconds on the clock by which arrivals, pins and evictions are timed."""
+        """The engine's clock for arrivals, pins and evictions, in seconds."""
 
     @property
     def limits(self) -> RequestLimits:
-        """Bounds on the requests that it accepts."""
+        """Limits on the requests that it accepts."""
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page of the prefix cache."""
+        """Tokens per page of the prefix cache."""
 
     @property
     def num_pages(self) -> int:
-        """Pages of the KV pool."""
+        """Number of pages in the KV pool."""
 
     @property
     def metrics(self) -> ServingMetrics:
@@ -97,59 +97,64 @@ class ServingEngine(Protocol):
     # -- requests
 
     def submit(self, request: Request) -> TokenStream:
-        """Accept a request; its answer arrives on the stream.
+        """Accept a request. Return the stream on which its answer arrives.
 
         Raises `EngineDead`, `Unavailable`, `QueueFull`, `PromptTooLong` and `InvalidRequest`.
         """
 
     def check(self, request: Request) -> None:
-        """Refuse a request that `submit` would refuse even with an empty queue; submits nothing.
+        """Raise the error of a request that `submit` would always refuse; submit nothing.
 
         Raises `PromptTooLong` and `InvalidRequest`.
         """
 
     def abort(self, request_id: str) -> None:
-        """End a request between two steps; unknown and finished ones are ignored."""
+        """Abort a request between two steps. Unknown and finished ones are ignored."""
 
-    # -- life
+    # -- start and end
 
     async def start(self) -> None:
         """Start serving on the running event loop. Raises `EngineDead` after `close`."""
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, wait for running ones, abort those that are left; idempotent."""
+        """Refuse new requests, wait for running ones, abort the remaining ones. Idempotent."""
 
-    # -- the cache. What is asked is awaited: an engine in another process answers by a message.
+    # -- cache. These methods are async since an engine in another process answers by message.
 
     async def flush_cache(self, *namespaces: str | None) -> int:
-        """Drop unused cached prefixes of these namespaces, of all when none is named.
+        """Drop unused cached prefixes of the given namespaces, or of all without arguments.
 
-        Returns how many pages that freed.
+        Returns the number of pages freed.
         """
 
     async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
-        """Drop what begins with these tokens and is not in use, pins or not.
+        """Drop cached prefixes that begin with these tokens and are not in use, pinned or not.
 
-        Returns how many pages that freed. Raises `InvalidRequest` for tokens that do not fill a
-        page.
+        Returns the number of pages freed. Raises `InvalidRequest` if the tokens do not fill a page.
         """
 
     async def cache_info(self, namespace: str | None = None) -> Body:
-        """Occupancy and hit counters of the prefix cache and its tiers, in pages and tokens."""
+        """Return occupancy and hit counters of the prefix cache and its tiers, in pages and
+        tokens.
+        """
 
     # -- reports
 
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> Body:
-        """Counts since the start and the state now, with the paths of requests in the cache.
+        """Return counts since the start and the present state.
 
-        Paths are reported of requests that run, and of ``finished`` ones.
+        Includes the cached paths of running requests and of the ``finished`` ones.
         """
 
     async def audit(self) -> Body:
-        """Check every page and request between two steps. Raises `EngineDead`."""
+        """Check every page and request between two steps and return the result. Raises
+        `EngineDead`.
+        """
 
     def report(self, reason: str) -> Body:
-        """Describe the engine as a crash dump does; any thread may call it, whatever is stuck."""
+        """Return a description of the engine, as in a crash dump. Safe from any thread at any
+        time.
+        """
 
     def dump(self, report: Body) -> None:
-        """Write a report to the dump folder, if there is one."""
+        """Write a report to the dump folder, if one is configured."""

@@ -46,9 +46,9 @@ RequestIds = str | Sequence[str] | None
 
 
 GivenTools = Sequence[Mapping[str, Any]]
-"""Tools as OpenAI's clients write them."""
+"""Tools in OpenAI's form."""
 GivenChoice = Literal["auto", "none", "required"] | Mapping[str, Any] | None
-"""``tool_choice`` likewise."""
+"""``tool_choice`` in OpenAI's form."""
 
 
 class OneCall(TypedDict, total=False):
@@ -82,7 +82,7 @@ class ManyChats(ManyCalls, ChatFields, total=False):
 
 
 class PooledCall(TypedDict, total=False):
-    """Options of calls whose answer is no text."""
+    """Options of calls that return vectors or scores."""
 
     cache_salt: str | None
     lora: str | None
@@ -102,7 +102,7 @@ class RerankCall(PooledCall, total=False):
 
 
 class ChatOptions:
-    """The options of `chat` besides the conversation; raises `InvalidRequest`."""
+    """The options of `chat` besides the conversation. Raises `InvalidRequest`."""
 
     def __init__(
         self, tools: GivenTools | None, choice: GivenChoice, *, is_parallel: bool = True
@@ -111,8 +111,8 @@ class ChatOptions:
         self._choice = _choice(choice, self._tools, is_parallel=is_parallel)
 
     def chat_input(self, messages: Conversation, params: SamplingParams) -> ChatInput:
-        """The chat request."""
-        is_one_conversation(messages)  # for its errors
+        """Return the chat request."""
+        is_one_conversation(messages)  # raises the errors
         check_messages(messages)
         read = [read_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
         return ChatInput(
@@ -143,7 +143,7 @@ def _choice(given: GivenChoice, tools: Sequence[Tool], *, is_parallel: bool) -> 
 
 
 def _handles(messages: Conversation) -> list[Handle]:
-    """The messages that are rendered by their ids, as `Completion.message` has them."""
+    """Return the token ids of messages, from `Completion.message`."""
     return [
         Handle(place, messages[index]["token_ids"], f"messages[{index}].token_ids")
         for place, index in enumerate(_places(messages))
@@ -152,7 +152,7 @@ def _handles(messages: Conversation) -> list[Handle]:
 
 
 def _places(messages: Conversation) -> list[int]:
-    """The indices of the messages that are left where those of the system become one."""
+    """Return the indices of the messages that remain after merging leading system messages."""
     shift = max(0, num_system(message["role"] for message in messages) - 1)
     every = range(len(messages))
     return [*every[:1], *every[shift + 1 :]]
@@ -161,10 +161,10 @@ def _places(messages: Conversation) -> list[int]:
 class AsyncLLM(EngineClient):
     """A model and its engine.
 
-    ``options`` are those of `EngineConfig`, which are the flags of ``foretoken serve``. The model
-    is loaded by `start`, by ``async with``, or by the first request. Belongs to one event loop.
-    ``revision``: branch, tag or commit of a model of the hub; `InvalidRequest` for another model.
-    ``offline``: take models of the hub from the cache alone, from now on in the whole process.
+    ``options`` are the fields of `EngineConfig`, which are the flags of ``foretoken serve``. The
+    model is loaded by `start`, by ``async with``, or by the first request. Belongs to one event
+    loop. ``revision``: branch, tag or commit of a hub model; raises `InvalidRequest` for other
+    models. ``offline``: use only cached hub models, from now on and in the whole process.
     """
 
     def __init__(
@@ -202,9 +202,9 @@ class AsyncLLM(EngineClient):
         request_id: RequestIds = None,
         lora: str | None = None,
     ) -> Completion | list[Completion]:
-        """Complete one prompt (text or token ids) or a list of them, in order.
+        """Complete one prompt (text or token ids) or a list of prompts, and return them in order.
 
-        ``lora``: the adapter of all of them, in place of `SamplingParams.lora`.
+        ``lora``: the adapter for all prompts; overrides `SamplingParams.lora`.
         """
         own = with_adapter(params, lora)
         if is_one_prompt(prompt):
@@ -235,11 +235,7 @@ class AsyncLLM(EngineClient):
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
     ) -> Completion | list[Completion]:
-        """The next message of one conversation or of a list of them.
-
-        ``tools`` and ``tool_choice`` have the form of OpenAI's API; tool calls are in the
-        completion's ``tool_calls``.
-        """
+        """Return the next message of one conversation, or of each in a list."""
         options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
         own = with_adapter(params, lora)
         if is_one_conversation(messages):
@@ -259,7 +255,7 @@ class AsyncLLM(EngineClient):
         request_id: str | None = None,
         lora: str | None = None,
     ) -> AsyncGenerator[TextDelta]:
-        """One delta per step, with all its tokens. Leaving early aborts the request."""
+        """Yield one delta per step, with all its tokens. Leaving early aborts the request."""
         await self.start()
         own = one_params(with_adapter(params, lora))
         answer = await self.open(prompt, own, request_id=one_id(request_id))
@@ -281,7 +277,10 @@ class AsyncLLM(EngineClient):
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
     ) -> AsyncGenerator[TextDelta]:
-        """The next message, step by step, as content, reasoning and calls. Leaving early aborts."""
+        """Yield the deltas of the next message, split as in `Choice`.
+
+        Leaving early aborts the request.
+        """
         options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
         own = with_adapter(params, lora)
         chat = options.chat_input(messages, one_params(own))
@@ -311,10 +310,10 @@ class AsyncLLM(EngineClient):
         cache_salt: str | None = None,
         lora: str | None = None,
     ) -> Embedding | list[Embedding]:
-        """The vector of one text (or token ids), or those of a list of them, in order.
+        """Return the embedding of one input (text or token ids), or of each in a list.
 
-        A vector is the hidden state of the last token, of length 1. ``dimensions``: cut it before,
-        for models whose config names this length. Raises `InvalidRequest`, naming the input.
+        It is the hidden state of the last token, scaled to length 1. ``dimensions``: truncate the
+        vector, if the model's config allows it. Raises `InvalidRequest`, which names the input.
         """
         await self.start()
         each, is_one = _inputs(inputs)
@@ -337,10 +336,11 @@ class AsyncLLM(EngineClient):
         cache_salt: str | None = None,
         lora: str | None = None,
     ) -> list[RankedDocument]:
-        """Documents with their scores for a query, the best first; ``top_n``: at most so many.
+        """Return the ``top_n`` best documents for a query, or all of them, with scores, best
+        first.
 
-        For models that answer yes or no, as Qwen3-Reranker. ``instruct``: what makes a document
-        relevant. Raises `InvalidRequest`.
+        For models that answer yes or no, such as Qwen3-Reranker. ``instruct``: describes which
+        documents are relevant. Raises `InvalidRequest`.
         """
         await self.start()
         texts = _texts(query, documents, instruct)
@@ -365,7 +365,7 @@ class AsyncLLM(EngineClient):
         ]
 
     async def _read(self, prompts: PooledPrompts) -> list[Pooled]:
-        """The numbers of all prompts; where the queue is full of other calls, this one waits."""
+        """Return the results of all prompts. Wait while the queue is full of other calls."""
         return await self._patiently(prompts.read)
 
     @cached_property
@@ -388,7 +388,9 @@ class AsyncLLM(EngineClient):
         tools: GivenTools | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation, as `chat` computes it; ``options`` are the template's."""
+        """Return the token ids of a conversation, as `chat` renders it. ``options``: template
+        variables.
+        """
         await self.start()
         chat = ChatOptions(tools, None).chat_input(messages, SamplingParams())
         template = {"add_generation_prompt": add_generation_prompt, **(options or {})}
@@ -401,7 +403,7 @@ class AsyncLLM(EngineClient):
     async def _answer_all(
         self, chats: Sequence[ChatInput], request_ids: Sequence[str | None]
     ) -> list[Completion]:
-        """Submit in order, as the queue has room, and wait for all; one failure ends the rest."""
+        """Submit in order as the queue has room, and wait for all. One failure aborts the rest."""
         tasks: list[asyncio.Task[Completion]] = []
         try:
             async with asyncio.TaskGroup() as group:
@@ -422,7 +424,7 @@ class AsyncLLM(EngineClient):
     async def _generate_all(
         self, prompts: Sequence[Prompt], params: object, request_id: RequestIds
     ) -> list[Completion]:
-        """Submit in order, as the queue has room, and wait for all; one failure ends the rest."""
+        """Submit in order as the queue has room, and wait for all. One failure aborts the rest."""
         await self.start()
         each_params = many_params(params, len(prompts))
         each_id = many_ids(request_id, len(prompts))
@@ -434,7 +436,7 @@ class AsyncLLM(EngineClient):
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
-            for answer in answers:  # a task that never began has not done it
+            for answer in answers:  # covers tasks that never started
                 self.forget(answer)
 
     async def _finish_all(
@@ -468,7 +470,7 @@ class AsyncLLM(EngineClient):
 
 
 def _inputs(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """The inputs of a call, and whether it was a single one. Raises `InvalidRequest`."""
+    """Return the inputs of a call, and whether it was a single one. Raises `InvalidRequest`."""
     try:
         if is_one_prompt(given):
             return [given], True
@@ -479,7 +481,10 @@ def _inputs(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 
 
 def _texts(query: str, documents: Sequence[str], instruct: str | None) -> list[str]:
-    """The documents of a call. Raises `InvalidRequest` for what are no texts, and for none."""
+    """Return the documents of a call as a list.
+
+    Raises `InvalidRequest` for an empty list and for values of other types.
+    """
     texts = list(as_tuple("documents", documents))
     require(bool(texts), "documents", "must have at least one text")
     for index, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""LLM: the same as AsyncLLM for programs without an event loop."""
+"""LLM: the synchronous counterpart of AsyncLLM."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from .async_llm import (
 )
 
 T = TypeVar("T")
-OURS = "foretoken-"  # how the names of our threads begin, whatever they do
+OURS = "foretoken-"  # prefix of the names of all our threads
 
 
 class _LoopThread:
-    """An event loop in a thread; calls made before `end` are run or fail."""
+    """An event loop in a thread. Calls made before `end` are run or fail."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._pid = os.getpid()  # the thread does not follow into a fork
+        self._pid = os.getpid()  # threads do not survive a fork
         self._closed = False
-        # Guards _closed: nothing is handed over after it is set. The garbage collector may close
+        # Guards _closed: nothing is submitted after it is set. Reentrant, since the garbage
+        # collector may close a stream during a submission, on the same thread.
         # a stream in the middle of a hand-over, on the same thread.
         self._lock = threading.RLock()
-        self._left: set[Future[Any]] = set()  # nobody waits for these
+        self._left: set[Future[Any]] = set()  # futures without a waiting caller
         self._thread = threading.Thread(target=self._serve, name=f"{OURS}loop", daemon=True)
         self._thread.start()
 
@@ -52,7 +53,7 @@ class _LoopThread:
         self.loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and wait; Ctrl-C cancels it."""
+        """Run a coroutine on the loop and return its result. Ctrl-C cancels it."""
         if threading.current_thread() is self._thread:
             work.close()
             raise ForetokenError("an LLM cannot be called on its own event loop; use AsyncLLM")
@@ -66,7 +67,7 @@ class _LoopThread:
             raise
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run it on the loop, if that still runs; wait for it unless this thread must not."""
+        """Run a coroutine on the loop, if the loop runs. Wait for it where waiting is possible."""
         with suppress(EngineDead):
             if _may_wait():
                 self.run(work)
@@ -75,7 +76,7 @@ class _LoopThread:
                 future.add_done_callback(self._left.discard)
 
     def soon(self, call: Callable[[str], None], argument: str) -> None:
-        """Call it on the loop, if that still runs; does not wait."""
+        """Schedule a call on the loop, if the loop runs, without waiting."""
         if os.getpid() == self._pid:
             with self._lock:
                 if not self._closed:
@@ -92,7 +93,7 @@ class _LoopThread:
         raise EngineDead("this LLM is closed")
 
     def end(self, llm: AsyncLLM, *, waits: bool = True) -> None:
-        """Close the LLM and stop the thread, once; does nothing in a forked process."""
+        """Close the LLM and stop the thread, once. Does nothing in a forked process."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -107,12 +108,12 @@ class _LoopThread:
 
 
 def _may_wait() -> bool:
-    """False on the loop's own thread, where waiting would block the loop for ever."""
+    """Return False on the loop's own thread, where waiting would deadlock."""
     return not threading.current_thread().name.startswith(OURS)
 
 
 _Call = Callable[..., Coroutine[Any, Any, T | list[T]]]
-"""A method of `AsyncLLM` that takes one input or several."""
+"""A method of `AsyncLLM` for one input or several."""
 
 
 class _Reader:
@@ -123,12 +124,12 @@ class _Reader:
         self._reading: asyncio.Task[Any] | None = None
 
     async def next(self) -> TextDelta | None:
-        """The next delta; None at the end."""
+        """Return the next delta; None at the end."""
         self._reading = asyncio.current_task()
         return await anext(self._deltas, None)
 
     async def close(self) -> None:
-        """End a read that Ctrl-C interrupted, then the answer."""
+        """Cancel a read that Ctrl-C interrupted, then close the answer."""
         if self._reading is not None:
             if not self._reading.cancelling():
                 self._reading.cancel()
@@ -137,10 +138,9 @@ class _Reader:
 
 
 class LLM:
-    """A model and its engine, on an event loop in a thread of its own. Any thread may call it.
+    """A model and its engine, on an event loop in a thread of its own. Thread-safe.
 
-    Closed by `close`, by leaving its ``with`` block, or when it is garbage collected or the
-    interpreter exits.
+    It is closed by `close`, by leaving its ``with`` block, by garbage collection, or at exit.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class LLM:
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:
-        """An LLM over an existing engine."""
+        """Return an LLM for an existing engine."""
         llm = cls.__new__(cls)
         llm._boot(AsyncLLM.from_built(built))
         return llm
@@ -166,7 +166,7 @@ class LLM:
         self._end = weakref.finalize(self, self._thread.end, llm)
         try:
             self._run(llm.start())
-        except KeyboardInterrupt:  # which waits for no model: the thread closes it
+        except KeyboardInterrupt:  # raised while the model loads; the thread closes it later
             self._end.detach()
             self._thread.end(llm, waits=False)
             raise
@@ -178,7 +178,7 @@ class LLM:
         return self._thread.run(work)
 
     def close(self) -> None:
-        """Abort running requests and stop the thread; idempotent."""
+        """Abort running requests and stop the thread. Idempotent."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -208,7 +208,7 @@ class LLM:
     def generate(
         self, prompt: Prompt | Sequence[Prompt], params: Params = None, **options: Any
     ) -> Completion | list[Completion]:
-        """Complete one prompt (text or token ids) or a list of them: `AsyncLLM.generate`."""
+        """Complete one prompt or a list of prompts; see `AsyncLLM.generate`."""
         generate: _Call[Completion] = self._llm.generate
         return self._run(generate(prompt, params, **options))
 
@@ -231,14 +231,14 @@ class LLM:
         params: Params = None,
         **options: Any,
     ) -> Completion | list[Completion]:
-        """The next message of one conversation or of a list of them: `AsyncLLM.chat`."""
+        """Return the next message of one conversation or of each in a list; see `AsyncLLM.chat`."""
         chat: _Call[Completion] = self._llm.chat
         return self._run(chat(messages, params, **options))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OneCall]
     ) -> Iterator[TextDelta]:
-        """One delta per step, with all its tokens. Leaving early aborts the request."""
+        """Yield one delta per step, with all its tokens. Leaving early aborts the request."""
         return self._read(self._llm.stream(prompt, params, **options))
 
     def stream_chat(
@@ -247,7 +247,7 @@ class LLM:
         params: SamplingParams | None = None,
         **options: Unpack[OneChat],
     ) -> Iterator[TextDelta]:
-        """Deltas of the next message, split as in `Choice`. Leaving early aborts the request."""
+        """Yield the deltas of the next message, split as in `Choice`. Leaving early aborts."""
         return self._read(self._llm.stream_chat(messages, params, **options))
 
     @overload
@@ -261,14 +261,14 @@ class LLM:
     def embed(
         self, inputs: Prompt | Sequence[Prompt], **options: Any
     ) -> Embedding | list[Embedding]:
-        """The vector of one text (or token ids), or those of a list of them: `AsyncLLM.embed`."""
+        """Return the embedding of one input or of each in a list; see `AsyncLLM.embed`."""
         embed: _Call[Embedding] = self._llm.embed
         return self._run(embed(inputs, **options))
 
     def rerank(
         self, query: str, documents: Sequence[str], **options: Unpack[RerankCall]
     ) -> list[RankedDocument]:
-        """Documents with their scores for a query, the best first: `AsyncLLM.rerank`."""
+        """Return documents with scores for a query, best first; see `AsyncLLM.rerank`."""
         return self._run(self._llm.rerank(query, documents, **options))
 
     def _read(self, deltas: AsyncGenerator[TextDelta]) -> Iterator[TextDelta]:
@@ -280,12 +280,12 @@ class LLM:
             self._thread.finish(reader.close())
 
     def abort(self, request_id: str) -> None:
-        """End a request; unknown ids are ignored."""
+        """Abort a request. Unknown ids are ignored."""
         self._thread.soon(self._llm.abort, request_id)
 
 
 async def _close(llm: AsyncLLM) -> None:
-    """Close, then cancel calls that other threads wait for, so that they get an error."""
+    """Close, then cancel calls that other threads wait for, so that they raise an error."""
     try:
         await llm.close()
     finally:

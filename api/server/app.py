@@ -41,11 +41,11 @@ ENDPOINTS: Sequence[type[Endpoints]] = (
     ModelRoutes, TokenRoutes, OperatorRoutes, CacheRoutes, AdapterRoutes, Dashboard, Pages,
     OpenApi,
 )  # fmt: skip
-"""Routes that are of no API."""
+"""Routes that belong to no API."""
 
 
 def operations() -> Iterator[Operation]:
-    """All that is declared, also what a server with some settings does not have."""
+    """Yield all declared operations, including ones that a server's settings may disable."""
     for api in APIS:
         yield from api.operations()
     for kind in ENDPOINTS:
@@ -58,7 +58,10 @@ OPERATOR_PATHS = frozenset(each.path for each in operations() if each.is_operato
 def create_app(
     llm: EngineClient, settings: Settings | None = None, observing: Observing | None = None
 ) -> ASGIApp:
-    """The application over a started AsyncLLM."""
+    """Return the application for a started engine client.
+
+    Raises `InvalidRequest` if an adapter has a name of the model.
+    """
     settings, observing = settings or Settings(), observing or Observing()
     llm.for_server(settings.limits.max_request_seconds)
     service = Service(llm, settings, observing.metrics)
@@ -75,7 +78,7 @@ def create_app(
             Exception: _refuse,
         },
     )
-    # A redirect would be built from the Host header.
+    # A redirect would be built from the Host header, which a client can forge.
     app.router.redirect_slashes = False
 
     async def at_its_path(scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +106,10 @@ def _refuse_clash(llm: EngineClient, settings: Settings) -> None:
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Let pages of these origins call. Outside of the keys' check: a preflight has no API key."""
+    """Allow requests of web pages from ``origins``.
+
+    This layer precedes the API key check, since preflight requests have no API key.
+    """
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -114,7 +120,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def routes(service: Service) -> list[BaseRoute]:
-    """The routes of all APIs, and those of the server."""
+    """Return the routes of all APIs and of the server itself."""
     settings = service.settings
     apis = [api for api in APIS if api.is_served(settings)]
     dialects = open_dialects(service, apis)

@@ -1,6 +1,6 @@
-"""Supervisor: ends a server on a signal, when its engine is dead, or when its event loop hangs.
+"""Supervisor: stops a server on a signal, after an engine failure, or if its event loop hangs.
 
-A `LoopGuard` is the thread that notices the last.
+A `LoopGuard` detects a hanging loop from a separate thread.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..runtime.serving_engine import ServingEngine
 logger = logging.getLogger(__name__)
 DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DUMP_SIGNAL = signal.SIGUSR1
-DEAD, STUCK = 1, 70  # exit codes: the engine stopped; something never came back
-BEAT_SECONDS = 1.0  # of the event loop
-LAST_SECONDS = 5.0  # for what a process does last: its exit, or its dump where it stands still
+DEAD, STUCK = 1, 70  # exit status: the engine failed; the engine or the event loop hangs
+BEAT_SECONDS = 1.0  # interval of the event loop's heartbeat
+LAST_SECONDS = 5.0  # time limit for the last dump and the exit
 
 
 class Serving(Protocol):
-    """An engine and what serves its requests."""
+    """An engine and the client that serves its requests."""
 
     config: EngineConfig
 
@@ -40,13 +40,13 @@ class Serving(Protocol):
         """Whether `close` was called."""
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, let running ones finish for a time, and close the engine."""
+        """Refuse new requests, let running ones finish within a time, and close the engine."""
 
 
 class Supervisor:
-    """Drains on the first signal and exits on the second; exits when the engine is dead.
+    """Drains on the first signal, exits on the second, and exits if the engine fails.
 
-    A thread watches the event loop itself: while that is stuck no other code runs. ``on_drain``:
+    A thread watches the event loop, since no other code runs while the loop is stuck. ``on_drain``:
     the log line at the first signal.
     """
 
@@ -62,7 +62,7 @@ class Supervisor:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the process: 0 after a signal."""
+        """Exit status of the process; 0 after a signal."""
         engine = self._llm.engine
         if engine.hung:
             return STUCK
@@ -70,9 +70,9 @@ class Supervisor:
 
     @contextlib.contextmanager
     def watching(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Handle signals, and watch the engine and the loop, inside the block.
+        """Handle signals and watch the engine and the event loop inside the block.
 
-        ``stop`` is called when the server shall end: the engine is closed, or dead.
+        ``stop`` is called to end the server, after the engine was closed or has failed.
         """
         self._stop = stop
         loop = asyncio.get_running_loop()
@@ -89,16 +89,16 @@ class Supervisor:
                 loop.remove_signal_handler(number)
 
     async def end(self) -> None:
-        """Stop watching the engine; a drain that runs is finished.
+        """Stop watching the engine, and wait for a drain in progress.
 
-        From now on no heartbeat is expected of the loop, but an exit must not hang either.
+        The loop no longer needs to send heartbeats; the exit is still guarded.
         """
         watch, *drains = self._tasks
         watch.cancel()
         await asyncio.gather(watch, *drains, return_exceptions=True)
 
     def close(self) -> None:
-        """The loop is closed: watch no longer."""
+        """Stop watching the event loop, which is closed."""
         if self._guard is not None:
             self._guard.close()
 
@@ -113,17 +113,19 @@ class Supervisor:
         self._spawn(self._drain())
 
     async def _drain(self) -> None:
-        """Keep listening meanwhile, so that /ready and new requests get a 503."""
+        """Close the engine. The server keeps listening, so that /ready and new requests get a
+        503.
+        """
         try:
             await self._llm.close(drain_seconds=self._drain_seconds)
         finally:
             self._stop()
 
     async def _watch(self) -> None:
-        """End a server whose engine is dead, so that its supervisor restarts it."""
+        """Stop a server whose engine has failed, so that a process manager restarts it."""
         while True:
             if not (self._llm.engine.alive or self._llm.draining or self._died):
-                logger.critical("the engine is dead: exiting")
+                logger.critical("the engine has failed: exiting")
                 self._died = True
                 self._stop()
             if self._guard is not None:
@@ -135,7 +137,7 @@ class Supervisor:
         engine.dump(engine.report(reason))
 
     def _leave(self) -> None:
-        """Called by the guard's thread. To log may block for ever: an alarm ends that as well."""
+        """Dump the state and exit; called in the guard's thread. A timer ends a blocked dump."""
         alarm = threading.Timer(LAST_SECONDS, os._exit, (STUCK,))
         alarm.daemon = True
         alarm.start()
@@ -151,8 +153,9 @@ def _nothing() -> None:
 class LoopGuard:
     """A thread that calls ``on_stuck`` once if `beat` was not called for ``seconds``.
 
-    The event loop calls `beat` while it runs. ``on_stuck`` runs in this thread: a stuck loop
-    cannot run it. Beats are counted: a clock that leaps, or a suspended machine, costs one.
+    The event loop calls `beat` while it runs. ``on_stuck`` runs in this thread, as a stuck loop
+    cannot run it. Ticks are counted instead of reading a clock, so a clock change or a suspended
+    machine costs at most one tick.
     """
 
     def __init__(
@@ -160,21 +163,21 @@ class LoopGuard:
     ) -> None:
         self._on_stuck = on_stuck
         self._tick = tick
-        self._most = max(1, round(seconds / tick))  # ticks without a beat
+        self._most = max(1, round(seconds / tick))  # maximum number of ticks without a heartbeat
         self._has_beaten = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="foretoken-guard", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start to watch."""
         self._thread.start()
 
     def beat(self) -> None:
-        """Report that the loop runs. Cheap; from any thread."""
+        """Report that the loop runs. Cheap; may be called from any thread."""
         self._has_beaten = True
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop to watch."""
         self._ended.set()
 
     def _watch(self) -> None:

@@ -1,8 +1,7 @@
-"""``--prewarm FILE``: prompts to compute into the cache before the first request.
+"""``--prewarm FILE``: prompts to cache before the first request.
 
-The file is a JSON list, or one JSON object a line: ``{"prompt": ...}`` (a text or token ids) or
-``{"messages": [...], "tools": [...]}``, each with ``cache_salt`` and ``ttl`` (seconds that it is
-pinned) if wanted.
+The file is a JSON list or JSON Lines. An entry has ``prompt`` (text or token ids) or ``messages``
+and optional ``tools``, and optionally ``cache_salt`` and ``ttl`` (seconds to pin it).
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ class Warm(Struct, kw_only=True, forbid_unknown_fields=True):
     ttl: Annotated[float, Meta(gt=0, le=MAX_TTL)] | None = None
 
     def __post_init__(self) -> None:
-        """Check that there is either a prompt or messages."""
+        """Check that exactly one of prompt and messages is given."""
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("an entry needs either prompt or messages, not both")
+            raise ValueError("an entry needs either prompt or messages, but not both")
 
 
 def read_prewarm(path: str) -> list[Warm]:
-    """The prompts of a file; raises `InvalidRequest` naming the line or the place."""
+    """Return the prompts of a file. Raises `InvalidRequest`, which names the file and the line."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -55,10 +54,10 @@ def read_prewarm(path: str) -> list[Warm]:
 
 
 async def prewarm(llm: EngineClient, chat: ChatClient, warms: Sequence[Warm]) -> int:
-    """Compute the prompts one by one; returns the number of tokens written.
+    """Compute the prompts one after the other. Return the number of tokens written to the cache.
 
-    ``chat`` renders conversations as it renders those of requests. Each prompt reuses the pages
-    that it has in common with those before it. Raises as `EngineClient.open` does.
+    ``chat`` renders conversations as for requests. Each prompt reuses cached pages of the earlier
+    ones. Raises the errors of `EngineClient.open`.
     """
     written = 0
     if warms:
@@ -76,13 +75,13 @@ async def prewarm(llm: EngineClient, chat: ChatClient, warms: Sequence[Warm]) ->
 
 
 async def _prompt(client: ChatClient, warm: Warm) -> str | list[int]:
-    """A conversation without the mark that opens an answer: what comes next is not known."""
+    """Return a prompt; conversations without the opening of an answer, as any turn may follow."""
     if warm.messages is None:
         return warm.prompt or ""
     chat = plain_chat(warm.messages, tools=read_tools(warm.tools), opens=False)
     prompt = await client.render(chat)
     if prompt.images:
-        raise chat.images[0].refusal("images are not supported here")
+        raise chat.images[0].refusal("images are not supported by --prewarm")
     return [*prompt.token_ids]
 
 

@@ -1,4 +1,4 @@
-"""One process: the app on uvicorn, signals, draining, the exit code."""
+"""The server process: the application on uvicorn, signals, draining, the exit status."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from .prewarm import Warm, prewarm, read_prewarm
 from .unix_socket import SOCKET_MODE, owned, remove
 
 logger = logging.getLogger(__name__)
-FLUSH_SECONDS = 5  # for answers that are complete but not all sent
+FLUSH_SECONDS = 5  # time limit for complete answers to be sent
 STDERR = 2
 
 
 def run(llm: EngineClient, listen: Listen, observing: Observing | None = None) -> int:
-    """Serve until a signal; the process's exit code. Blocking.
+    """Serve until a signal. Return the exit status. Blocking.
 
-    Raises `InvalidRequest` for a file of the options that cannot be read.
+    Raises `InvalidRequest` for an unreadable file in the options.
     """
     seconds = listen.drain_seconds
     on_drain = f"waiting up to {seconds} s for running requests (--drain-seconds)"
@@ -51,9 +51,9 @@ def run(llm: EngineClient, listen: Listen, observing: Observing | None = None) -
 
 
 def run_loop(serving: Coroutine[Any, Any, int], close: Callable[[], None]) -> int:
-    """Run ``serving`` in an event loop, then call ``close``; the exit code that it returns.
+    """Run ``serving`` in an event loop, call ``close`` and return the exit status.
 
-    Ends the process itself where a thread is stuck.
+    Ends the process if a thread is stuck.
     """
     faulthandler.enable(file=STDERR)
     try:
@@ -61,7 +61,7 @@ def run_loop(serving: Coroutine[Any, Any, int], close: Callable[[], None]) -> in
             code = runner.run(serving)
     finally:
         close()
-    if code == STUCK:  # a thread that never ends would be waited for, or be torn to pieces
+    if code == STUCK:  # a normal exit would wait for the stuck thread or crash in it
         logging.shutdown()
         os._exit(code)
     return code
@@ -71,7 +71,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         uvloop = importlib.import_module("uvloop")
     except ImportError:
-        return None  # not made for every platform: asyncio's own loop serves too
+        return None  # uvloop is not available on every platform
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
 
@@ -84,14 +84,15 @@ async def _serve(
     config = uvicorn_config(llm, listen, observing)
     with contextlib.ExitStack() as closing:
         try:
-            sock = _bind(config, closing)  # a port that is taken shows before the model is loaded
+            # report a port in use before the slow loading of the model
+            sock = _bind(config, closing)
         except OSError as error:
             logger.error("%s", _why_not_bound(error, listen))
             return 1
-        # A front may have started replicas, which it ends.
+        # A front may have started replicas, which it must stop.
         with ending_at_once() if isinstance(llm, AsyncLLM) else contextlib.nullcontext():
             await llm.prepare()
-        gc.freeze()  # what is loaded stays: to look through it took 0.1 s again and again
+        gc.freeze()  # each full collection of the loaded objects would take 0.1 s
         listener = _Listener(config, listen, sock)
         observing.metrics.num_connections = listener.num_connections
         try:
@@ -112,17 +113,17 @@ async def _serve_on(
     supervisor: Supervisor,
     warms: Sequence[Warm],
 ) -> bool:
-    """Serve until a signal. False: another program has the port, and nobody was served."""
+    """Serve until a signal. Return False if another program uses the port."""
     if not llm.ready:
         if not await listener.start():
             return False
-        logger.info("listening on %s: requests get 503 until replicas come", listener.address)
+        logger.info("listening on %s: requests get 503 until replicas connect", listener.address)
     try:
         await llm.start()
     except EngineDead:
         if not llm.draining:
             raise
-        return True  # a signal came before the first replica
+        return True  # a signal arrived before the first replica
     async with observing.serving(llm, _name(llm, listen)):
         try:
             await prewarm(llm, chat_client(llm, listen.settings), warms)
@@ -139,9 +140,9 @@ async def _serve_on(
 
 
 def _bind(config: uvicorn.Config, closing: contextlib.ExitStack) -> socket.socket:
-    """The socket that will listen, until ``closing`` ends.
+    """Return the bound socket, which ``closing`` closes.
 
-    Raises OSError; uvicorn's own way would end the process.
+    Raises OSError, where uvicorn would end the process.
     """
     address: str | tuple[str, int]
     if config.uds is not None:
@@ -151,14 +152,15 @@ def _bind(config: uvicorn.Config, closing: contextlib.ExitStack) -> socket.socke
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         address = (config.host, config.port)
     sock = closing.enter_context(socket.socket(family))
-    # A named port may be taken while old connections linger. For port 0 that would let the
+    # A fixed port may be reused while old connections linger. Not for port 0: the system could then
+    # choose a port that another server has bound but does not listen on yet.
     # system name a port that is bound and does not listen yet: another server's, loading.
     if config.uds is None and config.port:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(address)
     if config.uds is not None:
         path = Path(config.uds)
-        path.chmod(SOCKET_MODE)  # nobody is in yet: it does not listen
+        path.chmod(SOCKET_MODE)  # the socket does not listen yet, so no client has connected
         closing.callback(remove, path, path.stat())
     return sock
 
@@ -167,16 +169,16 @@ def _why_not_bound(error: OSError, listen: Listen) -> str:
     if error.errno != errno.EADDRINUSE:
         return f"cannot listen on {listen.uds or listen.host}: {error.strerror or error}"
     if listen.uds is not None:
-        return f"{listen.uds} is in use by another server, or no socket; choose another --uds"
+        return f"{listen.uds} is used by another server or is not a socket; choose another --uds"
     return f"port {listen.port} is in use by another program; choose another with --port N (0: any)"
 
 
 def uvicorn_config(
     llm: EngineClient, listen: Listen, observing: Observing | None = None
 ) -> uvicorn.Config:
-    """The app behind uvicorn, with every limit on what a client may hold.
+    """Return uvicorn's configuration for the application, with limits on clients.
 
-    Raises `InvalidRequest` for a certificate or a key that cannot be used.
+    Raises `InvalidRequest` for an unusable certificate or key.
     """
     settings = listen.settings
     context = None if listen.ssl_certfile is None else _tls(listen.ssl_certfile, listen.ssl_keyfile)
@@ -190,8 +192,8 @@ def uvicorn_config(
         ws="none",
         lifespan="on",
         log_level="warning" if listen.log_level == "info" else listen.log_level,
-        log_config=None,  # as all else is logged
-        access_log=False,  # `logs.log_request` is ours
+        log_config=None,  # use the process's logging
+        access_log=False,  # `logs.log_request` replaces it
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
@@ -200,7 +202,7 @@ def uvicorn_config(
 
 
 def _tls(certfile: str, keyfile: str | None) -> ssl.SSLContext:
-    """Context with the server's certificate. Raises `InvalidRequest` naming the file."""
+    """Return a TLS context with the certificate. Raises `InvalidRequest`, which names the file."""
     for name, file in (("ssl_certfile", certfile), ("ssl_keyfile", keyfile or certfile)):
         try:
             Path(file).read_bytes()
@@ -208,7 +210,7 @@ def _tls(certfile: str, keyfile: str | None) -> ssl.SSLContext:
             raise InvalidRequest(f"{name}: {file}: {error.strerror}", param=name) from None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # Without a password OpenSSL would read one from the terminal.
+        # Without a password callback OpenSSL would ask on the terminal.
         context.load_cert_chain(certfile, keyfile, password=lambda: "")
     except ssl.SSLError as error:
         reason = (error.reason or "no PEM").lower().replace("_", " ")
@@ -232,7 +234,7 @@ def _name(llm: EngineClient, listen: Listen) -> str:
 
 
 class _Listener:
-    """The server of a bound socket, from when it listens to its end."""
+    """The server of a bound socket, while it listens."""
 
     def __init__(self, config: uvicorn.Config, listen: Listen, sock: socket.socket) -> None:
         self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -242,15 +244,15 @@ class _Listener:
 
     @property
     def address(self) -> str:
-        """The address that it listens on; only behind `start`."""
+        """The address that it listens on. Available after `start`."""
         return self._listening.result()
 
     def num_connections(self) -> int:
-        """Open connections."""
+        """Return the number of open connections."""
         return len(self._server.server_state.connections)
 
     async def start(self) -> bool:
-        """Listen, if it does not yet; False, and a line in the log, where another program does."""
+        """Listen, unless it already does. Log an error and return False if the port is in use."""
         if self._serving is None:
             try:
                 self._sock.listen()
@@ -261,11 +263,11 @@ class _Listener:
             either = (self._serving, self._listening)
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not self._listening.done():
-                self._serving.result()  # raises
+                self._serving.result()  # raises the server's error
         return True
 
     def stop(self) -> None:
-        """End `serve`, once answers are sent."""
+        """Make `serve` return once all answers are sent."""
         self._server.should_exit = True
 
     async def serve(self) -> None:
@@ -274,13 +276,13 @@ class _Listener:
             await self._serving
 
     async def end(self) -> None:
-        """Stop, and wait until it listens no longer."""
+        """Stop, and wait until the server has ended."""
         self.stop()
         await self.serve()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, and with a word when it listens."""
+    """uvicorn without its signal handlers, and with a callback when it listens."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[str], None]) -> None:
         super().__init__(config)
@@ -288,11 +290,11 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing: `Supervisor` handles signals."""
+        """Do nothing, since `Supervisor` handles signals."""
         yield
 
     async def startup(self, sockets: Any = None) -> None:  # noqa: ANN401 - uvicorn's signature
-        """Listen, then say where."""
+        """Listen, then report the address."""
         await super().startup(sockets)
         self._on_listening(self._address())
 

@@ -1,4 +1,4 @@
-"""The path of a Unix socket: one server has it, from before it loads its model to its end."""
+"""Ownership of a Unix socket's path by one server, from before it loads its model to its end."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-SOCKET_MODE = 0o600  # other users of the machine have no business here
+SOCKET_MODE = 0o600  # not accessible to other users
 
 
 @contextlib.contextmanager
 def owned(path: Path) -> Iterator[None]:
-    """Hold ``PATH.lock``, and remove a socket that a killed server left.
+    """Hold ``PATH.lock`` inside the block, and remove a socket left by a killed server.
 
-    A socket that is bound and does not listen yet looks like such a one; the lock tells them
-    apart. Raises OSError, EADDRINUSE where another server holds it.
+    A bound socket that does not listen yet looks like a stale one; the lock distinguishes them.
+    Raises OSError, with EADDRINUSE if another server holds the lock.
     """
     lock = path.with_name(f"{path.name}.lock")
     descriptor = _locked(lock)
@@ -33,19 +33,19 @@ def owned(path: Path) -> Iterator[None]:
 
 
 def remove(path: Path, ours: os.stat_result) -> None:
-    """Remove a socket, unless another file is there now."""
+    """Remove a socket, unless another file has replaced it."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(path.stat(), ours):
             path.unlink()
 
 
 def _locked(lock: Path) -> int:
-    """A descriptor of the file, which is locked. Raises OSError."""
+    """Return a locked descriptor of the file. Raises OSError."""
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, SOCKET_MODE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its owner may have ended, and removed it, after it was opened here.
+            # The previous owner may have removed the file after it was opened here.
             if lock.exists() and os.path.samestat(lock.stat(), os.fstat(descriptor)):
                 return descriptor
         except BlockingIOError:
@@ -62,5 +62,5 @@ def _is_stale(path: Path) -> bool:
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
         return False
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a server that is busy would keep us waiting
+        probe.setblocking(False)  # a busy server would block the connection attempt
         return probe.connect_ex(str(path)) == errno.ECONNREFUSED

@@ -1,4 +1,4 @@
-"""Parts of answers that all APIs share: replies, speculation, prompts only cached, aborts."""
+"""Parts of answers that all APIs share: usage, prewarming, aborted answers, replies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SpeculationUsage(Struct, kw_only=True):
 
 
 def speculation_body(usage: Usage) -> SpeculationUsage:
-    """``usage.speculation``: draft tokens proposed and accepted, by source."""
+    """Return ``usage.speculation``: draft tokens proposed and accepted, by source."""
     return SpeculationUsage(
         proposed_tokens=usage.proposed_tokens,
         accepted_tokens=usage.accepted_tokens,
@@ -48,19 +48,22 @@ def speculation_body(usage: Usage) -> SpeculationUsage:
 async def prewarm(
     service: Service, chat: ChatInput, *, request_id: str, prompt: PromptTokens | None = None
 ) -> Usage:
-    """Put a conversation into the cache without an answer; raises as `ChatClient.open`."""
+    """Cache the prompt of a conversation without generating an answer; return its usage.
+
+    Raises the errors of `ChatClient.open`, and `ApiError` if the request was aborted.
+    """
     done = await service.chat.prewarm(chat, request_id=request_id, prompt=prompt)
     return warm_usage(service, done)
 
 
 def warm_usage(service: Service, done: Completion) -> Usage:
-    """Usage of a prompt that was put into the cache; raises `ApiError` if it was aborted."""
+    """Return the usage of a prewarmed prompt. Raises `ApiError` if the request was aborted."""
     refuse_aborted(service, done.choices[0].finish_reason, 0)
     return done.usage
 
 
 def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
-    """Raise `ApiError` for an answer aborted before its first token, or by a shutdown."""
+    """Raise `ApiError` if an answer was aborted by a shutdown or before its first token."""
     if reason != "abort":
         return
     if service.draining:
@@ -70,73 +73,73 @@ def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
 
 
 class RunningAnswer(Protocol):
-    """The answer to a conversation, or the answers to plain prompts, while they come."""
+    """The running answer to a conversation, or the running answers to plain prompts."""
 
     @property
     def request(self) -> Request:
-        """The engine's request of the first choice."""
+        """The engine's request for the first choice."""
 
     @property
     def usage(self) -> Usage:
         """The usage so far."""
 
     def num_tokens(self, index: int) -> int:
-        """Tokens of one choice so far."""
+        """Return the number of tokens that one choice has so far."""
 
     def deltas(self) -> AsyncGenerator[TextDelta]:
-        """Read it, one delta a step and choice."""
+        """Yield the answer, one delta per step and choice."""
 
     def close(self) -> None:
-        """Abort what still runs; may be called twice."""
+        """Abort the choices that still run. May be called twice."""
 
 
 A = TypeVar("A", bound=RunningAnswer)
 
 
 class AnswerWriter(Generic[A]):
-    """Encodes one answer: either as a stream, or by `take` and `whole` as one body."""
+    """Encode one answer: as a stream, or through `take` and `whole` as a single body."""
 
     def begin(self, answer: A) -> Iterable[bytes]:  # noqa: ARG002
-        """Return what a stream has before the first step."""
+        """Return the events to send before the first step."""
         return ()
 
     def write(self, delta: TextDelta) -> Iterable[bytes]:
-        """Return what a stream has of a step."""
+        """Return the events for one step."""
         raise NotImplementedError
 
     def end(self, answer: A) -> Iterable[bytes]:  # noqa: ARG002
-        """Return what a stream has after the last step."""
+        """Return the events to send after the last step."""
         return ()
 
     def take(self, delta: TextDelta) -> object:
-        """Keep what `whole` needs of a step."""
+        """Keep the parts of a step that `whole` needs."""
         raise NotImplementedError
 
     def whole(self, answer: A) -> object:
-        """Return the body, after the last step."""
+        """Return the body after the last step."""
         raise NotImplementedError
 
 
 class AnswerReply(Reply, Generic[A]):
-    """A running answer as a reply; one that is given up raises `ApiError`."""
+    """A running answer as a reply. An aborted answer raises `ApiError`."""
 
     def __init__(self, service: Service, writer: AnswerWriter[A], answer: A) -> None:
         self._service, self._writer, self._answer = service, writer, answer
 
     @property
     def request(self) -> Request:
-        """The engine's request of the first choice."""
+        """The engine's request for the first choice."""
         return self._answer.request
 
     async def whole(self) -> object:
-        """Read the answer and write it as one body."""
+        """Read the whole answer and return it as one body."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 self._writer.take(delta)
         return self._writer.whole(self._answer)
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Write the answer as it comes; its beginning waits for the first step."""
+        """Yield the events of the answer as it arrives; the first ones wait for the first step."""
         writer, has_begun = self._writer, False
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
@@ -148,7 +151,7 @@ class AnswerReply(Reply, Generic[A]):
             yield data
 
     def close(self) -> None:
-        """Abort what still runs."""
+        """Abort the choices that still run."""
         self._answer.close()
 
     async def _deltas(self) -> AsyncGenerator[TextDelta]:

@@ -1,4 +1,4 @@
-"""Bodies of requests as they arrive, and the bound on all that arrive at the same time."""
+"""Read request bodies, within limits on each body and on all bodies together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .limits import Limits
 
 
 async def chunks(request: Request, limits: Limits, name: str) -> AsyncGenerator[bytes]:
-    """Yield a body within the limit of this name. Raises `ApiError` 413 and `ClientGone`.
+    """Yield a body in chunks. Raises `ApiError` 413 above the limit ``name``, and `ClientGone`.
 
-    After a refusal the connection reads the rest that a client still sends.
+    After a refusal the connection discards the rest of the body.
     """
     limit, size = int(getattr(limits, name)), 0
     if int(header(request.scope, b"content-length") or 0) > limit:
@@ -35,22 +35,22 @@ async def chunks(request: Request, limits: Limits, name: str) -> AsyncGenerator[
 
 
 def content_coding(request: Request) -> str:
-    """The Content-Encoding of a request's body, "" for none."""
+    """Return the Content-Encoding of a request's body, "" without one."""
     return ",".join(request.headers.getlist("content-encoding"))
 
 
 class BodyReader:
-    """Reads bodies into memory, and bounds those that arrive on all connections together."""
+    """Reads bodies into memory and limits the total size of bodies in transit."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._num_held = 0  # bytes of bodies that have not arrived wholly
+        self._num_held = 0  # bytes received of incomplete bodies
 
     async def read(self, request: Request) -> bytes:
-        """Return a body, decoded where it has a Content-Encoding.
+        """Return a body, decompressed if it has a Content-Encoding.
 
-        Raises `ClientGone`, and `ApiError`: 400 and 415 for what cannot be decoded, 413, and 503
-        where all bodies together are too large.
+        Raises `ClientGone` and `ApiError`: 400 and 415 if the body cannot be decompressed, 413 if
+        it is too large, 503 if all bodies in transit together are too large.
         """
         parts: list[bytes] = []
         try:
@@ -76,7 +76,7 @@ class BodyReader:
         most = self._limits.named("max_bodies_bytes")
         return ApiError(
             503,
-            f"the bodies of all requests together are larger than {most} bytes",
+            f"request bodies in transit exceed {most} bytes in total; retry later",
             kind="server_error",
             code="too_many_bodies",
             headers={"retry-after": str(MIN_RETRY_SECONDS)},

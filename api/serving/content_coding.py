@@ -1,4 +1,4 @@
-"""Decode bodies that come with a Content-Encoding, within a bound on their size."""
+"""Decompress bodies that have a Content-Encoding, within a limit on their size."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, Protocol
 
 from .errors import ApiError
 
-MAX_CODINGS = 2  # of one body, one around the other
-MAX_STREAMS = 16  # of one body, one behind the other
-ZSTD_MODULES = ("compression.zstd", "backports.zstd")  # the former from Python 3.14 on
+MAX_CODINGS = 2  # nested codings of one body
+MAX_STREAMS = 16  # concatenated streams in one body
+ZSTD_MODULES = ("compression.zstd", "backports.zstd")  # compression.zstd is part of Python 3.14
 IDENTITY = "identity"
 
 
-class TooLarge(Exception):  # noqa: N818 - the answer to it is an error of another name
-    """Raised for a body that is larger than the bound once it is decoded."""
+class TooLarge(Exception):  # noqa: N818 - callers translate it to an `ApiError`
+    """Raised if a decompressed body would exceed the limit."""
 
 
 class Inflater(Protocol):
-    """A decompressor of one stream, as `zlib` has it."""
+    """A decompressor of one stream, with the interface of `zlib.decompressobj`."""
 
     @property
     def eof(self) -> bool:
@@ -30,17 +30,17 @@ class Inflater(Protocol):
 
     @property
     def unused_data(self) -> bytes:
-        """Data behind its end."""
+        """Data after the end of the stream."""
 
     def decompress(self, data: bytes, max_length: int, /) -> bytes:
-        """The next bytes, no more than ``max_length``."""
+        """Return the next decompressed bytes, at most ``max_length``."""
 
 
 def decode_body(data: bytes, coding: str, most: int) -> bytes:
     """Return the body of a request with this Content-Encoding.
 
-    Raises `ApiError` 415 for a coding that is not known and 400 for data that is not of it, and
-    `TooLarge` where the body would have more than ``most`` bytes; no more than that is decoded.
+    Raises `ApiError` 415 for an unknown coding and 400 for invalid data, and `TooLarge` if the body
+    would exceed ``most`` bytes. At most ``most`` + 1 bytes are decompressed.
     """
     names = _names(coding)
     known = _codings()
@@ -50,16 +50,18 @@ def decode_body(data: bytes, coding: str, most: int) -> bytes:
         try:
             data = known[name](data, most)
         except (zlib.error, EOFError, ValueError) as error:
-            message = f"the body is not valid {name}, which Content-Encoding names: {error}"
+            message = f"Content-Encoding is {name}, but the body is not valid {name}: {error}"
             raise ApiError(400, message, param="Content-Encoding") from None
     return data
 
 
 def refuse_coding(coding: str) -> None:
-    """Raise `ApiError` 415 for any coding: of a body that is not decoded here."""
+    """Raise `ApiError` 415 if there is a coding, for routes that do not decompress bodies."""
     if _names(coding):
         raise ApiError(
-            415, f"Content-Encoding: {coding} is not supported here", param="Content-Encoding"
+            415,
+            f"Content-Encoding: {coding} is not supported by this route",
+            param="Content-Encoding",
         )
 
 
@@ -79,7 +81,7 @@ Decode = Callable[[bytes, int], bytes]
 
 @cache
 def _codings() -> Mapping[str, Decode]:
-    """The codings that can be decoded here."""
+    """Return the decoders that are available, by the name of their coding."""
     found: dict[str, Decode] = {"gzip": _gunzip, "x-gzip": _gunzip, "deflate": _inflate}
     for name in ZSTD_MODULES:
         with suppress(ImportError):
@@ -93,7 +95,7 @@ def _gunzip(data: bytes, most: int) -> bytes:
 
 
 def _inflate(data: bytes, most: int) -> bytes:
-    """Decode zlib's format, which HTTP means by deflate, or the bare one that some clients send."""
+    """Decompress the zlib format, which HTTP calls deflate, or the raw deflate of some clients."""
     has_header = (
         len(data) >= 2 and data[0] & 0xF == zlib.DEFLATED and not ((data[0] << 8 | data[1]) % 31)
     )
@@ -109,23 +111,23 @@ def _unzstd(zstd: Any, data: bytes, most: int) -> bytes:  # noqa: ANN401 - one o
 
 
 def _read_streams(data: bytes, most: int, make: Callable[[], Inflater]) -> bytes:
-    """Decode all streams that stand one behind another.
+    """Decompress all concatenated streams.
 
-    Raises EOFError for one that is cut off, and ValueError for too many: each takes a copy of the
-    rest.
+    Raises EOFError for a truncated stream and ValueError for more than `MAX_STREAMS`: each stream
+    copies the data after it, so many tiny streams would take quadratic time.
     """
     parts: list[bytes] = []
     size = 0
     while data or not parts:
         if len(parts) == MAX_STREAMS:
-            raise ValueError(f"it has more than {MAX_STREAMS} parts")
+            raise ValueError(f"it has more than {MAX_STREAMS} concatenated streams")
         inflater = make()
         part = inflater.decompress(data, most - size + 1)
         size += len(part)
         if size > most:
             raise TooLarge
         if not inflater.eof:
-            raise EOFError("it is cut off")
+            raise EOFError("it is truncated")
         parts.append(part)
         data = inflater.unused_data
     return b"".join(parts)

@@ -1,8 +1,8 @@
-"""Decode bodies of all APIs: decoding is validation, and an error has the path of its field.
+"""Decode and validate the bodies of all APIs; an error names the path of its field.
 
-Two faults of a body are mended: 5.0 where an integer belongs, and entries of lists that clients
-extend. A struct that lists its ``known_kinds`` is such an entry: of one with another ``type`` no
-more than the type is decoded, since the same fields may have other forms there.
+Two kinds of invalid bodies are accepted: 5.0 for an integer, and list entries of unknown types,
+which newer clients send. A struct with ``known_kinds`` is such an entry: if its ``type`` is
+unknown, only the type is decoded, since the other fields may have other types there.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ T = TypeVar("T", bound=Struct)
 
 
 def decoder(body_type: type[T]) -> Callable[[bytes], T]:
-    """Return a function from bytes to the struct.
+    """Return a function that decodes and checks a body of this type.
 
-    It raises `ApiError` 400, and `InvalidRequest` for a field that is marked as refused.
+    The function raises `ApiError` 400 for an invalid body, and `InvalidRequest` for a refused
+    field.
     """
     decode = msgspec.json.Decoder(body_type).decode
 
     def checked(data: bytes) -> T:
         try:
-            data.decode()  # msgspec does not look into the texts of fields that it passes over
+            data.decode()  # msgspec does not check the UTF-8 of fields that it skips.
             body = decode(data)
         except msgspec.ValidationError as error:
             body = _decode_mended(data, body_type, error)
@@ -42,13 +43,13 @@ def decoder(body_type: type[T]) -> Callable[[bytes], T]:
 
 
 def _decode_mended(data: bytes, body_type: type[T], error: msgspec.ValidationError) -> T:
-    """Decode a mended body. Raises `ApiError` 400 for other faults.
+    """Decode a body after mending it. Raises `ApiError` 400 if it is still invalid.
 
-    Most bodies need no mending, so only those that do not decode come here.
+    It runs only after the fast decoder has failed, since few bodies need mending.
     """
     try:
         plain = msgspec.json.decode(data)
-    except msgspec.MsgspecError:  # a number too large: the first error has its path
+    except msgspec.MsgspecError:  # a number is out of range: the first error has its path
         raise bad_json(error) from None
     try:
         value = _mended(plain, _type_info(body_type))
@@ -63,7 +64,9 @@ _type_info = cache(inspect.type_info)
 
 
 def _mended(value: Any, kind: inspect.Type) -> Any:  # noqa: ANN401 - JSON
-    """Return the value with integers where its type wants them, and unknown kinds as their type."""
+    """Return the value with whole floats as integers, and entries of unknown types reduced to
+    their type.
+    """
     match kind:
         case inspect.IntType():
             is_whole = isinstance(value, float) and value.is_integer()
@@ -87,7 +90,7 @@ def _mended(value: Any, kind: inspect.Type) -> Any:  # noqa: ANN401 - JSON
 
 
 def is_unknown(value: Mapping[str, Any], struct: type[Struct]) -> bool:
-    """Whether the value is an entry of a type that is none of the ``known_kinds`` of its struct."""
+    """Whether the value is an entry whose type is not among the ``known_kinds`` of its struct."""
     known, kind = getattr(struct, "known_kinds", None), value.get("type")
     return known is not None and isinstance(kind, str) and kind not in known
 

@@ -1,8 +1,8 @@
-"""Declarations by which an API of the server says what its routes, bodies and errors are.
+"""Declarations of an API of the server: its routes, bodies and errors.
 
-A route that generates is a `Dialect`, the others are methods of an `Endpoints` that `get`, `post`
-and `delete` mark. The application, /openapi.json, the forms of errors, batches and the check of
-keys are made of these declarations.
+A route that generates is a `Dialect`. Other routes are methods of an `Endpoints`, marked with
+`get`, `post` or `delete`. The application, /openapi.json, the error bodies, batches and the API key
+checks are derived from these declarations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .sse import EVENT_STREAM, PING, Reply, error_event
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 READS = (404, 408, 413, 503)
-"""Statuses of a route with a body that may name a model."""
+"""Error statuses of a route whose body may name a model."""
 GENERATES = (*READS, 429)
 JSON = "application/json"
 
@@ -41,11 +41,11 @@ class RequestBody(Protocol):
 
     @property
     def stream(self) -> bool | None:
-        """Whether the answer is a stream."""
+        """Whether to stream the answer."""
 
     @property
     def deadline_ms(self) -> float | None:
-        """Milliseconds until the answer is cut short."""
+        """The time limit of the request, in milliseconds."""
 
 
 B = TypeVar("B", bound=RequestBody)
@@ -53,30 +53,32 @@ B = TypeVar("B", bound=RequestBody)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """Input and output of a route. ``body`` and ``answer``: structs; None: nothing, or free."""
+    """Input and output of a route. ``body`` and ``answer`` are structs; None: no or free
+    content.
+    """
 
     method: Literal["GET", "POST", "DELETE"] = "POST"
     path: str
     body: Any = None
     body_media: str = JSON
     is_body_needed: bool = True
-    query: Sequence[str] = ()  # parameters; one with a "!" is required
+    query: Sequence[str] = ()  # query parameters; a trailing "!" marks a required one
     answer: Any = None
     media: str = JSON
-    events: Any = None  # the data of one event, where ``stream`` is true
+    events: Any = None  # type of the data of one event, for ``stream: true``
     events_media: str = ""
-    errors: Sequence[int] = ()  # statuses beside those of every route
-    outage: Any = None  # the body of its 503, where that is no error
-    is_operators: bool = False  # an admin key is needed where there is one
+    errors: Sequence[int] = ()  # statuses in addition to the ones that every route has
+    outage: Any = None  # body of a 503 that is not an error
+    is_operators: bool = False  # requires an admin key if admin keys are configured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorForm:
-    """Functions that write the errors of an API; each function also takes the id of the request."""
+    """Functions that encode the errors of an API. Each takes the error and the request id."""
 
     struct: type[Struct]
     body: Callable[[ApiError, str | None], object]
-    event: Callable[[ApiError, str | None], bytes]  # inside a stream
+    event: Callable[[ApiError, str | None], bytes]  # for an error inside a stream
 
 
 OPENAI_ERRORS = ErrorForm(
@@ -87,29 +89,29 @@ OPENAI_ERRORS = ErrorForm(
 
 
 class Dialect(Generic[B]):
-    """Decoding of bodies and encoding of answers for one route."""
+    """A generating route: decodes bodies, submits requests, encodes answers."""
 
     path: ClassVar[str]
     aliases: ClassVar[Sequence[str]] = ()  # other paths of the route
-    body: ClassVar[type[Struct]]  # decoded
-    answer: ClassVar[Any]  # encoded
-    event: ClassVar[Any] = None  # of a stream; None: the answer is always whole
+    body: ClassVar[type[Struct]]  # type that bodies decode to
+    answer: ClassVar[Any]  # type of the answer's body
+    event: ClassVar[Any] = None  # type of a stream's event; None: the route does not stream
     statuses: ClassVar[Sequence[int]] = GENERATES
-    query: ClassVar[Sequence[str]] = ()  # parameters; one with a "!" is required
+    query: ClassVar[Sequence[str]] = ()  # query parameters; a trailing "!" marks a required one
     in_batches: ClassVar[bool] = False
-    names: ClassVar[Mapping[str, str]] = {}  # of fields that bodies of this API call otherwise
+    names: ClassVar[Mapping[str, str]] = {}  # this API's names for fields, by our names
     error_form: ClassVar[ErrorForm] = OPENAI_ERRORS
     most_temperature: ClassVar[float] = OPENAI_TEMPERATURE
     ping: ClassVar[bytes] = PING
     media_type: ClassVar[str] = EVENT_STREAM
-    can_resume: ClassVar[bool] = True  # with Last-Event-ID, which belongs to event streams
+    can_resume: ClassVar[bool] = True  # whether Last-Event-ID works, which belongs to event streams
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
     @classmethod
     def operations(cls) -> Iterator[Operation]:
-        """Describe its paths for /openapi.json."""
+        """Describe the paths of the route for /openapi.json."""
         for path in (cls.path, *cls.aliases):
             yield Operation(
                 path=path,
@@ -126,35 +128,35 @@ class Dialect(Generic[B]):
         return decoder(self.body)
 
     def decode(self, data: bytes) -> B:
-        """A body; raises `ApiError` 400."""
+        """Decode a body. Raises `ApiError` 400 if it is invalid."""
         body: B = self._decode(data)
         return body
 
     def read_request(self, request: Request, data: bytes) -> B:  # noqa: ARG002
-        """A body, with what the path and the query say; raises `ApiError` 400."""
+        """Decode a body and add the parameters in the path and the query. Raises `ApiError` 400."""
         return self.decode(data)
 
     def check(self, body: B) -> None:
-        """Raise `ApiError` 404 and `InvalidRequest` before anything is rendered."""
+        """Check a body before rendering. Raises `ApiError` 404 and `InvalidRequest`."""
         self.service.check_model(body.model)
         self.service.check_range(body, most_temperature=self.most_temperature)
 
     async def open(self, body: B) -> Reply:
-        """Render the body and submit it; raises `InvalidRequest`, `QueueFull` and `EngineDead`."""
+        """Render the body and submit it. Raises `InvalidRequest`, `QueueFull` and `EngineDead`."""
         raise NotImplementedError
 
     def rename(self, error: InvalidRequest, body: B) -> None:  # noqa: ARG002
-        """Let an error name the field as this body calls it."""
+        """Rename the field in an error to this API's name for it."""
         if (name := self.names.get(error.param or "")) is not None:
             error.rename(name)
 
     def error_event(self, error: ApiError) -> bytes:
-        """An error inside a stream."""
+        """Return the event for an error inside a stream."""
         context = CONTEXT.get()
         return self.error_form.event(error, None if context is None else context.request_id)
 
     async def submit(self, body: B) -> Reply:
-        """Check a body and open its answer; errors name fields as the body does."""
+        """Check a body and open its answer. Errors name fields by the names in the body."""
         self.check(body)
         try:
             return await self.open(body)
@@ -165,26 +167,28 @@ class Dialect(Generic[B]):
 
 
 class Endpoints:
-    """Routes of one subject that generate nothing: the methods that `get` and `post` mark."""
+    """Routes of one subject that generate nothing: methods marked with `get`, `post` or
+    `delete`.
+    """
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
     @classmethod
     def is_served(cls, settings: Settings) -> bool:  # noqa: ARG003
-        """Whether a server with these settings has the routes."""
+        """Whether a server with these settings has these routes."""
         return True
 
     @classmethod
     def handlers(cls) -> Iterator[tuple[str, Operation]]:
-        """Names of the methods, and what they are for."""
+        """Yield the name and the operation of each marked method."""
         for name, method in vars(cls).items():
             if isinstance(known := getattr(method, "operation", None), Operation):
                 yield name, known
 
     @classmethod
     def operations(cls) -> Iterator[Operation]:
-        """Describe its paths for /openapi.json."""
+        """Describe the routes for /openapi.json."""
         for _, operation in cls.handlers():
             yield operation
 
@@ -198,17 +202,17 @@ class Endpoints:
 
 
 def get(path: str, answer: Any = None, **facts: Any) -> Callable[[Handler], Handler]:  # noqa: ANN401
-    """Mark a method of `Endpoints` as a route; ``facts`` are fields of `Operation`."""
+    """Mark a method of `Endpoints` as a GET route. ``facts``: fields of `Operation`."""
     return _marked(Operation(method="GET", path=path, answer=answer, **facts))
 
 
 def post(path: str, answer: Any = None, **facts: Any) -> Callable[[Handler], Handler]:  # noqa: ANN401
-    """Mark a method of `Endpoints` as a route; ``facts`` are fields of `Operation`."""
+    """Mark a method of `Endpoints` as a POST route. ``facts``: fields of `Operation`."""
     return _marked(Operation(method="POST", path=path, answer=answer, **facts))
 
 
 def delete(path: str, answer: Any = None, **facts: Any) -> Callable[[Handler], Handler]:  # noqa: ANN401
-    """Mark a method of `Endpoints` as a route; ``facts`` are fields of `Operation`."""
+    """Mark a method of `Endpoints` as a DELETE route. ``facts``: fields of `Operation`."""
     return _marked(Operation(method="DELETE", path=path, answer=answer, **facts))
 
 
@@ -224,11 +228,13 @@ def _marked(operation: Operation) -> Callable[[Handler], Handler]:
 class Api:
     """One API of the server.
 
-    ``prefix``: its paths are this one and those below. ``header``: one that its clients send with
-    each request, whatever the path. ``moved``: a prefix that its clients use, and the one that it
-    stands for, in requests with this header. ``id_header``: another name of ``x-request-id``, for
-    them. ``key_headers``: headers that may have a key, beside ``Authorization``;
-    ``key_parameter``: a parameter of the query that may have it.
+    - ``prefix``: the API owns this path and all paths below it.
+    - ``header``: a header that its clients send with each request and that identifies them.
+    - ``moved``: a prefix that its clients use, and the prefix that replaces it in requests with
+      ``header``.
+    - ``id_header``: its clients' name for ``x-request-id``.
+    - ``key_headers``: headers that may carry the API key, in addition to ``Authorization``.
+    - ``key_parameter``: a query parameter that may carry the API key.
     """
 
     prefix: str
@@ -243,15 +249,15 @@ class Api:
 
     @property
     def error_form(self) -> ErrorForm:
-        """The form of its errors, which that of its dialects is."""
+        """The form of the API's errors."""
         return self.dialects[0].error_form
 
     def has(self, path: str) -> bool:
-        """Whether a path belongs to it."""
+        """Whether a path belongs to the API."""
         return path == self.prefix or path.startswith(f"{self.prefix.rstrip('/')}/")
 
     def operations(self) -> Iterator[Operation]:
-        """Describe its paths for /openapi.json."""
+        """Describe the routes of the API for /openapi.json."""
         for dialect in self.dialects:
             yield from dialect.operations()
         for endpoints in self.endpoints:

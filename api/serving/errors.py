@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: one JSON body, and a status for each exception."""
+"""Errors as HTTP answers: one JSON body, and one status per exception."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ NO_ROUTE = (
     "no such route: /openapi.json lists them, and the base URL of an OpenAI client ends in /v1"
 )
 INTERNAL = "internal error"
-MAX_MESSAGE_CHARS = 1024  # a message may quote what it was sent
+MAX_MESSAGE_CHARS = 1024  # a message may quote text from the request
 _PATH = re.compile(r"`\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"(missing required|unknown) field `(?P<name>[^`]{0,256})`")
 
 
 class ErrorParts(Struct, kw_only=True):
-    """The error; ``param`` names the field that is wrong."""
+    """An error. ``param`` names the field that is wrong."""
 
     message: str
     type: str | None = None
@@ -51,21 +51,21 @@ class ErrorBody(Struct, kw_only=True):
 
 
 class JsonResponse(Response):
-    """A body encoded by msgspec, or JSON already."""
+    """A response whose content is encoded by msgspec, or is already JSON bytes."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:  # noqa: ANN401 - starlette's signature
-        """Encode."""
+        """Encode the content."""
         return content if isinstance(content, bytes) else msgspec.json.encode(content)
 
 
-class ClientGone(Exception):  # noqa: N818 - nothing went wrong
-    """Raised when the client closed its connection before the answer."""
+class ClientGone(Exception):  # noqa: N818 - a disconnect of the client is not an error
+    """Raised if the client closes its connection before the answer."""
 
 
 class ApiError(Exception):
-    """An error answer; ``headers`` are sent with it."""
+    """An error answer. ``headers`` are sent with it."""
 
     def __init__(
         self,
@@ -88,25 +88,25 @@ class ApiError(Exception):
         return ErrorBody(error=error)
 
     def response(self) -> JsonResponse:
-        """The whole answer."""
+        """Return the error as an HTTP response."""
         return JsonResponse(self.body, self.status, headers=self.headers)
 
 
 def clipped(message: str) -> str:
-    """The message, cut to `MAX_MESSAGE_CHARS`."""
+    """Return the message, truncated to `MAX_MESSAGE_CHARS`."""
     if len(message) <= MAX_MESSAGE_CHARS:
         return message
     return f"{message[: MAX_MESSAGE_CHARS - 3]}..."
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The error body for an exception; an unexpected one shows nothing of its text."""
+    """Return the error to send for an exception. The text of an unexpected one is not exposed."""
     match error:
         case ApiError():
             return error
         case PromptTooLong():
             return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
-        case UnknownAdapter():  # it was unloaded while the request was read
+        case UnknownAdapter():  # the adapter was unloaded while the request was being read
             return ApiError(404, str(error), param="model", code="model_not_found")
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
@@ -130,25 +130,27 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def unavailable(message: str, retry_after: float = MIN_RETRY_SECONDS) -> ApiError:
-    """503: the server drains, is dead or waits for replicas; another one may serve the request."""
+    """Return a 503 error: the server drains, is dead or has no replica; a retry may succeed."""
     headers = {"retry-after": str(_retry_seconds(retry_after))}
     return ApiError(503, message, kind="server_error", code="unavailable", headers=headers)
 
 
 def deadline_exceeded(message: str, retry_after: float = MIN_RETRY_SECONDS) -> ApiError:
-    """503: the deadline passed before the first token; a retry may succeed."""
+    """Return a 503 error: the deadline passed before the first token; a retry may succeed."""
     headers = {"retry-after": str(_retry_seconds(retry_after))}
     return ApiError(503, message, kind="server_error", code="deadline_exceeded", headers=headers)
 
 
 def unknown_model(name: str, served: str) -> ApiError:
-    """404 as OpenAI words it, with the name of the model that is served."""
-    message = f"The model `{name}` does not exist; this server has `{served}`"
+    """Return OpenAI's 404 error for an unknown model, with the name of the served model."""
+    message = f"The model `{name}` does not exist; this server serves `{served}`"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def bad_json(error: Exception) -> ApiError:
-    """400 for a body that does not decode; the path of the bad field becomes ``param``."""
+    """Return a 400 error for a body that does not decode. ``param`` is the path of the bad
+    field.
+    """
     if isinstance(error, RecursionError):
         return ApiError(400, "the body is nested too deeply")
     if isinstance(error, msgspec.ValidationError):
@@ -158,7 +160,7 @@ def bad_json(error: Exception) -> ApiError:
 
 def _param(message: str) -> str | None:
     path, field = _PATH.search(message), _FIELD.search(message)
-    place = path["path"].replace("[...]", "") if path else ""  # of a mapping's value
+    place = path["path"].replace("[...]", "") if path else ""  # a value of a mapping
     names = [place, field["name"]] if field else [place]
     return ".".join(name for name in names if name) or (None if field is None else "")
 
@@ -172,14 +174,14 @@ def _from_starlette(error: HTTPException) -> ApiError:
     headers = dict(error.headers) if error.headers else None
     known = {
         404: NO_ROUTE,
-        405: f"this route takes {(headers or {}).get('Allow', 'another method')}",
+        405: f"this route only accepts {(headers or {}).get('Allow', 'another method')}",
     }
     message = known.get(error.status_code, error.detail)
     return ApiError(error.status_code, message, code=code, headers=headers)
 
 
 def logged_api_error(request: Request, error: Exception) -> ApiError:
-    """The error for the client of this request; an unexpected one is logged for the operator."""
+    """Return the error to send for an exception. An unexpected exception is logged."""
     answer = to_api_error(error)
     if answer.status == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)

@@ -17,27 +17,27 @@ _BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 
 
 class LoopLag(Collector):
-    """A histogram of the delay of a timer, and the largest since the last scrape.
+    """A histogram of how late a timer fires, and the largest delay since the last scrape.
 
-    What holds up this timer holds up every stream and every new connection as well. It fires ten
-    times a second and takes some microseconds.
+    A delay of this timer delays every stream and every new connection too. The timer fires ten
+    times per second and costs a few microseconds each time.
     """
 
     def __init__(
         self,
         interval_s: float = INTERVAL_SECONDS,
         *,
-        clock: Callable[[], float] = time.monotonic,  # uvloop's own counts milliseconds
+        clock: Callable[[], float] = time.monotonic,  # uvloop's clock has a resolution of 1 ms
     ) -> None:
         self._interval_s = interval_s
         self._clock = clock
         self._lag = Histogram(
-            "event_loop_lag_seconds", "Seconds by which a timer of the event loop is late", _BOUNDS
+            "event_loop_lag_seconds", "Delay of an event loop timer, in seconds", _BOUNDS
         )
-        self._worst = 0.0  # seconds, since it was last asked
+        self._worst = 0.0  # seconds, since the last scrape
 
     def collect(self) -> Iterator[Metric]:
-        """Return the present values; the largest lag is reset."""
+        """Yield the metrics, and reset the largest delay."""
         yield from self._lag.collect()
         worst, self._worst = self._worst, 0.0
         yield gauge(
@@ -48,7 +48,7 @@ class LoopLag(Collector):
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure the running loop inside the block."""
+        """Measure the running event loop inside the block."""
         self._set(asyncio.get_running_loop())
         try:
             yield

@@ -1,4 +1,4 @@
-"""Count nesting, containers and values of a JSON text before it is decoded."""
+"""Count the nesting, the containers and the values of a JSON text before it is decoded."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _OTHERS = bytes(value for value in range(256) if value not in _KEPT)
 _STEPS = np.array(
     [(value in _OPENING) - (value in _CLOSING) for value in range(256)], dtype=np.int8
 )
-_BLOCK = 2**16  # bytes that are looked at together, so that they stay in the cache
+_BLOCK = 2**16  # bytes processed together, so that they stay in the CPU cache
 
 
 def find_excess(data: bytes, *, depth: int, containers: int, values: int) -> Excess | None:
-    """The limit that the text exceeds, if any. Invalid JSON may exceed any.
+    """Return the limit that the text exceeds, if any. Invalid JSON may exceed any limit.
 
-    O(len). A decoder counts the depth only up to the interpreter's limit of about a thousand, and
-    a template or a schema compiler that then walks what it decoded may be less careful. A million
-    containers are decoded quickly; but the collector of garbage then looks through each. Millions
-    of values are decoded in one call that nothing else runs beside, in whatever thread.
+    O(len). The depth is limited because the decoder stops only at the interpreter's limit of about
+    a thousand levels, and recursive code behind it, such as templates or schema compilers, may fail
+    earlier. Containers are limited because a million of them decode quickly, but each garbage
+    collection then scans them all. Values are limited because decoding holds the GIL, in any
+    thread.
     """
     most_containers = data.count(b"[") + data.count(b"{")
     most_values = most_containers + data.count(_COMMA)
@@ -50,13 +51,13 @@ def find_excess(data: bytes, *, depth: int, containers: int, values: int) -> Exc
 
 
 def _marks(data: bytes) -> bytes:
-    """The brackets, commas and quotes, without those that are escaped and without empty texts."""
+    """Return the brackets, commas and quotes, without escaped characters and empty strings."""
     escaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     return escaped.translate(None, _OTHERS).replace(b'""', b"")
 
 
 def _inside(block: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """1 where a text is open that began in this block."""
+    """Return 1 for each byte inside a string that began in this block, else 0."""
     quotes = (block == ord(_QUOTE)).view(np.uint8)
     inside: npt.NDArray[np.uint8] = np.bitwise_xor.accumulate(quotes)
     return inside

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the HTTP side: requests by route, streams, connections, event loop."""
+"""Prometheus metrics of the HTTP server: requests by route, streams, connections, event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..runtime.adapters import Adapters
 from ..types.request_context import RequestContext
 from .event_loop_lag import LoopLag
 
-REASONS = {  # of a refusal, by the code of its error
+REASONS = {  # refusal reason by error code
     "queue_full": "queue_full",
     "context_length_exceeded": "too_long",
     "deadline_exceeded": "deadline",
@@ -28,9 +28,9 @@ DRAINING, NOT_READY, INVALID = "draining", "not_ready", "invalid"
 
 
 class ServerMetrics(Collector):
-    """Counts requests. Whether the server is ready and drains is asked when it is scraped.
+    """Metrics of the HTTP server. Readiness and draining are read at scrape time.
 
-    Labels have few values: routes by their templates, methods and reasons from lists.
+    Labels have few values: the templates of routes, and fixed lists of methods and reasons.
     """
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class ServerMetrics(Collector):
         self.is_ready: Callable[[], bool] = lambda: False
         self.is_draining: Callable[[], bool] = lambda: False
         self.num_connections: Callable[[], int] = lambda: 0
-        self.causes: Mapping[str, float] = {}  # of cache misses; the server sets it
-        self.adapters: Callable[[], Adapters] = Adapters  # the server sets it, too
+        self.causes: Mapping[str, float] = {}  # causes of cache misses; set by the server
+        self.adapters: Callable[[], Adapters] = Adapters  # set by the server
         self._num_open = self._num_streams = 0
         self._requests: Counter[tuple[str, str, str]] = Counter()  # route, method, status
         self._refusals: dict[str, float] = dict.fromkeys(
@@ -56,18 +56,18 @@ class ServerMetrics(Collector):
             self.registry.register(collector)
         ProcessCollector(registry=self.registry)
 
-    # -- as `request_log.Counts` ----------------------------------------------------------------
+    # implements `request_log.Counts`
 
     def began(self) -> None:
-        """One more is under way."""
+        """Count a request that begins."""
         self._num_open += 1
 
     def responded(self, request: RequestContext) -> None:
-        """The header of its answer goes out."""
+        """Count a stream when its response headers are sent."""
         self._num_streams += request.streams
 
     def ended(self, request: RequestContext, seconds: float) -> None:
-        """All is sent, or nobody listens any more."""
+        """Count a request that has ended, with its duration in seconds."""
         self._num_open -= 1
         self._num_streams -= request.streams
         self._requests[request.route, request.method, str(request.status)] += 1
@@ -77,7 +77,7 @@ class ServerMetrics(Collector):
             self._refusals[reason] += 1
 
     def _reason(self, request: RequestContext) -> str | None:
-        """Why no work was done for it; None where it was, or where the server failed."""
+        """Return why a request was refused without work; None if it was not refused."""
         error = request.error
         if error is None or request.is_probe:
             return None
@@ -90,7 +90,7 @@ class ServerMetrics(Collector):
     # -- for Prometheus -------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        """Return the present values; called by the registry."""
+        """Yield the metrics. Called by the registry."""
         yield gauge("ready", "1 while /ready returns 200", self.is_ready())
         yield gauge("http_connections", "Open connections", self.num_connections())
         yield gauge("http_requests_in_flight", "HTTP requests in progress", self._num_open)
@@ -100,7 +100,7 @@ class ServerMetrics(Collector):
         )
         yield counters(
             "prefix_cache_prompts",
-            "Prompts that were computed, by why they missed the prefix cache",
+            "Prompts by the reason for a prefix cache miss",
             "cause",
             self.causes,
         )
@@ -108,7 +108,7 @@ class ServerMetrics(Collector):
         yield gauge("lora_loaded", "LoRA adapters in memory", adapters.num_loaded)
         yield counters(
             "lora_requests",
-            "Requests of each LoRA adapter since it was loaded",
+            "Requests for each LoRA adapter since it was loaded",
             "adapter",
             {each.name: each.num_requests for each in adapters.served},
         )
@@ -123,5 +123,5 @@ class ServerMetrics(Collector):
         return family
 
     def render(self) -> bytes:
-        """Write the metrics in the text format of Prometheus, to follow the engine's."""
+        """Return the metrics in the Prometheus text format; they are appended to the engine's."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Pages of lists: as many entries as ``limit`` says, behind the one that ``after`` names."""
+"""Pagination of lists with the query parameters ``limit`` and ``after``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from starlette.requests import Request
 
 from ...core.errors import InvalidRequest
 
-PAGE, MAX_PAGE = 20, 100  # entries, as OpenAI has it
+PAGE, MAX_PAGE = 20, 100  # default and maximum number of entries, as in OpenAI's API
 
 
 def page_limit(request: Request) -> int:
-    """Return the entries of a page. Raises `InvalidRequest`."""
+    """Return the number of entries per page. Raises `InvalidRequest` for a bad ``limit``."""
     given = request.query_params.get("limit", str(PAGE))
     is_number = given.isascii() and given.isdigit() and len(given) <= len(str(MAX_PAGE))
     if not is_number or not 1 <= int(given) <= MAX_PAGE:

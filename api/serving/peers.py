@@ -1,9 +1,9 @@
-"""Fields of other servers' bodies: of vLLM, SGLang, llama.cpp, Ollama and transformers.
+"""Body fields of other servers: vLLM, SGLang, llama.cpp, Ollama and transformers.
 
-What foretoken has under another name is marked with `SameAs`. What would change an answer and is
-not supported is marked with `Refused`. Fields that change no answer (``user``, ``rid``,
-``cache_prompt``, ``mirostat_tau`` without ``mirostat``, ...) are not listed: unknown fields are
-ignored, since clients send many.
+A field that foretoken has under another name is marked `SameAs`, in the body's struct. A field that
+would change the answer and is not supported is marked `Refused`, here. Fields that change no answer
+(``user``, ``rid``, ``cache_prompt``, ``mirostat_tau`` without ``mirostat``) are not listed: unknown
+fields are ignored, since clients send many.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PENALTIES = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
 }
-"""Penalties of tokens, which count in the whole text here, and their values without any effect."""
+"""Penalties, with the values at which they have no effect. Here they apply to the whole text."""
 
 
 class RefusedSampling(Struct, kw_only=True):
-    """Ways to sample that foretoken does not have."""
+    """Sampling methods that foretoken does not have."""
 
-    # cuts of the distribution
+    # truncation of the distribution
     typical_p: One = None
     typical: One = None
     tfs_z: One = None
@@ -59,7 +59,7 @@ class RefusedSampling(Struct, kw_only=True):
     no_repeat_ngram_size: Zero = None
     penalty_alpha: Zero = None
     guidance_scale: One = None
-    # searches
+    # beam search
     use_beam_search: Off = None
     num_beams: One = None
     num_beam_groups: One = None
@@ -68,7 +68,7 @@ class RefusedSampling(Struct, kw_only=True):
     early_stopping: Off = None
     best_of: One = None
     do_sample: On = None
-    # order and code
+    # order of samplers, custom code
     samplers: Empty = None
     sampler_order: Empty = None
     sampler_priority: Empty = None
@@ -81,7 +81,7 @@ class RefusedSampling(Struct, kw_only=True):
 
 
 class RefusedFields(RefusedSampling, kw_only=True):
-    """Fields that change what is computed or reported in other ways."""
+    """Unsupported fields that would change the output or the report in other ways."""
 
     # the end of an answer
     stop_regex: Empty = None
@@ -123,7 +123,7 @@ class RefusedFields(RefusedSampling, kw_only=True):
     echo: Off = None
     suffix: Empty = None
     safe_prompt: Off = None
-    # images and sound
+    # media
     audio: Absent = None
     mm_processor_kwargs: Empty = None
     media_io_kwargs: Empty = None
@@ -133,7 +133,7 @@ class RefusedFields(RefusedSampling, kw_only=True):
     # adapters
     lora_path: Empty = None
     lora: Empty = None
-    # other reports
+    # additional output
     prompt_logprobs: Off = None
     logprob_token_ids: Empty = None
     n_probs: Zero = None
@@ -149,11 +149,11 @@ class RefusedFields(RefusedSampling, kw_only=True):
     return_cached_tokens_details: Off = None
     return_spec_tokens_details: Off = None
     response_fields: Empty = None
-    # other engines' transfers and extensions
+    # transfers and extensions of other engines
     bootstrap_host: Absent = None
     bootstrap_room: Absent = None
     ec_transfer_params: Empty = None
     vllm_xargs: Empty = None
-    # of hosted services
+    # hosted services
     enable_search: Off = None
     web_search_options: Absent = None

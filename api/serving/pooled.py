@@ -1,4 +1,4 @@
-"""PooledReply: the answer of a route whose prompts get numbers in place of text."""
+"""PooledReply: the answer of a route that returns vectors or scores."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from ..runtime.pooled.pooled_prompts import Pooled, PooledPrompts
 from .sse import Reply
 
 Encode = Callable[[Sequence[Pooled]], object]
-"""Makes the body of an answer."""
+"""A function that builds the body from the results."""
 
 
 class PooledReply(Reply):
-    """The numbers of all prompts as JSON of the body that ``encode`` makes, written in a thread."""
+    """A reply with the vectors or scores of all prompts, encoded as JSON in a thread."""
 
     def __init__(self, prompts: PooledPrompts, encode: Encode) -> None:
         self._prompts, self._encode = prompts, encode
 
     async def whole(self) -> bytes:
-        """Compute and encode them; raises what `PooledPrompts.read` raises.
+        """Compute the prompts and return the encoded body. Raises the errors of
+        `PooledPrompts.read`.
 
-        No queue of other work refuses what is computed: the thread is one of asyncio's own.
+        The body is encoded in asyncio's own thread pool, whose queue has no limit: a finished
+        computation is never refused.
         """
         pooled = await self._prompts.read()
         return await asyncio.to_thread(lambda: msgspec.json.encode(self._encode(pooled)))
 
     def close(self) -> None:
-        """Abort what still runs."""
+        """Abort the prompts that still run."""
         self._prompts.close()

@@ -1,7 +1,7 @@
-"""Answers of the render routes: the prompt that a route would compute, as token ids.
+"""Answers of the render routes: the prompt that a request would compute, as token ids.
 
-The shape is that of vLLM's ``GenerateRequest``, which routers read: they find by the token ids the
-server whose cache has most of the prompt.
+The shape is vLLM's ``GenerateRequest``. Routers read it to find the server whose cache holds most
+of the prompt.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ SHOWN = (
     "prompt_logprobs", "bad_words", "logit_bias", "allowed_token_ids",
 )  # fmt: skip
 STRUCTURED = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
-"""Fields of vLLM's ``structured_outputs``, and their names here."""
+"""vLLM's fields of ``structured_outputs``, and our names for them."""
 
 
 class Rendered(Struct, kw_only=True):
-    """One prompt of a request that was checked and not computed.
+    """One prompt of a request that was checked but not computed.
 
-    ``sampling_params`` are those in force, the model's own and the room of the context included,
-    under vLLM's names. Offsets and features of media are always null.
+    ``sampling_params`` are the effective parameters under vLLM's names: the model's defaults are
+    filled in, and ``max_tokens`` is limited by the context. ``token_offsets`` and ``features`` are
+    always null.
     """
 
     request_id: str
@@ -50,7 +51,9 @@ class Rendered(Struct, kw_only=True):
 async def render_chat(
     service: Service, chat: ChatInput, body: Sampling, *, request_id: str, is_prewarm: bool
 ) -> Rendered:
-    """Check a conversation and return its prompt; raises as `ChatClient.check`."""
+    """Check a conversation and return its rendered prompt. Raises the errors of
+    `ChatClient.check`.
+    """
     token_ids = await service.chat.check(chat, is_prewarm=is_prewarm)
     params = warm_params(chat.params) if is_prewarm else chat.params
     return rendered(service, body, params, token_ids, request_id)
@@ -63,7 +66,7 @@ def rendered(
     token_ids: Sequence[int],
     request_id: str,
 ) -> Rendered:
-    """The answer for one prompt that passed all checks."""
+    """Return the answer for one prompt that has passed all checks."""
     built = service.llm.built
     options = getattr(body, "stream_options", None) if body.stream else None
     return Rendered(
@@ -81,7 +84,7 @@ def rendered(
 
 
 def _sampling(params: SamplingParams, room: int) -> Free:
-    """The parameters by vLLM's names; ``room``: tokens of the context behind the prompt."""
+    """Return the parameters under vLLM's names. ``room``: tokens left in the context."""
     shown = {name: _plain(getattr(params, name)) for name in SHOWN}
     shown["max_tokens"] = room if params.max_tokens is None else min(params.max_tokens, room)
     asked = {name: getattr(params, own) for name, own in STRUCTURED.items()}
@@ -93,7 +96,7 @@ def _sampling(params: SamplingParams, room: int) -> Free:
 
 
 def _plain(value: object) -> object:
-    """A value that JSON can have: without the mark of fields that a request left out."""
+    """Return a plain number for a `LeftOut` one, which msgspec does not encode."""
     if isinstance(value, LeftOutFloat):
         return float(value)
     return int(value) if isinstance(value, LeftOutInt) else value

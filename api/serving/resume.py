@@ -1,8 +1,8 @@
 """Event streams that a client can resume after its connection broke.
 
-Off unless ``--resume-seconds`` is given. Each event then has an ``id``. A client that sends its
-request again with the header ``Last-Event-ID`` gets the events after that one; the answer
-continues meanwhile. Only the key that began a stream may resume it.
+Enabled by ``--resume-seconds``. Each event then has an ``id``. A client that repeats its request
+with the header ``Last-Event-ID`` gets the events after that one; generation continues meanwhile.
+Only the API key that started a stream can resume it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .errors import ApiError, to_api_error
 from .sse import Reply
 
 logger = logging.getLogger(__name__)
-STREAM_BYTES = 2**20  # of a stream's last events that are kept
+STREAM_BYTES = 2**20  # limit on the kept events of a stream
 MAX_STREAMS = 64
 END = b"\n\n"
 
 
 class ResumableStream:
-    """The events of one answer, read by a task of its own; the last of them are kept.
+    """The events of one answer, read by a task of its own. The latest events are kept.
 
-    Without a reader the answer is aborted after ``seconds``; at its end it is kept for as long.
+    An answer without a reader is aborted after ``seconds``. A finished stream is kept equally long.
     """
 
     def __init__(
@@ -43,27 +43,29 @@ class ResumableStream:
         self._forget, self._seconds = forget, seconds
         self._kept: deque[bytes] = deque()
         self._num_bytes = 0
-        self._first = 0  # number of the first event that is kept
-        self._next = 0  # the number that the reader wants next
-        self._reader: Reader | None = None  # the latest
+        self._first = 0  # number of the first kept event
+        self._next = 0  # number of the event that the reader gets next
+        self._reader: Reader | None = None  # the current reader; None without a connection
         self._ended = self._is_forgotten = False
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._task = asyncio.create_task(self._run())
 
     def has(self, number: int) -> bool:
-        """Whether the event is still kept."""
+        """Whether an event with this number is kept or comes next."""
         return self._first <= number <= self._first + len(self._kept)
 
     def attach(self, start: int) -> Reader:
-        """A reader of the events from this number on; the present reader ends."""
+        """Return a reader of the events from number ``start`` on. It replaces the current
+        reader.
+        """
         self._reader, self._next = Reader(self), start
         self._stop_timer()
         self._notify()
         return self._reader
 
     def release(self, reader: Reader) -> None:
-        """The client of a reader has left: abort or forget the answer after ``seconds``."""
+        """Detach a reader whose client has left. The answer is dropped after ``seconds``."""
         if self._reader is not reader:
             return
         self._reader = None
@@ -74,7 +76,7 @@ class ResumableStream:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self.end)
 
     def end(self) -> None:
-        """Forget it, and abort what nobody reads."""
+        """Forget the stream, and abort the answer if it has no reader."""
         self._stop_timer()
         self._is_forgotten = True
         self._forget()
@@ -82,7 +84,7 @@ class ResumableStream:
             self._task.cancel()
 
     async def read(self, reader: Reader) -> AsyncGenerator[bytes]:
-        """Yield the stream's events, until another reader is attached."""
+        """Yield the events until the stream ends or another reader replaces this one."""
         while self._reader is reader:
             if self._next < self._first + len(self._kept):
                 event = self._kept[self._next - self._first]
@@ -111,7 +113,9 @@ class ResumableStream:
             self._notify()
 
     async def _keep(self, body: bytes) -> None:
-        """Number each event; drop the oldest ones, but none that the reader has yet to get."""
+        """Number and keep the events. Drop the oldest ones, but wait for the reader to get them
+        first.
+        """
         for event in body.split(END)[:-1]:
             number = self._first + len(self._kept)
             self._kept.append(b"id: %s:%d\n%b%b" % (self.name.encode(), number, event, END))
@@ -137,22 +141,22 @@ class ResumableStream:
 
 
 class Reader(Reply):
-    """One connection that a stream is sent to."""
+    """One connection that receives a stream."""
 
     def __init__(self, stream: ResumableStream) -> None:
         self._stream = stream
 
     def events(self) -> AsyncGenerator[bytes]:
-        """Events that the connection has not received."""
+        """Yield the events that the connection has not received."""
         return self._stream.read(self)
 
     def close(self) -> None:
-        """The client has received all, or has left."""
+        """Detach the connection, which has received everything or was closed."""
         self._stream.release(self)
 
 
 class ResumableStreams:
-    """Resumable streams of a server, by name. The oldest goes first, as `Shares` decides."""
+    """The resumable streams of a server, by name. `Shares` decides which one is dropped first."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -163,7 +167,9 @@ class ResumableStreams:
         return len(self._streams)
 
     def begin(self, reply: Reply, on_error: Callable[[ApiError], bytes]) -> Reader:
-        """The first reader of an answer, which is closed at its end."""
+        """Start a stream of an answer and return its first reader. The reply is closed at its
+        end.
+        """
         stream = ResumableStream(reply, on_error, lambda: self._forget(stream), self.seconds)
         reader = stream.attach(0)
         self._streams[stream.name] = stream
@@ -173,7 +179,7 @@ class ResumableStreams:
         return reader
 
     def resume(self, last_event_id: str) -> Reader:
-        """A reader of the events behind this one; raises `ApiError` 404."""
+        """Return a reader of the events after ``last_event_id``. Raises `ApiError` 404."""
         name, _, number = last_event_id.partition(":")
         stream = self._streams.get(name)
         is_number = number.isascii() and number.isdigit() and len(number) < 16

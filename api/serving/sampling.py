@@ -1,4 +1,4 @@
-"""The fields that bodies of all APIs share."""
+"""Body fields that all APIs share."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from ..types.sampling_params import (
 )
 from .peers import RefusedFields
 
-Label = Annotated[str, Meta(max_length=1024)]  # it is remembered beyond its request
+Label = Annotated[str, Meta(max_length=1024)]  # stored after the request has ended
 Name = Annotated[str, Meta(max_length=256)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 KvBudget = Annotated[int, Meta(ge=256, le=MAX_INT)]
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_N)]
-One = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 1})]  # checked with a reason
+# checked elsewhere, for a better error
+One = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 1})]
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -54,7 +55,7 @@ StopIds = Annotated[list[Count], Meta(max_length=MAX_LISTED)]
 AllowedIds = Annotated[list[Count], Meta(min_length=1, max_length=MAX_ALLOWED)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenIds = list[int]
-"""Token ids of an answer, which are checked together with the message that has them."""
+"""Token ids of an answer. They are checked when the message is rendered."""
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Guess = Annotated[str, Meta(max_length=MAX_PREDICTION_CHARS)]
 LogitBias = Annotated[
@@ -72,7 +73,7 @@ JsonSchema = dict[str, Any] | GrammarText
 
 
 class Sampling(RefusedFields, kw_only=True):
-    """Fields that the bodies of all APIs share. Null means the default everywhere."""
+    """Body fields that all APIs share. Null always means the default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -108,7 +109,7 @@ class Sampling(RefusedFields, kw_only=True):
     prompt_cache_options: PromptCacheOptions | None = None
     explain_cache: bool | None = None
     return_token_ids: bool | None = None
-    # other names
+    # aliases
     repeat_penalty: Annotated[RepetitionPenalty | None, SameAs("repetition_penalty")] = None
     min_new_tokens: Annotated[Count | None, SameAs("min_tokens")] = None
     sampling_seed: Annotated[Seed | None, SameAs("seed")] = None
@@ -129,7 +130,7 @@ class PredictionPart(Struct):
 
 
 class Prediction(Struct):
-    """``prediction``: the caller's guess at the answer."""
+    """``prediction``: the caller's guess of the answer."""
 
     type: Literal["content"]
     content: str | list[PredictionPart]
@@ -156,10 +157,10 @@ def sampling_params(
     guess: Prediction | str | None = None,
     **own: object,
 ) -> SamplingParams:
-    """The parameters of a body; raises `InvalidRequest`.
+    """Return the sampling parameters of a body. Raises `InvalidRequest`.
 
-    ``guess``: its prediction. ``own``: parameters that its API has under another name or in
-    another form. They take precedence; None is a field that was left out.
+    ``guess``: the body's prediction. ``own``: parameters that the API names or encodes differently.
+    They take precedence; None means that the field was left out.
     """
     given = {name: getattr(body, name) for name in SAME_NAME}
     for more in (structured_outputs(body.structured_outputs), own):
@@ -177,10 +178,10 @@ def sampling_params(
 
 
 def cache_options(body: Sampling) -> CacheOptions:
-    """The use of the prefix cache that a body asks for."""
+    """Return how the body asks to use the prefix cache."""
     return read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
 
 
 def is_prewarm(body: Sampling) -> bool:
-    """Whether the request only puts its prompt into the cache."""
+    """Whether the request only caches its prompt."""
     return body.prompt_cache_options is not None and bool(body.prompt_cache_options.prewarm)

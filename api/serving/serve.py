@@ -1,4 +1,4 @@
-"""The endpoint of every route that generates."""
+"""The endpoint of every generating route."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Serve(Generic[B]):
 
     def __init__(self, dialect: Dialect[B]) -> None:
         self._dialect, self._service = dialect, dialect.service
-        # Both for /openapi.json.
+        # /openapi.json is built from these two attributes.
         self.__doc__ = dialect.__doc__
         self.operation = {each.path: each for each in dialect.operations()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, whole or as a stream; aborted when the client leaves."""
+        """Answer one request, as one body or as a stream. Abort it if the client leaves."""
         request = Request(scope, receive)
         body = await self._service.read(request, partial(self._dialect.read_request, request))
         is_stream = bool(body.stream) and self._dialect.event is not None
@@ -34,7 +34,7 @@ class Serve(Generic[B]):
             async with self._service.wanted(receive, body.deadline_ms) as client:
                 reply = await (self._streamed(request, body) if is_stream else submit(body))
                 try:
-                    client.wait_on()  # the engine keeps the deadline of what it was given
+                    client.wait_on()  # the engine enforces the deadline of submitted requests
                     if is_stream:
                         has_begun = True
                         await self._stream(reply).send_all(send)
@@ -44,12 +44,12 @@ class Serve(Generic[B]):
                     reply.close()
         except ClientGone:
             if has_begun:
-                return  # there is nobody to tell
+                return  # the client is gone, so no answer can be sent
             raise
         await answer(scope, receive, send)
 
     async def _streamed(self, request: Request, body: B) -> Reply:
-        """An answer, or with ``--resume-seconds`` one that can be picked up again."""
+        """Return the reply for a stream; with ``--resume-seconds`` a resumable or resumed one."""
         streams = self._service.streams
         if streams is None or not self._dialect.can_resume:
             return await self._dialect.submit(body)

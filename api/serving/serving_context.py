@@ -1,4 +1,4 @@
-"""The context of all routes: the model, its name, settings, and reading bodies."""
+"""The context of all routes: the model, its name, the settings, and reading bodies."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from .settings import Settings
 from .sse import UnlessGone
 
 T = TypeVar("T")
-OPENAI_TEMPERATURE, ANTHROPIC_TEMPERATURE = 2.0, 1.0  # the largest that their own APIs take
-QUICK_BYTES = 2**18  # of a body that is looked through at once, not in a thread
+OPENAI_TEMPERATURE, ANTHROPIC_TEMPERATURE = 2.0, 1.0  # the maxima of the providers' own APIs
+QUICK_BYTES = 2**18  # larger bodies are scanned in a thread
 EXCESS: Mapping[Excess, str] = {
     "max_json_depth": "the body is nested more deeply than",
     "max_json_containers": "the body has more arrays and objects than",
@@ -45,7 +45,7 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 def chat_client(llm: EngineClient, settings: Settings) -> ChatClient:
-    """A client that renders and reads conversations as the settings say."""
+    """Return a client that renders and parses conversations according to the settings."""
     history = TokenHistory(max_bytes=settings.token_history_bytes)
     return ChatClient(
         llm,
@@ -57,7 +57,7 @@ def chat_client(llm: EngineClient, settings: Settings) -> ChatClient:
 
 
 class Service:
-    """The model behind the routes."""
+    """The model behind the routes, and the state that routes share."""
 
     def __init__(
         self, llm: EngineClient, settings: Settings, metrics: ServerMetrics | None = None
@@ -69,26 +69,26 @@ class Service:
         self.chat = chat_client(llm, settings)
         self.settings = settings
         self._bodies = BodyReader(settings.limits)
-        # what goes on beside requests while the server runs; the application sets it
+        # Background work of the running server; the application sets it.
         self.background: AbstractAsyncContextManager[None] = nullcontext()
         seconds = settings.limits.resume_seconds
         self.streams = ResumableStreams(seconds) if seconds else None
-        self.shared: dict[type, Any] = {}  # what several routes share, by its class
+        self.shared: dict[type, Any] = {}  # state shared by several routes, by its class
 
     @property
     def model(self) -> str:
-        """The name that answers carry: of the adapter that the present request names, else ours."""
+        """The name in answers: the adapter that the request names, else the model's first name."""
         return adapter_name() or self.names[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that the model is listed by."""
+        """The names under which the model is listed."""
         return self.settings.served_names or (self.llm.built.name,)
 
     def check_model(self, name: str | None) -> None:
-        """Raise 404 for an unknown model; a body without one means the served one.
+        """Raise `ApiError` 404 for an unknown model. A body without a model uses the served one.
 
-        The name of an adapter is noted: the present request is computed with it.
+        If the name is an adapter's, the present request is computed with that adapter.
         """
         built = self.llm.built
         if name is None or name in {*self.names, built.name, *built.aliases}:
@@ -105,7 +105,7 @@ class Service:
 
     @property
     def outage(self) -> str | None:
-        """The reason why new requests are refused, or None."""
+        """Why new requests are refused; None if they are accepted."""
         if self.draining:
             return SHUTTING_DOWN
         if self.llm.ready:
@@ -114,13 +114,13 @@ class Service:
 
     @property
     def unready(self) -> str | None:
-        """The reason why /ready returns 503, or None."""
+        """Why /ready returns 503; None if it returns 200."""
         return self.outage or self.llm.engine.readiness
 
     def check_range(self, body: object, *, most_temperature: float) -> None:
-        """Raise `InvalidRequest` for a temperature that the dialect's own API would refuse.
+        """Raise `InvalidRequest` for a temperature that the dialect's original API rejects.
 
-        Only with ``strict``: models with a flat distribution are of use beyond it, too.
+        Checked only with ``strict``: for some models higher temperatures are useful.
         """
         given = getattr(body, "temperature", None)
         if self.settings.strict and given is not None and given > most_temperature:
@@ -128,12 +128,12 @@ class Service:
             raise InvalidRequest(message, param="temperature")
 
     def check_ready(self) -> None:
-        """Raise 503 if the server refuses new requests."""
+        """Raise `ApiError` 503 if the server refuses new requests."""
         if self.outage is not None:
             raise unavailable(self.outage)
 
     def check_room(self, num_prompts: int, n: int) -> None:
-        """Raise `InvalidRequest` for a body with more requests than an idle engine accepts."""
+        """Raise `InvalidRequest` if a body holds more requests than an idle engine accepts."""
         limits = self.llm.engine.limits
         room = limits.max_queued + limits.max_running
         if num_prompts * n > room:
@@ -141,25 +141,25 @@ class Service:
             raise InvalidRequest(message, param="prompt" if num_prompts > 1 else "n")
 
     async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
-        """The body, whole and within the limits."""
+        """Return the decoded body, checked against the limits."""
         self.check_ready()
         body = decode(await self.read_bytes(request))
         self.settings.limits.check_body(body)
         return body
 
     async def read_bytes(self, request: Request) -> bytes:
-        """The bytes of the body. Raises 413, 503, and 400 for too much nesting.
+        """Return the bytes of the body. Raises `ApiError` 413, 503, and 400 for too much nesting.
 
-        The time that a body may take is kept by its connection.
+        The connection enforces the time limit for the body.
         """
         data = await self._bodies.read(request)
-        data = data.removeprefix(BOM_UTF8)  # that some clients send, though JSON has none
+        data = data.removeprefix(BOM_UTF8)  # some clients send a BOM, which JSON does not allow
         note_arrival(len(data))
         await self.check_json(data)
         return data
 
     async def check_json(self, data: bytes) -> None:
-        """Raise `ApiError` 400 for too much nesting."""
+        """Raise `ApiError` 400 for too much nesting, too many containers or too many values."""
         limits = self.settings.limits
         look = partial(
             find_excess,
@@ -177,10 +177,10 @@ class Service:
         return await self.llm.tokenizer.apart(origin().num_bytes, job)
 
     def wanted(self, receive: Receive, deadline_ms: float | None = None) -> UnlessGone:
-        """A block that is cancelled when the client leaves or the time is over.
+        """Return a block that is cancelled when the client leaves or its time is over.
 
-        Its time is the shorter of the caller's limit and ours. Raises `DeadlineExceeded` where
-        nothing of it is left.
+        The time limit is the shorter of the caller's and the server's. Raises `DeadlineExceeded` if
+        it has passed already.
         """
         asked = None if deadline_ms is None else deadline_ms / 1000
         left = seconds_left(arrival(), asked, self.llm.max_request_seconds)

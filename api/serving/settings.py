@@ -1,4 +1,4 @@
-"""Settings of ``foretoken serve`` beside `EngineConfig` and `Limits`: each is a flag."""
+"""Settings of ``foretoken serve`` in addition to `EngineConfig` and `Limits`. Each is a flag."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .limits import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Options of the HTTP side. Without ``api_keys`` every caller is served.
+    """Options of the HTTP server. Without ``api_keys`` it serves every caller.
 
-    With ``admin_keys`` actions that concern all callers need one of them; they open all routes.
-    Raises `InvalidRequest` for a key that no header could bring.
+    With ``admin_keys``, actions that affect all callers require one of them; an admin key also
+    gives access to all other routes. Raises `InvalidRequest` for a key that no header can carry.
     """
 
     api_keys: tuple[str, ...] = setting(
@@ -39,7 +39,7 @@ class Settings:
     )
     served_names: tuple[str, ...] = setting(
         (),
-        "name of the model in requests; repeatable, or a comma list: answers carry the first",
+        "model name in requests and answers; repeatable or comma-separated: answers use the first",
         "NAME",
         flag="served_model_name",
         separator=",",
@@ -57,84 +57,85 @@ class Settings:
     )
     metric_names: Literal["foretoken", "vllm"] = setting(
         "foretoken",
-        "names of metrics in /metrics; vllm: those of vLLM, in addition to foretoken's own",
+        "prefix of metric names in /metrics; vllm: add vLLM's metric names to foretoken's own",
     )
     ui: bool = setting(True, "disable the live page at / and the API viewer at /docs")
     ollama: bool = setting(True, "disable the routes of Ollama's API, below /api")
     strict: bool = setting(
         False,
-        "refuse temperatures over 2 (OpenAI routes) or 1 (Anthropic routes), as those APIs do",
+        "reject temperatures above 2 (OpenAI routes) or 1 (Anthropic routes), as those APIs do",
     )
     normalize: Literal["off", "safe", "all"] = setting(
         "safe",
-        "parts of prompts to remove because they change with each request, so that prompts hit the "
-        "cache: none (off), headers that are not meant for a model (safe), or also times and "
-        "request ids in system prompts and the order of tools (all)",
+        "parts of prompts to remove because they change with each request and so prevent cache "
+        "hits: none (off), headers that are not meant for the model (safe), or also times and "
+        "request ids in system prompts, with tools sorted (all)",
     )
     token_history: bool = setting(
         True,
-        "disable the memory of answers' token ids: earlier answers that clients send back as text "
+        "disable the store of answers' token ids: earlier answers that clients send back as text "
         "are then always tokenised again",
     )
     token_history_bytes: int = setting(
-        32 * 2**20, "size of the memory of answers' token ids", SIZE, least=1, most=2**40
+        32 * 2**20, "size of the store of answers' token ids", SIZE, least=1, most=2**40
     )
     batch_dir: str | None = setting(
         None,
-        "folder of /v1/files and /v1/batches, which then survive the server (default: a temporary "
-        "one); it contains the conversations",
+        "folder for /v1/files and /v1/batches, which are then kept across restarts (default: a "
+        "temporary folder); it contains the conversations",
         "DIR",
     )
     batch_running: int | None = setting(
         None,
-        "requests of batches that run at once while nothing else does (an eighth of --max-running)",
+        "batch requests to run at once while the server is otherwise idle (1/8 of --max-running)",
         least=1,
         most=2**31 - 1,
     )
     root_path: str = setting(
         "",
-        "path under which a proxy has this server, e.g. /llm; requests may have it or not",
+        "path prefix added by a reverse proxy, such as /llm; requests may include it or not",
         "PATH",
     )
     lora_dir: str | None = setting(
         None,
-        "folder below which /v1/load_lora_adapter may load adapters; that route needs --admin-key",
+        "folder from which /v1/load_lora_adapter may load adapters; the route needs --admin-key",
         "DIR",
     )
     cors_origins: tuple[str, ...] = setting(
         (),
-        "origin of web pages that may call the API (*: any); repeatable, or a comma list",
+        "origin of web pages that may call the API (*: any); repeatable or comma-separated",
         "ORIGIN",
         flag="cors_origin",
         separator=",",
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "name that requests may have in Host, beside this machine's own, where the server has no "
-        "keys (*: any); repeatable, or a comma list",
+        "additional Host header value to accept when no API key is set, besides the names of "
+        "this machine (*: any); repeatable or comma-separated",
         "HOST",
         flag="allowed_host",
         separator=",",
     )
-    loopback_only: bool = False  # without keys, serve only requests for this machine's own names
+    # without API keys, accept only requests addressed to this machine's own names
+    loopback_only: bool = False
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        """Check each of them."""
+        """Check every option."""
         check_settings(self)
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):
-            # No header could bring any other: its value is cut at both ends.
+            # HTTP strips spaces at both ends of a header value.
             if not all(key.isprintable() and key.strip() == key != "" for key in keys):
-                message = f"{name} must not be empty, and must not begin or end with a space"
+                message = f"{name} must not be empty and must not begin or end with a space"
                 raise InvalidRequest(message, param=name)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            message = "root_path must begin with a slash and must not end with one, as /llm"
+            message = "root_path must begin with a slash and not end with one, as in /llm"
             raise InvalidRequest(message, param="root_path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:
-    """The log of a process."""
+    """Options of a process's log."""
 
     log_level: Literal["critical", "error", "warning", "info", "debug"] = setting(
         "info", "lowest level of log lines", group="server", is_basic=True
@@ -146,20 +147,20 @@ class LogOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining(LogOptions):
-    """The front of a replica, and the replica's log."""
+    """The front that a replica joins, and the replica's log."""
 
     front: str = setting("", "address of the front to join", "tcp://HOST:PORT", is_basic=True)
     replicas: int | None = setting(
         None,
-        "replicas of this machine that share --kv-disk DIR:SIZE: each takes the first free of "
-        "DIR/0, DIR/1, ... and SIZE / N (default: DIR and SIZE are for one replica)",
+        "number of replicas on this machine that share --kv-disk DIR:SIZE: each uses SIZE / N in "
+        "the first free folder of DIR/0, DIR/1, ... (default: DIR and SIZE for one replica)",
         least=1,
         most=10_000,
         is_basic=True,
     )
 
     def __post_init__(self) -> None:
-        """Check each of them. Raises `InvalidRequest` without a front."""
+        """Check every option. Raises `InvalidRequest` without a front."""
         check_settings(self)
         if not self.front:
             raise InvalidRequest("a replica needs --front tcp://HOST:PORT", param="front")
@@ -167,30 +168,30 @@ class Joining(LogOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listen(LogOptions):
-    """Address that the server listens on, its log, and how it starts and ends."""
+    """The address to listen on, the log, and startup and shutdown."""
 
     host: str = setting("127.0.0.1", "address to listen on", "HOST", group="server", is_basic=True)
     port: int = setting(8000, "port to listen on; 0: any free one", most=MAX_PORT, is_basic=True)
-    uds: str | None = setting(None, "Unix socket to listen on, in place of an address", "PATH")
+    uds: str | None = setting(None, "Unix socket to listen on, instead of a TCP port", "PATH")
     ssl_certfile: str | None = setting(
-        None, "certificate and its chain, as PEM, to serve https", "FILE", is_basic=True
+        None, "PEM file with the certificate chain; enables https", "FILE", is_basic=True
     )
     ssl_keyfile: str | None = setting(
         None,
-        "private key of the certificate, as PEM; default: in the certificate's file",
+        "PEM file with the certificate's private key (default: the certificate's file)",
         "FILE",
         is_basic=True,
     )
     prewarm: str | None = setting(
-        None, "JSON Lines file of prompts to put into the cache before listening", "FILE"
+        None, "JSON Lines file of prompts to cache before the server starts to listen", "FILE"
     )
     drain_seconds: float = setting(
-        30.0, "time for running requests to finish after SIGTERM", "S", most=1e6
+        30.0, "time limit for running requests to finish after SIGTERM", "S", most=1e6
     )
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
-        """Check each of them."""
+        """Check every option."""
         check_settings(self)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise InvalidRequest("ssl_keyfile needs ssl_certfile", param="ssl_keyfile")
@@ -203,66 +204,65 @@ RAY_OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontOptions:
-    """Replicas that compute for this server: each is a `foretoken replica` that dials in.
+    """Options of replicas: processes that compute for this server (`foretoken replica`).
 
-    Raises `InvalidRequest` for options without a front.
+    Raises `InvalidRequest` for options that need a front.
     """
 
     front: str | None = setting(
         None,
-        "address at which replicas (foretoken replica MODEL --front ADDR) dial in; they compute, "
-        "this process serves; beyond loopback both sides need FORETOKEN_CLUSTER_KEY (default: this "
-        "process computes)",
+        "address on which replicas (foretoken replica MODEL --front ADDR) connect; they compute "
+        "and this process serves; beyond loopback both sides need FORETOKEN_CLUSTER_KEY (default: "
+        "this process computes)",
         "tcp://HOST:PORT",
         group="replicas",
         is_basic=True,
     )
     ray: bool = setting(
         False,
-        "start the replicas by Ray Serve, which watches and replaces them: on a Ray of this "
-        "machine, or on the cluster of RAY_ADDRESS; engine flags are then those of the replicas",
+        "start and supervise the replicas with Ray Serve, on a Ray of this machine or on the "
+        "cluster of RAY_ADDRESS; engine flags then apply to the replicas",
     )
     replicas: int | None = setting(
         None,
-        "replicas: as many are waited for before requests are served, and with --ray started (1)",
+        "number of replicas to wait for before serving requests; with --ray, number to start (1)",
         least=1,
         most=10_000,
     )
     min_replicas: int | None = setting(
-        None, "fewest replicas of --ray, where their number follows the load (1)", least=1,
+        None, "minimum number of replicas with --ray and --max-replicas (1)", least=1,
         most=10_000,
     )  # fmt: skip
     max_replicas: int | None = setting(
-        None, "most replicas of --ray, where their number follows the load", least=1,
+        None, "maximum number of replicas with --ray; their number then follows the load", least=1,
         most=10_000,
     )  # fmt: skip
     scale_down_seconds: float | None = setting(
         None,
-        "time for which one replica fewer must be enough before --ray stops one (30)", "S",
+        "time of low load before --ray removes a replica (30)", "S",
         most=1e6,
     )  # fmt: skip
     replica_cpus: float | None = setting(
         None,
-        "CPUs of each replica of --ray, and its threads (those of this machine, shared out)",
+        "number of CPUs and threads of each replica with --ray (an equal share of this machine's)",
         "X",
         least=0.01,
     )
     replica_gpus: float | None = setting(
-        None, "GPUs of each replica of --ray (1 on cuda, else none)", "Y"
+        None, "number of GPUs of each replica with --ray (1 on cuda, else 0)", "Y"
     )
     route: Literal["kv", "session", "even"] | None = setting(
         None,
-        "replica that a request goes to: kv: by the tokens that are left to compute there until "
-        "its first one; session: the same one for the same x-session-id, else cache_salt or API "
-        "key; even: the one with the least to compute (kv)",
+        "routing policy: kv (fewest uncached and queued prompt tokens), session (sticky by "
+        "x-session-id, else by cache_salt or API key), even (least loaded) (kv)",
     )
     failover_seconds: float | None = setting(
-        None, "time that requests wait for another replica when the last one is lost (30)", "S",
+        None, "time limit for requests to wait for a replica after the last one is lost (30)", "S",
         most=1e6,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Check each of them."""
+        """Check every option."""
         check_settings(self)
         for name in ("replicas", "route", "failover_seconds"):
             if not self.is_given and getattr(self, name) is not None:
@@ -283,12 +283,12 @@ class FrontOptions:
 
     @property
     def is_given(self) -> bool:
-        """Whether replicas compute."""
+        """Whether replicas compute, and not this process."""
         return self.ray or self.front is not None
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Fewest and most replicas."""
+        """Minimum and maximum number of replicas."""
         if self.max_replicas is None:
             return self.replicas or 1, self.replicas or 1
         return self.min_replicas or 1, self.max_replicas
@@ -300,7 +300,7 @@ class ObservingOptions:
 
     access_log: bool = setting(
         False,
-        "log one line for each request, with tokens and times",
+        "log one line per request, with tokens and times",
         group="observing",
         is_basic=True,
     )
@@ -312,33 +312,33 @@ class ObservingOptions:
         None, "address of the OTLP/HTTP collector that receives traces", "URL"
     )
     trace_steps: float = setting(
-        0.0, "share of the engine's steps to trace, from 0 to 1", "RATE", most=1
+        0.0, "fraction of the engine's steps to trace, from 0 to 1", "RATE", most=1
     )
     record_traffic: str | None = setting(
         None,
-        "folder for the token ids of finished requests, to train a draft on (default: none are "
-        "recorded); its files contain the conversations",
+        "folder in which to record token ids of finished requests, for training a draft model "
+        "(default: not recorded); its files contain the conversations",
         "DIR",
     )
     record_requests: str | None = setting(
         None,
-        "folder for finished requests with their parameters and seeds, which foretoken replay "
-        "computes again (default: none are recorded); its files contain the conversations",
+        "folder in which to record finished requests with parameters and seeds, for foretoken "
+        "replay (default: not recorded); its files contain the conversations",
         "DIR",
     )
     record_keys: tuple[str, ...] = setting(
         (),
-        "API key whose requests are recorded; needed where --api-key is given; repeatable",
+        "API key whose requests are recorded; required with --api-key; repeatable",
         "KEY",
         flag="record_key",
         is_secret=True,
     )
     record_bytes: int | None = setting(
-        None, "largest size of all records in a folder (1GiB)", SIZE, least=1
+        None, "maximum size of the records in a folder (1GiB)", SIZE, least=1
     )
 
     def __post_init__(self) -> None:
-        """Check each of them, and what needs another."""
+        """Check every option and the options that it requires."""
         check_settings(self)
         records = self.record_traffic is not None or self.record_requests is not None
         if not records and (self.record_keys or self.record_bytes is not None):

@@ -31,26 +31,26 @@ HEADERS = {
 
 
 def event(payload: object) -> bytes:
-    """One event that carries JSON."""
+    """Return an event whose data is JSON."""
     return b"data: %b\n\n" % encode(payload)
 
 
 def named_event(payload: Struct) -> bytes:
-    """One event whose name is the tag of a struct; some clients ignore events without a name."""
+    """Return an event named after the struct's tag; some clients ignore events without a name."""
     name = str(payload.__struct_config__.tag).encode()
     return b"event: %b\ndata: %b\n\n" % (name, encode(payload))
 
 
 def error_event(error: ApiError) -> bytes:
-    """OpenAI's error inside a stream, after the HTTP status was sent."""
+    """Return OpenAI's error event, for an error after the HTTP status was sent."""
     return event(error.body)
 
 
 class UnlessGone:
-    """Cancels the block when the client leaves or the time is over.
+    """A block that is cancelled when the client leaves or the time is over.
 
-    Raises `ClientGone` and `DeadlineExceeded`. One task for a whole request: it watches until the
-    block is left. The body must have been read before.
+    Raises `ClientGone` or `DeadlineExceeded`. A single task watches the connection until the block
+    ends. The body must have been read before.
     """
 
     def __init__(self, receive: Receive, seconds: float | None = None) -> None:
@@ -72,8 +72,8 @@ class UnlessGone:
     ) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
-            # A cancelled task keeps its traceback, and so this block: a block that kept the task
-            # would hold the whole request in memory until the next collection of garbage.
+            # A cancelled task keeps its traceback, which refers to this block. If the block kept
+            # the task, the cycle would hold the whole request until the next garbage collection.
             self._watcher = None
         try:
             await self._timeout.__aexit__(kind, error, trace)
@@ -81,54 +81,54 @@ class UnlessGone:
             raise ClientGone if self._is_gone else DeadlineExceeded(TOO_LATE) from None
 
     def wait_on(self) -> None:
-        """Stop the timer: the engine enforces the deadline from here on."""
+        """Stop the timer: the engine enforces the deadline from now on."""
         self._timeout.reschedule(None)
 
     async def _watch(self) -> None:
         await gone(self._receive)
         self._is_gone = True
         if not self._timeout.expired():
-            self._timeout.reschedule(0)  # long ago: the block is cancelled at once
+            self._timeout.reschedule(0)  # a time in the past cancels the block at once
 
 
 class Reply:
     """A running answer. Its owner must `close` it in a ``finally``."""
 
     async def whole(self) -> object:
-        """The answer as one JSON body."""
+        """Return the answer as one JSON body."""
         raise NotImplementedError
 
     def events(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Abort what still runs; may be called twice."""
+        """Abort the generations that still run. May be called twice."""
 
 
 class ReadyReply(Reply):
-    """An answer that is complete before it is sent; ``events``: the same as a stream."""
+    """An answer that is complete before it is sent. ``events``: the answer as a stream."""
 
     def __init__(self, body: object, events: Iterable[bytes] = ()) -> None:
         self._body, self._events = body, events
 
     async def whole(self) -> object:
-        """The body."""
+        """Return the body."""
         return self._body
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The events."""
+        """Yield the events."""
         for each in self._events:
             yield each
 
 
 class EventStream(Response):
-    """Sends events when they arrive; ``close`` is called in any case.
+    """A response that sends events as they arrive. ``close`` is always called at the end.
 
-    ``ping``: the keep-alive event; ``on_error``: the error event of the API.
+    ``ping``: the keep-alive event. ``on_error``: encodes an error as an event of the API.
 
-    starlette's StreamingResponse leaves the generator open when the client goes during a send, and
-    does not notice one that goes while nothing is sent.
+    starlette's StreamingResponse leaves the generator open if the client disconnects during a send,
+    and does not notice a disconnect while nothing is sent.
     """
 
     def __init__(
@@ -149,17 +149,17 @@ class EventStream(Response):
         self._sign_of_life, self._on_error = ping, on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Serve until the events end or the client leaves, whichever is first."""
+        """Send the events until they end or the client leaves, whichever is first."""
         try:
             async with UnlessGone(receive):
                 await self.send_all(send)
         except ClientGone:
-            pass  # there is nobody to tell
+            pass  # the client is gone, so no error can be sent
         finally:
             self._close()
 
     async def send_all(self, send: Send) -> None:
-        """Serve until the events end."""
+        """Send the events until they end."""
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             pings = asyncio.create_task(self._ping(send))
@@ -167,7 +167,8 @@ class EventStream(Response):
                 async for body in events:
                     await _write(send, body)
             except Exception as error:
-                # The status line is gone: what remains is an event that clients raise as an error.
+                # The status was sent already, so the error is sent as an event, which clients
+                # raise.
                 answer = to_api_error(error)
                 note_error(answer)
                 if answer.status == 500:
@@ -178,7 +179,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ping(self, send: Send) -> None:
-        """Send keep-alive events while there are no others, as in a long prefill."""
+        """Send keep-alive events periodically, since a long prefill sends no others."""
         while True:
             await asyncio.sleep(self._ping_seconds)
             await _write(send, self._sign_of_life)
@@ -189,6 +190,6 @@ async def _write(send: Send, body: bytes) -> None:
 
 
 async def gone(receive: Receive) -> None:
-    """Return when the client has closed its connection; the body must have been read before."""
+    """Return when the client has disconnected. The body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

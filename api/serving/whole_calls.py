@@ -1,4 +1,4 @@
-"""Calls of an answer for APIs that send a call in one piece."""
+"""Tool calls of an answer, for APIs that send each call in one piece."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..types.results import ToolCall
 
 
 class WholeCall(NamedTuple):
-    """A call with its arguments as an object."""
+    """A tool call with parsed arguments."""
 
     id: str
     name: str
@@ -19,13 +19,15 @@ class WholeCall(NamedTuple):
 
 
 def closed_calls(changes: Iterable[Change]) -> Iterator[WholeCall]:
-    """Yield the calls that these changes complete."""
+    """Yield the tool calls that these changes complete."""
     closed = [each.segment for each in changes if isinstance(each, Close) and each.is_whole]
     return whole_calls([segment.call for segment in closed if segment.kind == "call"])
 
 
 def whole_calls(calls: Iterable[ToolCall]) -> Iterator[WholeCall]:
-    """Yield calls. One whose arguments are no object, because the answer was cut, is left out."""
+    """Yield the calls with parsed arguments. A truncated call, whose arguments do not parse, is
+    left out.
+    """
     for call in calls:
         try:
             arguments = call.parsed()

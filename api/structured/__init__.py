@@ -1,1 +1,1 @@
-"""Structured output: from a schema, regex or grammar to masks of tokens."""
+"""Structured output: from a schema, regex or grammar to token masks."""

@@ -1,10 +1,10 @@
-"""Closing structured output in time: which tokens leave room for the shortest end of an answer.
+"""Closing structured output in time: keep room for the shortest completion of an answer.
 
-Near the limit of a request's tokens, the mask of a grammar keeps only tokens after which the output
-can still be completed and ended: a JSON object closes instead of being cut in the middle of a
-string. An end is found by a search (ends/search.py) whose work is counted in nodes, never in time.
-What is allowed is a function of the request's own output and limit: answers stay the same for
-every drafter and batch.
+Near the token limit of a request, the grammar's mask is narrowed to tokens after which the output
+can still be completed: a JSON object is closed instead of being truncated inside a string.
+Completions are found by a search (ends/search.py) whose effort is limited in nodes, not in time.
+The mask depends only on the request's own output and limit, so answers do not depend on drafters or
+batches.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from .ends.narrowing import Narrowing
 from .ends.protocols import Matcher
 
 Ids = Sequence[int]
-Between = Callable[[int, int], Ids]  # the tokens from one place of the output to another
-RETRY = 8  # tokens from a place without an end in time to the next one that is looked at
+Between = Callable[[int, int], Ids]  # returns the output tokens between two positions
+RETRY = 8  # tokens until the next attempt after a position without a completion in time
 
 
 @dataclass(slots=True)
 class _Place:
-    """A place where an end is looked for: the shortest, and those that were found behind tokens.
+    """A position at which a completion is searched for.
 
-    ``known``: None until the tokens were judged. ``guess``: the end that was found last, here or
-    before. ``is_inside``: it is inside a character, behind which the next place is looked at.
+    ``end``: the shortest completion. ``known``: completions found after next tokens; None until
+    these were judged. ``guess``: the latest completion found here or earlier. ``is_inside``: the
+    position is inside a character; the next one is tried as well.
     """
 
     end: Ids | None
@@ -39,20 +40,21 @@ class _Place:
 
 
 class ClosingPath:
-    """Follows one output, and bans tokens where its shortest end comes near its limit.
+    """Follows one output, and bans tokens when its shortest completion comes near the limit.
 
-    Ends are looked for at some places only: with tokens to spare, the next place is so far ahead as
-    the spare tokens last if the end grows behind every token. Which places these are, and what is
-    found there, follows from the output alone.
+    Completions are searched for only at some positions. With spare tokens, the next position is as
+    far ahead as the spare tokens last if the completion grows with every token. The positions and
+    results depend on the output only.
     """
 
     def __init__(self, closer: Closer, first: Ids, limit: int) -> None:
         self._closer = closer
         self._limit = limit
-        self._places: dict[int, _Place] = {0: _Place(first, guess=first)}  # up to the last asked
+        # positions up to the last one asked for
+        self._places: dict[int, _Place] = {0: _Place(first, guess=first)}
 
     def forget(self, first: int, last: int) -> None:
-        """Forget what is behind the place ``last``, and what ``first`` makes needless."""
+        """Forget positions after ``last``, and positions that ``first`` makes unnecessary."""
         start = max(number for number in self._places if number <= first)
         kept = ((number, each) for number, each in self._places.items() if start <= number <= last)
         self._places = dict(kept)
@@ -60,11 +62,12 @@ class ClosingPath:
     def narrow(
         self, matcher: Matcher, mask: NDArray[np.bool_], number: int, between: Between
     ) -> bool:
-        """Ban every token after which the output cannot end in time; whether any was banned.
+        """Ban every token after which the output cannot be completed in time. Return whether any
+        is.
 
-        ``number``: tokens of the output before this place, where the matcher is. ``mask`` [vocab]
-        allows what the grammar does, stop tokens aside, and is changed in place. Where the output
-        cannot end in time, nothing is banned: the answer is cut by its limit.
+        ``number``: output tokens before this position, where the matcher is. ``mask`` [vocab]:
+        tokens that the grammar allows, without stop tokens; changed in place. If the output cannot
+        be completed in time, nothing is banned and the limit truncates the answer.
         """
         place = self._place(matcher, number, between)
         if place is None or not self._is_near(number, place):
@@ -80,24 +83,24 @@ class ClosingPath:
     def _judge(
         self, matcher: Matcher, mask: NDArray[np.bool_], number: int, place: _Place
     ) -> NDArray[np.int64]:
-        """The late tokens of a place near the limit."""
+        """Return the tokens to ban at a position near the limit."""
         before = self._places.get(number - 1)
         known = before.known if before is not None and before.known is not None else ()
-        most = self._limit - number - 2  # tokens behind the next one, and the stop token
+        most = self._limit - number - 2  # tokens after the next one, without the stop token
         narrowing = Narrowing(self._closer, matcher, place.end or (), most, known)
         banned = narrowing.late(mask)
         place.known = narrowing.known
         return banned
 
     def _is_near(self, number: int, place: _Place) -> bool:
-        """Whether the tokens of a place are to be judged."""
+        """Whether the tokens at a position need to be judged."""
         return place.end is not None and 0 <= self._spare(number, place.end) <= self._closer.zone
 
     def _spare(self, number: int, end: Ids) -> int:
         return self._limit - number - 1 - len(end)
 
     def _place(self, matcher: Matcher, number: int, between: Between) -> _Place | None:
-        """The place, if it is one where an end is looked for."""
+        """Return the position, if completions are searched for there, else None."""
         at = max(each for each in self._places if each <= number)
         while at < number:
             following = self._following(at)
@@ -116,7 +119,7 @@ class ClosingPath:
         return self._places[at]
 
     def _finish(self, matcher: Matcher, number: int) -> None:
-        """Judge a place that was not asked, for what is found there counts at the next one."""
+        """Judge a position that was skipped, since its results are used at the next one."""
         place = self._places[number]
         if place.known is None and self._is_near(number, place):
             bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -125,7 +128,7 @@ class ClosingPath:
             self._judge(matcher, mask, number, place)
 
     def _following(self, number: int) -> int:
-        """The next place where an end is looked for."""
+        """Return the next position at which a completion is searched for."""
         place = self._places[number]
         if place.end is None or (spare := self._spare(number, place.end)) < 0:
             return number + (1 if place.is_inside else RETRY)

@@ -1,7 +1,7 @@
 """Compile json_schema, regex, grammar or choice to a grammar, in a thread.
 
-A caller's grammar may be expensive on purpose, so there are limits on its text, on the work of
-compiling it and on the work of each step. Beyond them, only that request fails.
+A caller's grammar may be expensive on purpose, so its text, its compilation and each matching step
+are limited. Beyond the limits, only that request fails.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ from .schemas.preparing import Preparer
 from .vocabulary import Vocabulary
 
 T = TypeVar("T")
-SECONDS = 5.0  # for one grammar, from when it is begun
-MAX_PENDING = 32  # grammars that may wait to be compiled
-NUM_GRAMMARS = 128  # compiled ones that are kept
-KEPT_SECONDS = 4.0  # that those took to compile, all together
-STACK_BYTES = (
-    256 * 2**20
-)  # address space of the thread: long chains of rules are walked by recursion
-LIMITS = {  # what these let through is bounded by time (matcher.py)
+SECONDS = 5.0  # time limit for one grammar, from the start of its compilation
+MAX_PENDING = 32  # maximum number of grammars waiting to be compiled
+NUM_GRAMMARS = 128  # maximum number of cached grammars
+KEPT_SECONDS = 4.0  # maximum compile time of all cached grammars together
+STACK_BYTES = 256 * 2**20  # stack of the thread: chains of rules are followed by recursion
+LIMITS = {  # matcher.py limits the time of grammars within these limits
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
@@ -64,19 +62,22 @@ class _Job:
         self._num_waiting = 0
 
     def run(self) -> Grammar:
-        """Compile, in the thread."""
+        """Compile the grammar, in the thread."""
         self._is_begun = True
         self._loop.call_soon_threadsafe(self._began.set)
         return self._compile()
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has ended without a grammar."""
+        """Whether the job ended without a grammar."""
         done = self.future.done()
         return done and (self.future.cancelled() or self.future.exception() is not None)
 
     async def wait(self) -> Grammar:
-        """Wait for the grammar; time in the queue does not count. Dropped if no request waits."""
+        """Wait for the grammar. Raises TimeoutError; the time in the queue does not count.
+
+        A job that no request waits for any more is cancelled.
+        """
         self._num_waiting += 1
         began = asyncio.create_task(self._began.wait())
         either: list[asyncio.Future[Any]] = [began, self.future]
@@ -92,9 +93,9 @@ class _Job:
 
 
 class Grammars:
-    """Compiles and keeps the grammars of one model. Belongs to an event loop; one thread works.
+    """Compiles and caches the grammars of one model. Belongs to an event loop; uses one thread.
 
-    The first grammar waits until the vocabulary is read, which takes up to a second.
+    The first grammar waits for the vocabulary to be read, which takes up to a second.
     """
 
     def __init__(
@@ -107,15 +108,15 @@ class Grammars:
         self._grammars: OrderedDict[tuple[str, str], _Job] = OrderedDict()
 
     def close(self) -> None:
-        """Refuse waiting jobs; the present one may finish."""
+        """Refuse waiting jobs. The running one may finish."""
         self._closed = True
         self._thread.close()
 
     async def compile(self, params: SamplingParams) -> Grammar | None:
-        """The grammar that the answer must follow, if any.
+        """Return the grammar that the answer must follow, if any.
 
-        Raises `InvalidRequest` naming the field for one that is wrong, too big or too slow, and
-        `QueueFull` where too many wait.
+        Raises `InvalidRequest`, which names the field, if it is invalid, too big or too slow, and
+        `QueueFull` if too many grammars wait.
         """
         if (field := params.structured_field) is None:
             return None
@@ -130,11 +131,13 @@ class Grammars:
                 f"{field} took longer than {SECONDS:g} s to compile: simplify it", param=field
             ) from None
         except asyncio.CancelledError:
-            self._check_open()  # perhaps it is not the caller who is cancelled
+            self._check_open()  # maybe the thread was closed, rather than the caller cancelled
             raise
 
     def _job(self, field: str, source: str, compiler: _Compiler) -> _Job:
-        """A compiled or pending grammar, else a new one; the least recently used are dropped."""
+        """Return a compiled or pending grammar, else start a new one. Evicts the least recently
+        used.
+        """
         key = (field, source)
         known = self._grammars.get(key)
         if known is None or known.is_lost:
@@ -147,7 +150,7 @@ class Grammars:
         return known
 
     def _forget_some(self) -> None:
-        """Drop the oldest grammars: slow ones are big, so fewer of them are kept."""
+        """Evict the oldest grammars. Slow ones are big, so fewer of them are kept."""
         ended = [job.future for job in self._grammars.values() if job.future.done()]
         grammars = [each.result() for each in ended if not (each.cancelled() or each.exception())]
         seconds = sum(grammar.seconds for grammar in grammars)
@@ -167,10 +170,11 @@ class Grammars:
     # -- the thread -----------------------------------------------------------------------------
 
     def _work(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Begin a job; it goes on when its caller gives up, for others may want the result."""
+        """Submit a job. It continues if its caller gives up, since others may need the result."""
         self._check_open()
         future = asyncio.wrap_future(self._thread.submit(job))
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+        # marks the exception as retrieved
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future
 
     def _check_open(self) -> None:
@@ -179,7 +183,7 @@ class Grammars:
 
 
 class _Compiler:
-    """Compiles grammars of one vocabulary, which takes up to a second to be read."""
+    """Compiles grammars for one vocabulary, which takes up to a second to read."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -189,7 +193,7 @@ class _Compiler:
         self._preparer = Preparer(self._problem, json_form)
 
     def compile(self, field: str, source: str) -> Grammar:
-        """Compile, and find the shortest answer; measures the time of the former."""
+        """Compile a grammar and find its shortest answer. Measure the compile time."""
         source, counts_keys = self._prepared(field, source)
         compile_anew = partial(self._matcher, field, source, counts_keys=counts_keys)
         began = perf_counter()
@@ -210,14 +214,14 @@ class _Compiler:
         return RewindingMatcher(matcher, uncounted) if uncounted else matcher
 
     def _prepared(self, field: str, source: str) -> tuple[str, bool]:
-        """The source with its schemas as followed, and whether equal keys must not count."""
+        """Return the source with prepared schemas, and whether duplicate keys must not count."""
         if field == "json_schema":
             prepared = self._preparer.prepare(json.loads(source), field)
             return json.dumps(prepared.schema), prepared.counts_keys
         return self._preparer.grammar(source, field) if field == "grammar" else (source, False)
 
     def _problem(self, schema: object) -> str | None:
-        """Why a JSON schema does not compile; None where it does."""
+        """Return why a JSON schema does not compile; None if it does."""
         whole = schema if isinstance(schema, Mapping) else {"anyOf": [schema]}
         text = guidance_text("json_schema", json.dumps(whole))
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
@@ -229,7 +233,8 @@ class _Compiler:
 def compile_grammar(field: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
     """Compile the text of a grammar. Raises `InvalidRequest`.
 
-    Also asks for the first two masks: so an impossible grammar shows, and copies begin warm.
+    The first two masks are computed as well, so that impossible grammars are detected and copies
+    start with warm caches.
     """
     try:
         text = guidance_text(field, source)
@@ -245,7 +250,7 @@ def compile_grammar(field: str, source: str, tokenizer: LLTokenizer) -> LLMatche
 
 
 def _try(matcher: LLMatcher) -> None:
-    """Ask what may come first, and what after it."""
+    """Compute the first mask, and the mask after one token."""
     bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
     allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
     for token_id in allowed.tolist():

@@ -1,8 +1,7 @@
-"""A matcher of JSON in which no object has a key twice.
+"""A matcher for JSON without duplicate keys in an object.
 
-The grammar library counts properties as they are written. Where an object needs a number of
-properties whose names are free, equal keys would count twice, though they are one property for
-every reader.
+The grammar library counts properties as they are written. If an object needs a number of properties
+with free names, duplicate keys would count twice, though every parser reads them as one property.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from numpy.typing import NDArray
 from .ends.protocols import Matcher
 
 QUOTE, ESCAPE, COMMA = b'"'[0], b"\\"[0], b","[0]
-MOST_DEPTH = 32  # tokens that are looked ahead
+MOST_DEPTH = 32  # maximum lookahead in tokens
 OBJECT, LIST, CLOSING = b"{"[0], b"["[0], b"]}"
 
 
 class _Place(NamedTuple):
-    """A place in a JSON text.
+    """A position in a JSON text.
 
-    ``open``: for each open bracket the keys so far, None for a list. ``key``: the key that is being
-    written; ``is_text``: inside a string; ``is_key_next``: the next string is a key.
+    ``open``: for each open bracket the keys so far, None for a list. ``key``: the key being
+    written. ``is_text``: inside a string. ``is_key_next``: the next string is a key.
     """
 
     open: tuple[frozenset[bytes] | None, ...] = ()
@@ -34,7 +33,7 @@ class _Place(NamedTuple):
     is_key_next: bool = False
 
     def behind(self, text: bytes) -> _Place | None:
-        """Return the place behind a text, or None if the text repeats a key."""
+        """Return the position after a text, or None if the text repeats a key."""
         place: _Place | None = self
         for byte in text:
             if place is not None:
@@ -43,9 +42,9 @@ class _Place(NamedTuple):
 
     @property
     def may_be_stuck(self) -> bool:
-        """Whether all keys that can be written from here might be there: see `DistinctKeysMatcher`.
+        """Whether possibly every key that can be written from here exists already.
 
-        So it is before a key, and inside one that is the beginning of another.
+        This is the case before a key, and inside a key that is a prefix of an existing one.
         """
         keys = self.open[-1] if self.open else None
         if not keys:
@@ -84,16 +83,16 @@ class _Place(NamedTuple):
 
 
 class DistinctKeysMatcher:
-    """Wraps a matcher at its beginning; has those of its methods that are used here.
+    """Wraps a matcher at its beginning, with the methods used by this package.
 
-    A token is not allowed either behind which only keys that are there could be written, such as
-    a comma where the schema names all keys. ``texts``: the bytes of each token.
+    It also bans tokens after which only existing keys could be written, such as a comma when the
+    schema names all keys. ``texts``: the bytes of each token.
     """
 
     def __init__(self, matcher: Matcher, texts: Sequence[bytes]) -> None:
         self._matcher = matcher
         self._texts = texts
-        self._places = [_Place()]  # behind each token
+        self._places = [_Place()]  # one per token
         marks = [i for i, text in enumerate(texts) if QUOTE in text or COMMA in text]
         self._marks = np.array(marks, dtype=int)
         self._ids: dict[bytes, list[int]] = {}
@@ -108,14 +107,14 @@ class DistinctKeysMatcher:
         return copy
 
     def try_consume_tokens(self, tokens: list[int], /) -> int:
-        """Consume tokens as far as they are allowed; how many were."""
+        """Consume tokens as far as they are allowed. Return the number consumed."""
         places = self._along(tokens)
         count = self._matcher.try_consume_tokens(tokens[: len(places)])
         self._places += places[:count]
         return count
 
     def rollback(self, num_tokens: int, /) -> bool:
-        """Go back over the last tokens."""
+        """Undo the last tokens."""
         del self._places[len(self._places) - num_tokens :]
         return self._matcher.rollback(num_tokens)
 
@@ -124,7 +123,7 @@ class DistinctKeysMatcher:
         return self._matcher.validate_tokens(tokens[: len(self._along(tokens))])
 
     def compute_bitmask(self) -> bytes:
-        """Compute the mask of the next token, one bit a token."""
+        """Return the mask of the next token, one bit per token."""
         here = self._places[-1]
         bits = self._matcher.compute_bitmask()
         if not any(here.open):
@@ -135,7 +134,7 @@ class DistinctKeysMatcher:
         return np.packbits(mask, bitorder="little").tobytes()
 
     def _watched(self, here: _Place, mask: NDArray[np.uint8]) -> list[int]:
-        """Allowed tokens that may repeat a key, or lead to where nothing else can be written."""
+        """Return allowed tokens that may repeat a key, or lead to a position without a new key."""
         found: list[int] = self._marks[mask[self._marks] > 0].tolist()
         keys = here.open[-1]
         if here.key is None or not keys:
@@ -146,7 +145,7 @@ class DistinctKeysMatcher:
         return [*found, *(i for part in parts for i in self._ids.get(part, ()) if mask[i])]
 
     def _leads_on(self, matcher: Matcher, place: _Place, token_id: int, depth: int) -> bool:
-        """Whether a token repeats no key, and something can be written behind it."""
+        """Whether a token repeats no key and can be continued."""
         following = place.behind(self._texts[token_id])
         if following is None or not following.may_be_stuck or not depth:
             return following is not None
@@ -164,12 +163,12 @@ class DistinctKeysMatcher:
         return any(self._leads_on(matcher, following, each, depth - 1) for each in later)
 
     def compute_ff_tokens(self) -> list[int]:
-        """Compute the tokens that are sure to follow."""
+        """Return the tokens that must follow."""
         tokens = self._matcher.compute_ff_tokens()
         return tokens[: len(self._along(tokens))]
 
     def compute_ff_bytes(self) -> bytes:
-        """Compute the bytes that are sure to follow."""
+        """Return the bytes that must follow."""
         return self._matcher.compute_ff_bytes()
 
     def is_accepting(self) -> bool:
@@ -177,7 +176,7 @@ class DistinctKeysMatcher:
         return self._matcher.is_accepting()
 
     def is_stopped(self) -> bool:
-        """Whether nothing may follow but the end."""
+        """Whether only the end may follow."""
         return self._matcher.is_stopped()
 
     def is_error(self) -> bool:
@@ -185,11 +184,11 @@ class DistinctKeysMatcher:
         return self._matcher.is_error()
 
     def get_error(self) -> str:
-        """Why the matcher has failed."""
+        """Return why the matcher has failed."""
         return self._matcher.get_error()
 
     def _along(self, tokens: Sequence[int]) -> list[_Place]:
-        """The places behind each of the tokens, up to one that repeats a key."""
+        """Return the positions after each token, up to one that repeats a key."""
         places: list[_Place] = []
         place = self._places[-1]
         for token_id in tokens:

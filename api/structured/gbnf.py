@@ -1,8 +1,7 @@
-"""GBNF, llama.cpp's form of a grammar, as Lark text.
+"""Conversion of GBNF, llama.cpp's grammar format, to Lark.
 
-Every character becomes a symbol of the grammar of its own. Longer ones would be matched as far as
-they go, also where a shorter match is the right one. The format is described in llama.cpp's
-grammars/README.md.
+Every character becomes a symbol of its own, since longer symbols would match greedily even where a
+shorter match is right. The format is described in llama.cpp's grammars/README.md.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-MAX_DEPTH = 200  # brackets within brackets
+MAX_DEPTH = 200  # nesting depth of brackets
 MAX_TIMES = 2**16
 ROOT = "root"
 EMPTY = '""'
@@ -38,19 +37,19 @@ _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 
 
 def is_gbnf(source: str) -> bool:
-    """Whether a grammar is written in GBNF: it has a rule with ``::=``."""
+    """Whether a grammar is written in GBNF: whether it has a rule with ``::=``."""
     return _RULE.search(source) is not None
 
 
 def lark_of(source: str) -> str:
-    """The same grammar as Lark text. Raises ValueError for what is no GBNF, or can never end."""
+    """Return the grammar as Lark text. Raises ValueError for invalid GBNF or endless rules."""
     rules = _Reader(source).rules()
     if ROOT not in rules:
         raise ValueError(f"has no rule named {ROOT}")
     for rule in rules.values():
         for name in rule.references:
             if name not in rules:
-                raise ValueError(f"the rule {name} is used and not defined")
+                raise ValueError(f"the rule {name} is used but not defined")
     if ROOT not in _ending(rules):
         raise ValueError(f"the rule {ROOT} can never end")
     numbers = {name: f"r{number}" for number, name in enumerate(rules)}
@@ -62,7 +61,7 @@ def lark_of(source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a rule: alternatives of sequences, a symbol, or a rule's name; so many times."""
+    """A part of a rule: alternatives, a symbol or a rule's name, with its repetitions."""
 
     branches: Sequence[Sequence[Part]] = ()
     symbol: str = ""
@@ -71,7 +70,7 @@ class Part:
     most: int | None = 1
 
     def lark(self, numbers: Mapping[str, str]) -> str:
-        """The part as Lark text."""
+        """Return the part as Lark text."""
         if self.most == 0:
             return EMPTY
         text = self.symbol or numbers.get(self.name, "")
@@ -88,7 +87,7 @@ class Part:
         return known.get((self.least, self.most), f"{{{self.least},{most}}}")
 
     def ends(self, ending: set[str]) -> bool:
-        """Whether some text is of this part, if the rules of these names end."""
+        """Whether the part matches a finite text, given the names of rules that do."""
         if self.least == 0 or self.symbol:
             return True
         if self.name:
@@ -98,14 +97,14 @@ class Part:
 
 @dataclass(slots=True)
 class Rule:
-    """A rule under way."""
+    """A rule that is being read."""
 
     references: set[str] = field(default_factory=set)
     body: Part = field(default_factory=Part)
 
 
 def _ending(rules: Mapping[str, Rule]) -> set[str]:
-    """Names of the rules that some text is of."""
+    """Return the names of rules that match a finite text."""
     users: dict[str, set[str]] = defaultdict(set)
     for name, rule in rules.items():
         for used in rule.references:
@@ -121,7 +120,7 @@ def _ending(rules: Mapping[str, Rule]) -> set[str]:
 
 
 class _Reader:
-    """Reads a grammar from left to right. A rule goes on until the next one begins."""
+    """Reads a grammar from left to right. A rule extends to the next one."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -130,7 +129,7 @@ class _Reader:
         self._rule = Rule()
 
     def _split(self) -> Iterator[tuple[str, str]]:
-        """Kinds of tokens and their texts; at the end an empty kind."""
+        """Yield kinds and texts of tokens, then an empty kind."""
         at = 0
         while at < len(self._source):
             found = _TOKEN.match(self._source, at)
@@ -149,15 +148,15 @@ class _Reader:
         return text
 
     def rules(self) -> dict[str, Rule]:
-        """All rules by name; of several with one name the last."""
+        """Return all rules by name. The last rule of a name counts."""
         found: dict[str, Rule] = {}
         while self._kind:
             if self._kind != "rule":
-                raise ValueError(f"{self._text!r} stands outside of a rule")
+                raise ValueError(f"{self._text!r} is outside of a rule")
             name, self._rule = self._next(), Rule()
             self._rule.body = self._alternatives(0)
             if self._kind not in ("rule", ""):
-                raise ValueError(f"the rule {name}: {self._text!r} is not expected there")
+                raise ValueError(f"the rule {name}: {self._text!r} is not expected here")
             found[name] = self._rule
         return found
 
@@ -182,7 +181,7 @@ class _Reader:
         return parts
 
     def _parts(self, depth: int) -> list[Part]:
-        """The part that one token stands for, or a group."""
+        """Return the parts that the next token or group stands for."""
         kind, text = self._kind, self._next()
         if kind == "name":
             self._rule.references.add(text)
@@ -203,7 +202,7 @@ class _Reader:
 
 
 def _repeated(part: Part, times: str) -> Part:
-    """A part so many times; one that is repeated already becomes a group."""
+    """Return a repeated part. A part that is repeated already becomes a group."""
     known: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
     if times in known:
         least, most = known[times]
@@ -214,19 +213,19 @@ def _repeated(part: Part, times: str) -> Part:
         least = int(low or 0)
         most = (int(high) if high else None) if comma else least
         if (most is not None and most < least) or max(least, most or 0) > MAX_TIMES:
-            raise ValueError(f"{times} is no range of numbers up to {MAX_TIMES}")
+            raise ValueError(f"{times} is not a range of numbers up to {MAX_TIMES}")
     if (part.least, part.most) != (1, 1):
         part = Part([[part]])
     return replace(part, least=least, most=most)
 
 
 def _chars(text: str) -> list[str]:
-    """The characters of a text with escapes."""
+    """Return the characters of a text with escapes."""
     chars, at = [], 0
     while at < len(text):
         found = _CHAR.match(text, at)
         if found is None:
-            raise ValueError(f"{text[at : at + 10]!r} is no escape that is known")
+            raise ValueError(f"{text[at : at + 10]!r} is not a known escape")
         chars.append(_char(found))
         at = found.end()
     return chars
@@ -236,13 +235,13 @@ def _char(found: re.Match[str]) -> str:
     if code := found["x"] or found["u"] or found["U"]:
         number = int(code, 16)
         if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-            raise ValueError(f"{found[0]} is no character")
+            raise ValueError(f"{found[0]} is not a character")
         return chr(number)
     return _ESCAPED.get(found["escape"], found["escape"]) if found["escape"] else found["plain"]
 
 
 def _set_of(text: str) -> str:
-    """A set of characters, without its brackets."""
+    """Return the symbol for the content of a character set."""
     is_negated = text.startswith("^")
     ranges: list[tuple[str, str]] = []
     found = list(_members(text[is_negated:]))
@@ -262,17 +261,17 @@ def _set_of(text: str) -> str:
 
 
 def _members(text: str) -> Iterator[tuple[str, bool]]:
-    """Characters of a set, and whether each was written as an escape."""
+    """Yield the characters of a set, and whether each was escaped."""
     at = 0
     while at < len(text):
         found = _CHAR.match(text, at)
         if found is None:
-            raise ValueError(f"{text[at : at + 10]!r} is no escape that is known")
+            raise ValueError(f"{text[at : at + 10]!r} is not a known escape")
         yield _char(found), found["plain"] is None
         at = found.end()
 
 
 def _set(ranges: list[tuple[str, str]], *, is_negated: bool = False) -> str:
-    """A symbol that is one of these characters."""
+    """Return a symbol that matches one character of the ranges."""
     inside = "".join(f"\\u{{{ord(first):X}}}-\\u{{{ord(last):X}}}" for first, last in ranges)
     return f"/[{'^' if is_negated else ''}{inside}]/"

@@ -1,6 +1,6 @@
-"""Texts of grammars: as callers write them, as cache keys, and as llguidance expects them.
+"""Texts of grammars: as written by callers, as cache keys, and for llguidance.
 
-White space in JSON is bounded everywhere: a model can never loop on blanks.
+White space in JSON is always limited, so that a model cannot loop on blanks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .gbnf import is_gbnf, lark_of
 from .schemas.preparing import OPTIONS, with_options
 from .schemas.walk import JSON_BLOCK
 
-MAX_RULES = 4_000  # of a Lark text: what goes wrong in longer chains takes minutes to be told
+MAX_RULES = 4_000  # rules of a Lark text; errors in longer chains take minutes to report
 JSON_FORM: dict[str, object] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -28,13 +28,14 @@ JSON_FORM: dict[str, object] = {
 FREE_FORM = {
     **JSON_FORM,
     "whitespace_flexible": True,
-    "whitespace_pattern": r" |\n {0,20}",  # at most one between two parts
+    "whitespace_pattern": r" |\n {0,20}",  # at most one between two elements
     "item_separator": ",",
     "key_separator": ":",
 }
-"""Form of objects whose keys are the model's choice: as it would write them itself, on one line or
-on several. Pressed onto one line, Qwen2.5-Coder begins six of ten objects with a key like "/name",
-since its likely tokens behind { are a blank and a line break (measured)."""
+"""Form of objects whose keys the model chooses: on one line or several, as the model would write
+them. If forced onto one line, Qwen2.5-Coder begins six of ten objects with a key like "/name",
+since its likely tokens after { are a blank and a line break (measured).
+"""
 _SUBSCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _CHOICES = ("anyOf", "oneOf", "allOf")
 NO_NUMBERS = {"json_allowed_escapes": 'nrbtf\\"'}
@@ -44,9 +45,9 @@ _LARK_RULE = re.compile(r"^[ \t]*[!?]*\w+(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re
 
 
 def json_rule(schema: Mapping[str, object] | str) -> str:
-    """The text that stands for JSON of this schema inside a Lark ``grammar``.
+    """Return the text for JSON of this schema inside a Lark ``grammar``.
 
-    Raises `InvalidRequest` unless it is a JSON object.
+    Raises `InvalidRequest` unless the schema is a JSON object or a boolean.
     """
     value = json.loads(_json_text("json_schema", schema))
     if not isinstance(value, dict):
@@ -57,25 +58,25 @@ def json_rule(schema: Mapping[str, object] | str) -> str:
 
 
 def json_block(schema: Mapping[str, object]) -> str:
-    """JSON of a schema inside a Lark ``grammar``; raises ValueError, TypeError, RecursionError."""
+    """Return a schema inside a Lark ``grammar``. Raises ValueError, TypeError, RecursionError."""
     return f"{JSON_BLOCK}{json.dumps(schema, allow_nan=False)}"
 
 
 def json_form(schema: str) -> dict[str, object]:
-    """The form of JSON that follows a schema, given as its text.
+    """Return the form of JSON that follows a schema, given as text.
 
-    A character may be written in one way only, so that no two spellings of a key are equal. Control
-    characters have no other way than a number.
+    Each character has only one spelling, so that equal keys are spelt equally. Control characters
+    can only be written as numeric escapes.
     """
     form = _white_space(json.loads(schema))
     return form if _CONTROL.search(schema) else {**form, **NO_NUMBERS}
 
 
 def _white_space(schema: object) -> dict[str, object]:
-    """The form of JSON as to its white space.
+    """Return the form of white space for a schema.
 
-    None but one blank behind a comma and a colon where the schema names all keys: then most of the
-    text is forced, and is drafted.
+    If the schema names all keys, only one blank after commas and colons is allowed: most of the
+    text is then forced and can be drafted.
     """
     left = [schema]
     while left:
@@ -110,7 +111,7 @@ def _listed(schema: Mapping[str, object], *names: str) -> list[object]:
 
 
 def lark_rules(grammar: str) -> str:
-    """A ``grammar`` as Lark, whichever way it was written. Raises `InvalidRequest`."""
+    """Return a ``grammar`` as Lark, converted from GBNF if necessary. Raises `InvalidRequest`."""
     try:
         return _lark(grammar)
     except ValueError as error:
@@ -118,12 +119,15 @@ def lark_rules(grammar: str) -> str:
 
 
 def lark_text(text: str) -> str:
-    """A string literal of a Lark ``grammar``."""
+    """Return a string literal for a Lark ``grammar``."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def source_text(field: str, value: object) -> str:
-    """The key of a compiled grammar: a text of bounded length with all of its source."""
+    """Return the cache key of a compiled grammar: its whole source as text of limited length.
+
+    Raises `InvalidRequest` for a source that is too long or invalid.
+    """
     if field == "json_schema":
         text = _json_text(field, value)
     elif field == "choice":
@@ -144,7 +148,7 @@ def check_size(field: str, value: object) -> None:
 
 
 def num_chars(value: object) -> int:
-    """Lower bound of the characters of its JSON; counted up to the limit."""
+    """Return a lower bound of the length of the value's JSON, counted up to the limit."""
     total, left = 0, [value]
     while left and total <= MAX_GRAMMAR_CHARS:
         each = left.pop()
@@ -157,7 +161,7 @@ def num_chars(value: object) -> int:
 
 
 def _json_text(field: str, schema: object) -> str:
-    if not isinstance(schema, str):  # a text was measured already
+    if not isinstance(schema, str):  # a string was measured before
         check_size(field, schema)
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
@@ -172,7 +176,7 @@ def _json_text(field: str, schema: object) -> str:
 
 
 def guidance_text(field: str, source: str) -> str:
-    """The source as llguidance takes it. Raises ValueError."""
+    """Return the source in the form of llguidance. Raises ValueError."""
     if field == "json_schema":
         return LLMatcher.grammar_from_json_schema(source, overrides=json_form(source))  # type: ignore[arg-type]
     if field == "regex":
@@ -187,7 +191,7 @@ def guidance_text(field: str, source: str) -> str:
 
 
 def _ascii_digit(escape: re.Match[str]) -> str:
-    """Digits are those of ASCII, as callers mean them; Rust's regexes know hundreds."""
+    """Return the ASCII form of a digit class, as callers mean it; Rust's has hundreds of digits."""
     return {"\\d": "[0-9]", "\\D": "[^0-9]"}.get(escape[0], escape[0])
 
 

@@ -1,12 +1,12 @@
-"""GrammarMatcher: llguidance follows one request's output, wherever drafts may lead it.
+"""GrammarMatcher: follows one request's output with llguidance, along any draft.
 
-A matcher is at one path at a time. It goes to another one by rolling back to what the two share
-and consuming the rest; the masks along its path are kept, since a draft model asks for each of
-them, and the verifier asks again.
+A matcher is at one path at a time. To reach another path, it rolls back to the common prefix and
+consumes the rest. Masks along its path are kept, since a draft model and the verifier ask for the
+same ones.
 
-Where the grammar forces bytes, only the token that the tokenizer itself would write is allowed:
-so a run of such tokens is known in advance, and the text is tokenised as the model saw it in
-training. (Guidance's fast-forward tokens, https://github.com/guidance-ai/llguidance.)
+If the grammar forces bytes, only the tokenizer's own encoding of them is allowed. Runs of such
+tokens are known in advance, and the text is tokenized as in the model's training. (Guidance's
+fast-forward tokens, https://github.com/guidance-ai/llguidance.)
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from .ends.protocols import Matcher
 from .vocabulary import Vocabulary
 
 T = TypeVar("T")
-FREE_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.02  # that an answer may spend on its grammar
-QUICK_SECONDS = 0.1  # a grammar that compiles in less may be compiled again by the model thread
+FREE_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.02  # time that an answer may spend in its grammar
+QUICK_SECONDS = 0.1  # compile time below which the model thread may compile a grammar again
 MAX_ERROR_CHARS = 300
-_PLAINLY = {  # a part of what llguidance says, and what it means here
+_PLAINLY = {  # parts of llguidance's messages, and their replacements
     "NoExtensionBias": "no token of the model is allowed here",
     "coerce_one_of": "oneOf is supported only where its branches exclude each other; use anyOf",
 }
-_SOURCE = re.compile(r"\n +\d+ \| |\n<grammar>")  # the grammar, which an error ends with
-_OF_SCHEMA = "failed to compile JSON schema: "  # one inside a grammar
+_SOURCE = re.compile(r"\n +\d+ \| |\n<grammar>")  # the grammar's text at the end of an error
+_OF_SCHEMA = "failed to compile JSON schema: "  # prefix of errors in a schema inside a grammar
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar, shared by requests, which copy its matcher.
+    """A compiled grammar, shared by requests that copy its matcher.
 
     Copies share the states of the lexer, whose number is limited; `anew` shares nothing.
     """
@@ -51,31 +51,35 @@ class Grammar:
     vocabulary: Vocabulary
     compile: Callable[[], Matcher]
     closer: Closer
-    seconds: float = 0.0  # that compiling took
-    shortest: Sequence[int] | None = None  # answer that is known; None: cut as it comes
+    seconds: float = 0.0  # compile time
+    # the shortest answer; None if unknown, then the limit truncates answers
+    shortest: Sequence[int] | None = None
 
     @property
     def least(self) -> int | None:
-        """Tokens of the shortest answer that is known."""
+        """Number of tokens of the shortest known answer."""
         return None if self.shortest is None else len(self.shortest)
 
     def anew(self) -> Matcher:
-        """A matcher with states of its own. Raises `ConstraintFailed` where that takes long."""
+        """Return a matcher with lexer states of its own.
+
+        Raises `ConstraintFailed` if compiling takes too long.
+        """
         if self.seconds > QUICK_SECONDS:
             raise ConstraintFailed("the grammar is too complex to be matched")
         return self.compile()
 
     def matcher(self, stop_ids: frozenset[int], limit: int | None = None) -> GrammarMatcher:
-        """A constraint whose complete answers end with any of ``stop_ids``.
+        """Return a constraint whose complete answers end with one of ``stop_ids``.
 
-        ``limit``: output tokens, the stop token included, within which the answer is to be
-        completed; None: wherever that takes it.
+        ``limit``: number of output tokens, including the stop token, within which to complete the
+        answer; None: no limit.
         """
         return GrammarMatcher(self, stop_ids, limit)
 
 
 class GrammarMatcher:
-    """A `Constraint` by a grammar. Copied from the grammar when it is first asked."""
+    """A `Constraint` by a grammar. The grammar's matcher is copied at the first query."""
 
     def __init__(
         self, grammar: Grammar, stop_ids: frozenset[int], limit: int | None = None
@@ -85,38 +89,42 @@ class GrammarMatcher:
         self._closing: ClosingPath | None = None
         if limit is not None and grammar.shortest is not None:
             self._closing = ClosingPath(grammar.closer, grammar.shortest, limit)
-        self._narrowed: set[int] = set()  # places on the path, behind the sure tokens
+        self._narrowed: set[int] = set()  # narrowed positions on the path, after the settled tokens
         self._is_closed_early = False
         self._stop_ids = frozenset(i for i in stop_ids if 0 <= i < grammar.vocabulary.size)
         self._stops = sorted(self._stop_ids)
         self._matcher: Matcher | None = None
-        self._seconds = 0.0  # that it took
-        self._num_sure = 0  # tokens of the output that are consumed: they never change
-        self._tail: list[int] = []  # what is consumed behind them
-        self._masks: dict[int, Mask] = {}  # by tokens before, none of fewer than the sure ones
+        self._seconds = 0.0  # seconds spent
+        self._num_sure = 0  # number of consumed output tokens that cannot change any more
+        self._tail: list[int] = []  # consumed tokens after these
+        self._masks: dict[int, Mask] = {}  # by number of preceding tokens, from the settled ones on
 
     def fork(self) -> GrammarMatcher:
-        """Another one at the beginning of the output."""
+        """Return another constraint at the beginning of the output."""
         return GrammarMatcher(self._grammar, self._stop_ids, self.limit)
 
     def closed_early(self, num_output: int) -> bool:
-        """Whether an output of so many tokens had fewer to choose from, to end in time."""
+        """Whether an output of this length was restricted in order to complete it in time."""
         return self._is_closed_early or any(place < num_output for place in tuple(self._narrowed))
 
     def allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
-        """Mask of the tokens that may follow, [vocab]; see `Constraint`."""
+        """Return the mask of tokens that may follow, [vocab]; see `Constraint`."""
         return self._sound(lambda: self._allowed(tokens, start, tail))
 
     def forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
-        """Tokens that must follow, up to the end of the answer if there is a single one."""
+        """Return the tokens that must follow, including a unique end token."""
         return self._sound(lambda: self._forced(tokens, start, most))
 
     def count_allowed(self, tokens: array[int], start: int, guess: Sequence[int]) -> int:
-        """Leading tokens of ``guess`` that fit, whether or not they are the forced ones."""
+        """Return how many leading tokens of ``guess`` are allowed, forced or not."""
         return self._sound(lambda: self._count_allowed(tokens, start, guess))
 
     def _sound(self, job: Callable[[], T]) -> T:
-        """A matcher that fails stays broken, and others wear it out: one of its own tries again."""
+        """Run a job, and once more with a new matcher if it fails.
+
+        A failed matcher stays failed, and other requests may have exhausted the shared states.
+        Raises `ConstraintFailed` if the grammar takes too much time.
+        """
         if self._seconds > FREE_SECONDS + SECONDS_PER_TOKEN * self._num_sure:
             raise ConstraintFailed("the grammar takes too much time for each token: simplify it")
         began = perf_counter()
@@ -136,7 +144,8 @@ class GrammarMatcher:
             self._restart(None)
             raise
 
-    # -- what may follow, once ------------------------------------------------------------------
+    # -- queries
+    # ------------------------------------------------------------------------------------
 
     def _allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
         new = self._new(tokens, start, tail)
@@ -191,18 +200,20 @@ class GrammarMatcher:
         self._forget(0)
 
     def _new(self, tokens: array[int], start: int, tail: Sequence[int]) -> list[int]:
-        """The path behind the sure tokens."""
+        """Return the path after the settled tokens."""
         return [*tokens[start + self._num_sure :], *tail]
 
     def _goto(self, new: Sequence[int]) -> bool:
-        """Be at the path that ends so; False where that is refused, at a prefix of it then."""
+        """Move to a path. Return False if it is not allowed; the matcher is then at a prefix of
+        it.
+        """
         same = _common_len(self._tail, new)
         if same < len(self._tail):
             self._roll_back(len(self._tail) - same)
         return self._consume(new[same:])
 
     def _settle(self, num_output: int) -> None:
-        """Count the first ``num_output`` of the consumed tokens as output that will not change."""
+        """Count the first ``num_output`` of the consumed tokens as settled output."""
         num_new = num_output - self._num_sure
         if num_new > len(self._tail):
             raise ConstraintFailed("the grammar does not allow the answer so far")
@@ -215,7 +226,7 @@ class GrammarMatcher:
             self._forget(num_output + len(self._tail))
 
     def _consume(self, token_ids: Sequence[int]) -> bool:
-        """Go on along these tokens as far as they are allowed; whether all are."""
+        """Consume these tokens as far as they are allowed. Return whether all are."""
         possible = [*takewhile(self._is_text, token_ids)]
         count = self._live.try_consume_tokens(possible) if possible else 0
         self._check()
@@ -231,16 +242,17 @@ class GrammarMatcher:
         self._forget(last)
 
     def _forget(self, last: int) -> None:
-        """Forget what closing has found behind a place."""
+        """Forget the results of closing after a position."""
         self._narrowed = {place for place in self._narrowed if place <= last}
         if self._closing is not None:
             self._closing.forget(self._num_sure, last)
 
     def _is_text(self, token_id: int) -> bool:
-        """Whether the answer goes on behind this token."""
+        """Whether the answer may continue after this token."""
         return 0 <= token_id < self._grammar.vocabulary.size and token_id not in self._stop_ids
 
-    # -- what may follow it ---------------------------------------------------------------------
+    # -- masks
+    # --------------------------------------------------------------------------------------
 
     def _mask(self, depth: int, between: Between) -> Mask:
         bits = np.frombuffer(self._live.compute_bitmask(), dtype=np.uint8)
@@ -248,7 +260,7 @@ class GrammarMatcher:
         vocabulary = self._grammar.vocabulary
         mask = np.unpackbits(bits, count=vocabulary.end + 1, bitorder="little").view(np.bool_)
         is_complete, mask = mask[vocabulary.end], mask[: vocabulary.size]
-        special = vocabulary.special_token_ids  # a complement of texts lets them in
+        special = vocabulary.special_token_ids  # complements of texts allow special tokens
         for token_id in special[mask[special]].tolist():
             mask[token_id] = self._live.validate_tokens([token_id]) == 1
         if self._closing is not None:
@@ -260,15 +272,15 @@ class GrammarMatcher:
     def _narrow(
         self, closing: ClosingPath, mask: NDArray[np.bool_], depth: int, between: Between
     ) -> None:
-        """Leave what can still be completed by the limit."""
+        """Restrict the mask to tokens after which the answer can be completed within the limit."""
         began = perf_counter()
         if closing.narrow(self._live, mask, depth, between):
             self._narrowed.add(depth)
         self._check()
-        self._seconds -= perf_counter() - began  # its work is bounded by nodes
+        self._seconds -= perf_counter() - began  # closing is limited in nodes, not in time
 
     def _forced_now(self) -> Sequence[int]:
-        """The tokens that must come next, if the grammar forces some."""
+        """Return the tokens that must come next, if the grammar forces any."""
         if self._live.is_stopped():
             self._check()
             return self._stops if len(self._stops) == 1 else ()
@@ -284,7 +296,7 @@ class GrammarMatcher:
 
 
 def error_text(matcher: Matcher) -> str:
-    """The error of a matcher as one line for the caller."""
+    """Return the error of a matcher as one line for the caller."""
     text = matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "")
     reason = _SOURCE.split(text, maxsplit=1)[0]
     for part, said in _PLAINLY.items():
@@ -295,7 +307,7 @@ def error_text(matcher: Matcher) -> str:
 
 
 def _common_len(first: Sequence[int], second: Sequence[int]) -> int:
-    """Leading tokens that two sequences share."""
+    """Return the length of the common prefix."""
     length = 0
     for ours, theirs in zip(first, second, strict=False):
         if ours != theirs:

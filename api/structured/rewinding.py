@@ -1,8 +1,8 @@
-"""A matcher that goes back over any token.
+"""A matcher that can roll back over any token.
 
-The grammar library counts the bytes of a token to go back over it. Where a grammar names a token by
-its number, and that token has a text of its own, the count is wrong. `RewindingMatcher` begins
-anew there, and goes the way again.
+To roll back over a token, the grammar library counts its bytes. The count is wrong if a grammar
+refers by number to a token that has text. `RewindingMatcher` then restarts and consumes the path
+again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _NAMED = re.compile(r"<\[([0-9,]+)\]>")
 
 
 def named_tokens(source: str) -> frozenset[int]:
-    """The tokens that the text of a grammar names by their numbers."""
+    """Return the tokens that the text of a grammar refers to by number."""
     lists = (found.split(",") for found in _NAMED.findall(source))
     return frozenset(int(number) for each in lists for number in each if number)
 
 
 class RewindingMatcher:
-    """Wraps a matcher at its beginning; has those of its methods that are used here.
+    """Wraps a matcher at its beginning, with the methods used by this package.
 
-    ``uncounted``: tokens that the matcher cannot go back over.
+    ``uncounted``: tokens that the matcher cannot roll back over.
     """
 
     def __init__(self, matcher: LLMatcher, uncounted: Set[int]) -> None:
@@ -41,13 +41,13 @@ class RewindingMatcher:
         return copy
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
-        """Consume tokens as far as they are allowed; how many were."""
+        """Consume tokens as far as they are allowed. Return the number consumed."""
         count = self._matcher.try_consume_tokens(tokens)
         self._path += tokens[:count]
         return count
 
     def rollback(self, num_tokens: int) -> bool:
-        """Go back over the last tokens."""
+        """Undo the last tokens."""
         if not num_tokens:
             return True
         kept, dropped = self._path[:-num_tokens], self._path[-num_tokens:]
@@ -62,15 +62,15 @@ class RewindingMatcher:
         return self._matcher.validate_tokens(tokens)
 
     def compute_bitmask(self) -> bytes:
-        """Compute the mask of the next token, one bit a token."""
+        """Return the mask of the next token, one bit per token."""
         return self._matcher.compute_bitmask()
 
     def compute_ff_tokens(self) -> list[int]:
-        """Compute the tokens that are sure to follow."""
+        """Return the tokens that must follow."""
         return self._matcher.compute_ff_tokens()
 
     def compute_ff_bytes(self) -> bytes:
-        """Compute the bytes that are sure to follow."""
+        """Return the bytes that must follow."""
         return self._matcher.compute_ff_bytes()
 
     def is_accepting(self) -> bool:
@@ -78,7 +78,7 @@ class RewindingMatcher:
         return self._matcher.is_accepting()
 
     def is_stopped(self) -> bool:
-        """Whether nothing may follow but the end."""
+        """Whether only the end may follow."""
         return self._matcher.is_stopped()
 
     def is_error(self) -> bool:
@@ -86,5 +86,5 @@ class RewindingMatcher:
         return self._matcher.is_error()
 
     def get_error(self) -> str:
-        """Why the matcher has failed."""
+        """Return why the matcher has failed."""
         return self._matcher.get_error()

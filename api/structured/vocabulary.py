@@ -1,4 +1,4 @@
-"""The model's tokens for llguidance, and tokenisation of texts inside an answer."""
+"""The model's tokens for llguidance, and tokenization of texts inside an answer."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import numpy as np
 
 from ..text.tokenizer import Tokenizer
 
-NUM_FORCED_TEXTS = 4096  # whose tokens are kept: requests of one schema share them
-FORCED_CHARS = 256  # of a forced text that are tokenised as the model would; more is never needed
+NUM_FORCED_TEXTS = 4096  # cached encodings, which requests with the same schema share
+FORCED_CHARS = 256  # characters of a forced text to tokenize; more are never needed
 
 
 class Vocabulary:
-    """The model's tokens for llguidance, and tokenisation of texts inside an answer.
+    """The model's tokens for llguidance, and tokenization of texts inside an answer.
 
-    It adds one more token, ``end``, behind the model's own: it stands for the end of the answer.
+    A token ``end`` is added after the model's own. It stands for the end of the answer.
     """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
-    eos_token_id = None  # let llguidance add it
+    eos_token_id = None  # added by llguidance
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self.size = self.end = vocab_size
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
-        # A token that ends the answer is never a part of its text, however it is spelt.
+        # A token that ends the answer is never part of its text, however it is spelt.
         special = {i for i in tokenizer.special_ids | eos_ids if 0 <= i < vocab_size}
         self.special_token_ids = np.array(sorted(special), dtype=np.int64)
         self.texts = [b"" if i in special else each for i, each in enumerate(self.tokens)]
         self._ids = {text: i for i, text in reversed([*enumerate(self.texts)]) if text}
         self._byte_ids = [self._ids.get(bytes([value])) for value in range(256)]
-        self._lengths = [0] * 256  # of the longest token, by its first byte
+        self._lengths = [0] * 256  # length of the longest token by first byte
         for text in self._ids:
             self._lengths[text[0]] = max(self._lengths[text[0]], len(text))
         self._encode = tokenizer.encode_word
         self._forced = lru_cache(NUM_FORCED_TEXTS)(self._tokenize)
 
     def __call__(self, text: str) -> list[int]:
-        """Ids of a text that stands inside a longer one; they spell exactly these bytes.
+        """Return the ids of a text inside a longer one. They spell exactly these bytes.
 
-        Of a long one the end is spelt byte by byte: by then it will have been asked for anew.
+        The end of a long text is spelt byte by byte: it will be queried again before it is needed.
         """
         ids = list(self._forced(text[:FORCED_CHARS]))
         if len(text) > FORCED_CHARS and self._spells(ids, text[:FORCED_CHARS]):
@@ -50,14 +50,14 @@ class Vocabulary:
         return ids
 
     def id_of(self, text: bytes) -> int | None:
-        """The token that is exactly this."""
+        """Return the token with exactly these bytes, None without one."""
         return self._ids.get(text)
 
     def _spells(self, ids: Sequence[int], text: str) -> bool:
         return b"".join(self.texts[token_id] for token_id in ids) == text.encode()
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
-        """The tokenizer's own ids, if need be behind a line break, else the longest ones.
+        """Return the tokenizer's ids, encoded after a line break if necessary, else greedy ids.
 
         Some tokenizers put a space before a text's first word.
         """
@@ -69,7 +69,7 @@ class Vocabulary:
         return tuple(self.spell(data))
 
     def _ending(self, ids: Sequence[int], data: bytes) -> tuple[int, ...] | None:
-        """The last of ``ids`` if they spell ``data``, nothing more and nothing less."""
+        """Return the last of ``ids`` that spell exactly ``data``, None without any."""
         length = 0
         for index in range(len(ids), -1, -1):
             if length == len(data):
@@ -81,7 +81,7 @@ class Vocabulary:
         return None
 
     def spell(self, data: bytes) -> list[int]:
-        """The longest token that fits, over and over; stops at a byte that no token begins with."""
+        """Return the ids of the longest matching tokens, up to a byte that no token begins with."""
         ids: list[int] = []
         while data and (token_id := self.longest(data)) is not None:
             ids.append(token_id)
@@ -89,7 +89,7 @@ class Vocabulary:
         return ids
 
     def longest(self, data: bytes) -> int | None:
-        """The longest token that these bytes begin with."""
+        """Return the longest token that these bytes begin with, None without one."""
         for length in range(min(self._lengths[data[0]], len(data)), 0, -1):
             if (token_id := self._ids.get(data[:length])) is not None:
                 return token_id

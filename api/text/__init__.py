@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizers, detokenisers, chat templates."""
+"""Text to token ids and back: tokenizers, detokenizers, chat templates."""

@@ -1,10 +1,9 @@
 """Chat templates: jinja2 templates of a model that render a conversation as text.
 
-A template is a program, and the memory and the time that it takes are everybody's. The sandbox of
-jinja2 keeps it from what it must not reach, and from ranges of more than 100,000. Here all that it
-writes is bounded, what sums, products and powers make, and its time, which is looked at whenever it
-calls, reads an attribute or writes. Not so what ``~`` and filters such as ``center`` make: the
-author of a template is trusted that far.
+A template is a program that shares memory and time with all requests. jinja2's sandbox restricts
+its access, and ranges to 100,000 items. Here its output, the results of sums, products and powers,
+and its run time are limited; time is checked at calls, attribute reads and writes. Results of ``~``
+and of filters such as ``center`` are not limited: the author of a template is trusted that far.
 """
 
 from __future__ import annotations
@@ -29,20 +28,21 @@ from jinja2.utils import Namespace
 from ...core.config import TEMPLATE_KWARGS, EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
 
-SECONDS = 5.0  # for one conversation; then it is the template's fault
-INLINE_SECONDS = 0.005  # for a short one on the event loop; then it begins anew in a thread
-INLINE_CHARS = 2_048  # longer texts are tokenised in a thread
-MAX_CAUSE_CHARS = 300  # of what a template says about a failure
-MESSAGE_CHARS = 64  # a message costs a template about as much as so much text
-REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates call it
-MARK = "THE_FINAL_MESSAGE_ENDS_HERE "  # behind it a space, to see whether a template trims
-TEMPLATE_FILE = "<template>"  # jinja2's name of a template that is no file
-NULL = object()  # a field that a template reads as null; None is a field that is not there
+SECONDS = 5.0  # time limit for one conversation
+# time limit for a short conversation on the event loop; then it restarts in a thread
+INLINE_SECONDS = 0.005
+INLINE_CHARS = 2_048  # longer texts are tokenized in a thread
+MAX_CAUSE_CHARS = 300  # maximum length of a template's error message
+MESSAGE_CHARS = 64  # a message takes a template about as long as so many characters
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of reasoning in templates
+MARK = "THE_FINAL_MESSAGE_ENDS_HERE "  # the space after it shows whether a template trims the text
+TEMPLATE_FILE = "<template>"  # jinja2's name for a template without a file
+NULL = object()  # a field that templates see as null; with None the field is absent
 NO_TOOLS: list[Mapping[str, Any]] = []
 NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
 RESERVED = frozenset(
     {"messages", "conversation", "conversations", "tools", "documents", "chat_template", "self"}
-) | frozenset(  # options of transformers that are no template's
+) | frozenset(  # options of transformers that are not variables of templates
     {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
      "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "kwargs"}
 )  # fmt: skip
@@ -50,10 +50,10 @@ _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 class TemplateRefusal(InvalidRequest):
-    """A chat template failed on a conversation.
+    """Raised if a chat template fails on a conversation.
 
-    ``index``: the message at which it failed, ``call``: the tool call in that message; None where
-    the failure belongs to none. ``cause``: what the template or jinja2 said.
+    ``index``: the message at which it failed; ``call``: the tool call in that message; each None if
+    unknown. ``cause``: the error of the template or of jinja2.
     """
 
     def __init__(self, cause: str, index: int | None = None, call: int | None = None) -> None:
@@ -61,7 +61,7 @@ class TemplateRefusal(InvalidRequest):
         self.name(None if index is None else f"messages[{index}]")
 
     def name(self, path: str | None) -> None:
-        """Name the message by its place in the body of the request."""
+        """Set the path of the message in the request's body."""
         if path is not None and self.call is not None:
             path = f"{path}.tool_calls[{self.call}]"
         where = "these messages" if path is None else path
@@ -70,7 +70,7 @@ class TemplateRefusal(InvalidRequest):
 
 
 class TooLong(Exception):  # noqa: N818
-    """A text of a template, or a list or a number, has more characters than it may."""
+    """Raised if a template's text, list or number would be too long."""
 
     def __init__(self, num_chars: int) -> None:
         super().__init__(f"{num_chars} characters")
@@ -80,7 +80,7 @@ class TooLong(Exception):  # noqa: N818
 class Budget:
     """Limits of one rendering: characters, and seconds from now on.
 
-    Raises `TooLong` and `TimeoutError` inside the template.
+    Raises `TooLong` and TimeoutError inside the template.
     """
 
     def __init__(self, most_chars: int, seconds: float) -> None:
@@ -88,16 +88,16 @@ class Budget:
         self._ends_at = time.monotonic() + seconds
 
     def end(self) -> None:
-        """Stop the rendering: its result is no longer needed."""
+        """Stop the rendering, whose result is no longer needed."""
         self._ends_at = 0.0
 
     def check_time(self) -> None:
-        """Raise `TimeoutError` if the time is over."""
+        """Raise TimeoutError if the time is over."""
         if time.monotonic() > self._ends_at:
             raise TimeoutError
 
     def check(self, num_chars: int) -> None:
-        """Raise for a text that is too long, or if the time is over."""
+        """Raise `TooLong` for a text that is too long, and TimeoutError if the time is over."""
         if num_chars > self.most_chars:
             raise TooLong(num_chars)
         self.check_time()
@@ -108,9 +108,9 @@ BUDGET: ContextVar[Budget] = ContextVar("budget", default=UNBOUNDED)
 
 
 class ChatTemplate:
-    """The chat template of a Hugging Face tokenizer, which may have none.
+    """The chat template of a Hugging Face tokenizer, if it has one.
 
-    ``own``: a text in place of the tokenizer's.
+    ``own``: a template that replaces the tokenizer's.
     """
 
     def __init__(self, hf: Any) -> None:  # noqa: ANN401 - transformers is untyped
@@ -123,29 +123,30 @@ class ChatTemplate:
         template = self.own or getattr(self._hf, "chat_template", None) or ""
         if isinstance(template, str):
             return template
-        # Several by name; transformers takes this one for tools.
+        # transformers uses this one of several named templates for tools.
         return str(template.get("tool_use", template.get("default", "")))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], budget: Budget
     ) -> str:
-        """The text of a conversation, as transformers' ``apply_chat_template`` writes it.
+        """Return the text of a conversation, as transformers' ``apply_chat_template`` renders it.
 
-        Raises `TemplateRefusal`, `InvalidRequest`, `TooLong` and `TimeoutError`.
+        Raises `TemplateRefusal`, `InvalidRequest`, `TooLong` and TimeoutError.
         """
         token = BUDGET.set(budget)
         try:
             opens = not options.get("continue_final_message", False)
             return self._completed(messages, {"add_generation_prompt": opens, **options})
-        except RecursionError:  # its traceback would be as long as what is nested is deep
+        except RecursionError:  # avoid a traceback as long as the nesting is deep
             param = deeper(messages, options)
             raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
         finally:
             BUDGET.reset(token)
 
     def _completed(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:
-        """Some templates read what need not be there, tools or fields of tools: where they fail
-        they get it, empty.
+        """Return the rendered text. After a failure, missing tools and fields of tools are added.
+
+        Some templates read optional values unconditionally; they then get empty ones.
         """
         talk = [_message(each) for each in messages]
         try:
@@ -181,7 +182,7 @@ class ChatTemplate:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """One of a template's own: what is null is not there, and reasoning has all its names."""
+    """Return a message for a template: without null fields, and with all names of reasoning."""
     known = {
         name: None if value is NULL else _plain(value)
         for name, value in message.items()
@@ -194,7 +195,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - values of JSON
-    """A copy of plain JSON types: methods of other objects could lead out of the sandbox."""
+    """Return a copy in plain JSON types: methods of other types could escape the sandbox."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -208,7 +209,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - values of JSON
 
 
 def _mark(message: dict[str, Any], field: str, template: str) -> str:
-    """Mark where a message ends that is to be continued; its text. Raises ValueError."""
+    """Mark the end of a message to be continued. Return its text. Raises ValueError."""
     fields = [field]
     if field in REASONING:
         fields = [each for each in REASONING if message.get(each) == message.get(field)]
@@ -234,44 +235,44 @@ class Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """The text of a template, a block or a macro."""
+        """Return the text of a template, a block or a macro."""
         return bounded_text(pieces)
 
     def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - values of a template
-        """An attribute, in time."""
+        """Return an attribute, unless the time is over."""
         BUDGET.get().check_time()
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:  # noqa: ANN401 - values of a template
-        """An item, in time."""
+        """Return an item, unless the time is over."""
         BUDGET.get().check_time()
         return super().getitem(obj, argument)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - values of a template
-        """Call a function of the template, unless its time is over."""
+        """Call a function of the template, unless the time is over."""
         BUDGET.get().check_time()
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - values of a template
-        """The result, unless it would be too long."""
+        """Return the result of an operator, unless it would be too long."""
         BUDGET.get().check(_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
 
 class Generation(Extension):
-    """``{% generation %}`` marks what is learnt in training; here it writes what it holds."""
+    """``{% generation %}``, which marks text to learn in training; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's name
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block, with a scope of its own."""
+        """Return the block with a scope of its own."""
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(lineno)
 
 
 class Names(Namespace):
-    """Attributes that a template may set; those of Python are not its own."""
+    """A namespace for attributes of a template, without access to Python's attributes."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as a dict's
         given = dict(*args, **kwargs)
@@ -307,13 +308,13 @@ def _now(form: str) -> str:
 @lru_cache(maxsize=16)
 def _compiled(text: str) -> Template:
     template = _environment().from_string(text)
-    template.globals = dict(template.globals)  # a ChainMap, which every rendering would walk
+    template.globals = dict(template.globals)  # a ChainMap would be searched at every rendering
     return template
 
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
-    """Environment with the functions and filters that transformers gives to chat templates."""
+    """Return the environment with the functions and filters that transformers provides."""
     made = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
@@ -345,7 +346,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the escapes for HTML that jinja2's own filter adds."""
+    """Return JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -356,7 +357,7 @@ def _to_json(
 
 
 def _size(operator: str, left: object, right: object) -> int:
-    """Characters or entries of what comes of it, bits of a number."""
+    """Return the size of an operation's result: characters, entries, or bits of a number."""
     if type(left) is str and type(right) is str and operator == "+":
         return len(left) + len(right)
     if operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
@@ -374,7 +375,7 @@ def _size(operator: str, left: object, right: object) -> int:
 
 
 def completed(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
-    """The same tools, each with a description and whole parameters; None if all have them."""
+    """Return the tools with missing descriptions and parameters added; None if all are complete."""
     whole: list[Mapping[str, Any]] = [
         {**tool, "function": _completed_function(tool["function"])} for tool in tools
     ]
@@ -400,13 +401,13 @@ def check_messages(messages: object) -> None:
 
 
 def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> int:
-    """About how long a conversation is, counted no further than matters for where it is done."""
+    """Return the approximate length of a conversation, counted up to the limit of short ones."""
     total = MESSAGE_CHARS * len(messages)
     left: list[object] = [*messages, options]
     while left and total <= INLINE_CHARS:
         value = left.pop()
         total += len(value) if isinstance(value, str) else 1
-        if type(value) in _SCALARS:  # abstract classes are slow to ask
+        if type(value) in _SCALARS:  # checks of abstract classes are slow
             continue
         if isinstance(value, (dict, Mapping)):
             left += [*value.keys(), *value.values()]
@@ -416,14 +417,14 @@ def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any
 
 
 def deeper(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """The field that is nested too deeply for a template."""
+    """Return the field that is nested too deeply for a template."""
     given = {"messages": messages, "tools": options.get("tools", ())}
     given["chat_template_kwargs"] = {name: options[name] for name in options if name != "tools"}
     return max(given, key=lambda name: _depth(given[name]))
 
 
 def _depth(value: object) -> int:
-    """Levels to which a value is nested."""
+    """Return the nesting depth of a value."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -445,19 +446,21 @@ def check_options(options: Mapping[str, Any], param: str = "chat_template_kwargs
 
 
 def template_of(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:
-    """The chat template of the options, "" for the model's own, and its arguments by default.
+    """Return the chat template in the options, "" for the model's own, and its default arguments.
 
-    Raises `InvalidRequest` if the file cannot be read or is no jinja, and for a reserved name.
+    Raises `InvalidRequest` for an unreadable file, invalid jinja and a reserved name.
     """
     text = "" if config.chat_template is None else read_template(config.chat_template)
     options = config.default_chat_template_kwargs or {}
-    assert not isinstance(options, str)  # parsed when it was checked
+    assert not isinstance(options, str)  # parsed when the options were checked
     check_options(options, TEMPLATE_KWARGS)
     return text, options
 
 
 def read_template(path: str) -> str:
-    """The text of a file. Raises `InvalidRequest` if it cannot be read or is no jinja."""
+    """Return the text of a template file. Raises `InvalidRequest` if it is unreadable or
+    invalid.
+    """
     try:
         text = Path(path).read_text("utf-8")
         _compiled(text)
@@ -466,7 +469,7 @@ def read_template(path: str) -> str:
         problem = error.strerror or str(error)
     except TemplateSyntaxError as error:
         problem = f"line {error.lineno}: {error.message}"
-    except (ValueError, RecursionError) as error:  # no UTF-8; nested too deeply
+    except (ValueError, RecursionError) as error:  # invalid UTF-8, or nested too deeply
         problem = str(error)
     if problem:
         raise InvalidRequest(f"chat_template: {path}: {problem}", param="chat_template")
@@ -474,9 +477,9 @@ def read_template(path: str) -> str:
 
 
 def refusal(error: Exception, talk: Sequence[Mapping[str, Any]]) -> TemplateRefusal:
-    """The error for the caller: the template's own words, and the message at which it failed.
+    """Return the error for the caller: the template's message, and the message at which it failed.
 
-    The frames of a template hold the message and the call that it was reading.
+    The frames of a template refer to the message and the call that it was processing.
     """
     places: dict[int, tuple[int, int | None]] = {
         id(message): (index, None) for index, message in enumerate(talk)
@@ -491,14 +494,14 @@ def refusal(error: Exception, talk: Sequence[Mapping[str, Any]]) -> TemplateRefu
     while trace is not None:
         is_inside |= trace.tb_frame.f_code.co_filename == TEMPLATE_FILE
         held = [places[id(each)] for each in trace.tb_frame.f_locals.values() if id(each) in places]
-        # A variable that keeps an earlier message stands beside that of the loop.
+        # Another variable may refer to an earlier message than the loop's variable.
         found = max(held, key=lambda place: (place[1] is not None, place[0]), default=found)
         trace = trace.tb_next
     return TemplateRefusal(_cause(error, is_inside=is_inside), *found)
 
 
 def _cause(error: Exception, *, is_inside: bool) -> str:
-    """The words of an error; what was raised outside of a template is not for the caller."""
+    """Return the message of an error; errors raised outside of a template are not exposed."""
     if type(error) in (TemplateError, UndefinedError, ValueError):
         return str(error)[:MAX_CAUSE_CHARS]
     kind = type(error).__name__

@@ -1,4 +1,4 @@
-"""Token ids back to text, one token at a time: the detokenisers and the text of one answer."""
+"""Token ids to text, one token at a time: detokenizers, and the text of one answer."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
-MAX_CHAR_TOKENS = 4  # no UTF-8 character has more bytes, so none needs more tokens
-CODE_BITS = 21  # of a Unicode character
-NUM_TABLES = 16  # of stop strings that are kept: clients send the same ones with every request
+MAX_CHAR_TOKENS = 4  # a UTF-8 character has at most 4 bytes, so it needs at most 4 tokens
+CODE_BITS = 21  # bits of a Unicode code point
+NUM_TABLES = 16  # cached tables, since clients send the same stop strings with every request
 
 
 class StopTable:
-    """All stop strings at once (Aho and Corasick, 1975), for any number of texts.
+    """An automaton for all stop strings at once (Aho and Corasick, 1975).
 
-    A state is a prefix of a stop string, as a number; state 0 is the empty one. It takes about 150
-    bytes per character of the stop strings.
+    A state is a number that stands for a prefix of a stop string; state 0 is the empty prefix. The
+    table takes about 150 bytes per character of the stop strings.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.depths = array("i", [0])  # length of each state in characters
         self._edges: dict[int, int] = {}  # (state, character) -> state
         self._fails = array("i", [0])  # the longest proper suffix of each state that is a state
-        self.stops: dict[int, str] = {}  # the longest stop string that ends a state, if any does
+        self.stops: dict[int, str] = {}  # the longest stop string that ends at a state, if any
         for stop in stops:
             self._insert(stop)
         self._link()
@@ -49,7 +49,7 @@ class StopTable:
                 self.stops[state] = stop
 
     def step(self, state: int, code: int) -> int:
-        """Return the state behind one more character. O(1) amortised over a text."""
+        """Return the state after one more character. O(1) amortised over a text."""
         while (found := self._edges.get(state << CODE_BITS | code)) is None:
             if not state:
                 return 0
@@ -61,10 +61,10 @@ stop_table = lru_cache(NUM_TABLES)(StopTable)
 
 
 class StopStrings:
-    """Looks for stop strings in one text: O(1) amortised per character, however many there are.
+    """Finds stop strings in one text: O(1) amortised per character, for any number of them.
 
-    The match that completes first wins, of several that complete together the longest: what is
-    found does not depend on how the text is cut into pieces.
+    The match that is completed first wins, and of several completed together the longest, so the
+    result does not depend on how the text is split into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -73,13 +73,14 @@ class StopStrings:
 
     @property
     def held(self) -> int:
-        """Characters at the end of the text so far that may be the beginning of a stop string."""
+        """Number of characters at the end of the text that may begin a stop string."""
         return self._table.depths[self._state]
 
     def feed(self, text: str, *, count: bool = True) -> tuple[str, int] | None:
-        """The first stop string that ``text`` completes and how many of its characters that took.
+        """Return the first stop string completed in ``text``, and how many of its characters it
+        took.
 
-        With ``count=False`` complete matches are passed over.
+        With ``count=False``, complete matches are ignored.
         """
         step, stops = self._table.step, self._table.stops
         for consumed, char in enumerate(text, 1):
@@ -90,45 +91,45 @@ class StopStrings:
 
 
 class Detokenizer(Protocol):
-    """Text of a growing answer. What `push` and `flush` return adds up to the whole text."""
+    """Converts a growing answer to text. The results of `push` and `flush` add up to the text."""
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """The characters that these tokens complete."""
+        """Return the characters that these tokens complete."""
 
     def flush(self) -> str:
-        """The rest of the text at its end: U+FFFD for an incomplete character."""
+        """Return the rest of the text at its end; U+FFFD for an incomplete character."""
 
 
 class ByteDetokenizer:
-    """Detokenizer of byte-level vocabularies, where each token is a run of bytes."""
+    """A detokenizer for byte-level vocabularies, in which each token is a sequence of bytes."""
 
     def __init__(self, piece: Callable[[int], bytes]) -> None:
         self._piece = piece
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
         return self._utf8.decode(self._piece(token_id))
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """The characters that these tokens complete."""
+        """Return the characters that these tokens complete."""
         return self._utf8.decode(b"".join(map(self._piece, token_ids)))
 
     def flush(self) -> str:
-        """Return the rest of the text: no token follows."""
+        """Return the rest of the text at its end."""
         return self._utf8.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """Detokenizer of other vocabularies: decodes a token behind the last one, keeps the new text.
+    """A detokenizer for other vocabularies: decodes a token after its predecessor.
 
     A decoder may treat the first token differently (SentencePiece strips its space), so each token
-    is decoded in the company of its predecessor, at the start the prompt's last ones. Byte tokens
-    (``<0xE2>``) are put together here: decoders give one U+FFFD per byte of a run that is invalid
-    as a whole, so that text already sent would change.
+    is decoded with its predecessor, at the start with the last tokens of the prompt. Byte tokens
+    (``<0xE2>``) are assembled here: decoders return one U+FFFD per byte of an invalid run, which
+    would change text that was already sent.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class WindowDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
         if token_id in self._skipped:
             return ""
         if token_id in self._byte_values:
@@ -160,11 +161,11 @@ class WindowDetokenizer:
         return head + self._settle(text)
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """The characters that these tokens complete."""
+        """Return the characters that these tokens complete."""
         return "".join(map(self.push, token_ids))
 
     def flush(self) -> str:
-        """Return the rest of the text: no token follows."""
+        """Return the rest of the text at its end."""
         return self._settle(self._pending_text()) + self._end_bytes()
 
     def _push_byte(self, token_id: int) -> str:
@@ -190,11 +191,9 @@ class WindowDetokenizer:
 class AnswerText:
     """The text of one answer: fed token by token, taken by the reader.
 
-    Only where it watches for stop strings must the scheduler feed it, step by step; else the
-    reader may, while the next step runs.
-
-    A possible beginning of a stop string is held back until it is decided; a stop string ends the
-    text before its first character, and counts only when ``min_tokens`` tokens are out.
+    With stop strings the scheduler feeds it at every step; otherwise the reader can, while the next
+    step runs. A possible beginning of a stop string is held back. A stop string ends the text
+    before its first character, and counts only after ``min_tokens`` tokens.
     """
 
     def __init__(
@@ -204,7 +203,7 @@ class AnswerText:
         self._stops = StopStrings(stops) if stops else None
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._parts: list[str] = []  # not taken yet; its end may be held back
+        self._parts: list[str] = []  # text not taken yet; its end may be held back
         self._stopped = False
 
     @property
@@ -213,7 +212,7 @@ class AnswerText:
         return self._stops is not None
 
     def push(self, token_id: int) -> str | None:
-        """Add a served token; the stop string that it completes, if any."""
+        """Add a served token. Return the stop string that it completes, if any."""
         self._num_tokens += 1
         text = self._detokenizer.push(token_id)
         if not text:
@@ -237,7 +236,7 @@ class AnswerText:
         return stop
 
     def take(self, *, final: bool = False) -> str:
-        """The text that is final and not taken yet; with ``final`` all of the rest."""
+        """Return final text that was not taken yet; with ``final``, all remaining text."""
         whole, held = "".join(self._parts), 0
         if final and not self._stopped:
             whole += self._detokenizer.flush()
@@ -249,7 +248,7 @@ class AnswerText:
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: itself if it can be printed, else the next one above 255."""
+    """Return GPT-2's character for each byte: the byte if printable, else one above 255."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [value for value in range(256) if value not in printable]
     return {
@@ -262,7 +261,7 @@ BYTE_OF_CHAR = _alphabet()
 
 
 def is_byte_level(decoder: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer's decoder, as its file has it, writes bytes in GPT-2's alphabet."""
+    """Whether a tokenizer's decoder, given as in its file, writes bytes in GPT-2's alphabet."""
     members = decoder.get("decoders", ())
     if decoder["type"] == "Sequence" and len(members) == 1:
         return is_byte_level(members[0])

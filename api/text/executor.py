@@ -1,4 +1,4 @@
-"""Worker: one thread for long jobs, which the interpreter does not wait for at exit."""
+"""Worker: a thread for long jobs, which does not delay the exit of the interpreter."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from ..types.request_context import NO_ORIGIN, Origin
 from ..types.shares import FAIR_SHARE
 
 T = TypeVar("T")
-STACK_BYTES = 64 * 2**20  # address space: what is nested within all limits is walked by recursion
+STACK_BYTES = 64 * 2**20  # address space of the stack, for recursion over deeply nested values
 
 
 Waited = TypeVar("Waited")
-MAX_BYTES = 64 * 2**20  # of the bodies whose jobs wait; in memory a body takes up to 25 times that
+# limit on the bodies of waiting jobs; a body takes up to 25 times its size in memory
+MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +36,7 @@ class Job(Generic[Waited]):
 class Waiting:
     """Waiting jobs by caller, taken in turn. Every operation is O(1).
 
-    Each caller has an equal share of the queue, and may always have one waiting job.
+    Each caller has an equal share of the queue, and can always have one waiting job.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -49,7 +50,7 @@ class Waiting:
         return len(self._caller_of)
 
     def put(self, job: Job[Any]) -> None:
-        """Append a job to its caller's; raises `QueueFull`."""
+        """Append a job to its caller's queue. Raises `QueueFull`."""
         caller, num_bytes = job.origin
         own = self._bytes.get(caller, 0)
         share = FAIR_SHARE * self._max_bytes
@@ -61,7 +62,7 @@ class Waiting:
         self._caller_of[job.future] = caller
 
     def take(self) -> Job[Any]:
-        """Take the first job of the next caller; there must be one."""
+        """Remove and return the first job of the next caller. There must be a job."""
         caller, jobs = next(iter(self._by_caller.items()))
         job = next(iter(jobs.values()))
         self._by_caller.move_to_end(caller)
@@ -94,15 +95,15 @@ def _is_over(num_waiting: int, num_bytes: int, limit: float) -> bool:
 class Worker:
     """Runs jobs of several callers in turn. The thread starts with the first job.
 
-    A pool of `concurrent.futures` would be joined when the interpreter ends, however long its job
-    takes, and gives no say over the stack. ``stack_bytes`` is the address space of the thread.
+    A pool of `concurrent.futures` would be joined at exit, however long its job takes, and its
+    stack size cannot be set. ``stack_bytes`` is the size of the thread's stack.
     """
 
     def __init__(self, name: str, *, stack_bytes: int = STACK_BYTES) -> None:
         self._name = name
         self._stack_bytes = stack_bytes
         self._waiting = Waiting()
-        self._changed = threading.Condition()  # guards what waits
+        self._changed = threading.Condition()  # guards the waiting jobs
         self._is_closed = self._is_started = False
 
     @property
@@ -111,7 +112,7 @@ class Worker:
         return len(self._waiting)
 
     def submit(self, job: Callable[[], T], origin: Origin = NO_ORIGIN) -> Future[T]:
-        """Queue a job; its future can be cancelled until it begins. Raises `QueueFull`."""
+        """Queue a job. Its future can be cancelled until it begins. Raises `QueueFull`."""
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed:
@@ -125,10 +126,10 @@ class Worker:
         return future
 
     async def run(self, job: Callable[[], T], *, seconds: float, origin: Origin = NO_ORIGIN) -> T:
-        """Await a job; the timeout counts from its start.
+        """Await a job. The timeout counts from its start.
 
-        Raises `TimeoutError` and `QueueFull`. A job that is given up runs to its end, and those
-        behind it wait for that: whoever brings it bounds its time. One that waits is dropped.
+        Raises TimeoutError and `QueueFull`. An abandoned job runs to its end and delays later jobs,
+        so its time must be limited by its caller. A waiting job is dropped.
         """
         loop = asyncio.get_running_loop()
         is_awaited = True
@@ -153,7 +154,7 @@ class Worker:
             is_awaited = False
 
     def close(self) -> None:
-        """Cancel waiting jobs; the running one continues."""
+        """Cancel waiting jobs. The running one continues."""
         with self._changed:
             self._is_closed = True
             dropped = self._waiting.clear()
@@ -162,7 +163,7 @@ class Worker:
             job.future.cancel()
 
     def _start(self) -> None:
-        """The stack of a thread is fixed when it begins; others begin as they always did."""
+        """Start the thread. The stack size is set globally while it starts, then restored."""
         before = threading.stack_size(self._stack_bytes)
         try:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
@@ -175,10 +176,10 @@ class Worker:
         while (next_one := self._next()) is not None:
             if next_one.future.set_running_or_notify_cancel():
                 _do(next_one)
-            del next_one  # may be big, and the next long in coming
+            del next_one  # may be big, and the next job may be long in coming
 
     def _next(self) -> Job[Any] | None:
-        """Wait for the next job; None at the end."""
+        """Wait for the next job. Return None at the end."""
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()

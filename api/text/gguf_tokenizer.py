@@ -1,7 +1,7 @@
-"""The tokenizer and chat template that a GGUF file carries, built by transformers from the file.
+"""The tokenizer and chat template in a GGUF file, built by transformers.
 
-A file names how texts are split before byte pairs are merged (``tokenizer.ggml.pre``), as
-llama.cpp's tables have it. transformers knows some of these names; those below it does not.
+A file names how texts are split before byte pairs are merged (``tokenizer.ggml.pre``), as in
+llama.cpp's tables. transformers knows some of the names but not the ones below.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...core.model.formats.files import GGUF
 logger = logging.getLogger(__name__)
 
 _NEEDED = {"gpt2": ("merges",), "llama": ("scores",), "t5": ("scores",)}
-"""Parts of a vocabulary besides its tokens, by the kind of tokenizer."""
+"""Required parts of a vocabulary besides its tokens, by kind of tokenizer."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,25 +29,25 @@ _DEEPSEEK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
-# Each splits the pieces of the one before.
+# Each pattern splits the pieces of the previous one.
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("glm4", "chatglm-bpe"), (_DIGITS_OF_THREE,)),
     **dict.fromkeys(("hunyuan", "stablelm2", "grok-2", "solar-open"), (_SINGLE_DIGITS,)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK),
     "seed-coder": (_SEED,),
 }
-# Digits stand alone; the rest as GPT-2 splits it.
+# Digits are split one by one, the rest as in GPT-2.
 SINGLE_DIGITS = frozenset(
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 )
-# What transformers does without being told: GPT-2's own.
+# Names for which transformers' default, GPT-2's splitting, is right.
 _LIKE_GPT2 = frozenset(
     ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "gigachat")
 )
 
 
 def check_vocabulary(path: Path) -> None:
-    """Raise `ModelLoadError` for a GGUF file that is no model, or whose vocabulary lacks a part.
+    """Raise `ModelLoadError` for a GGUF file without a model or with an incomplete vocabulary.
 
     Other paths pass.
     """
@@ -59,11 +59,14 @@ def check_vocabulary(path: Path) -> None:
     kind = str(first.get("tokenizer.ggml.model"))
     for part in ("model", "tokens", *_NEEDED.get(kind, ())):
         if (name := f"tokenizer.ggml.{part}") not in first.values:
-            raise ModelLoadError(f"{path} has no whole vocabulary: {name} is missing")
+            raise ModelLoadError(f"{path} has an incomplete vocabulary: {name} is missing")
 
 
 def load_gguf_tokenizer(file: Path) -> Any:  # noqa: ANN401 - transformers is untyped
-    """A fast tokenizer of transformers. Raises what transformers raises, and `ModelLoadError`."""
+    """Return a fast tokenizer of transformers.
+
+    Raises the errors of transformers, and `ModelLoadError`.
+    """
     from transformers import PreTrainedTokenizerFast
 
     check_vocabulary(file)
@@ -91,15 +94,16 @@ def _split_as_named(backend: Any, file: Path) -> None:  # noqa: ANN401 - tokeniz
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pieces])
     elif not splits_as_named(backend, file):
         logger.warning(
-            "%s: how its tokenizer splits texts (tokenizer.ggml.pre %r) is not known: they are "
-            "split as GPT-2 does, and some may become other tokens than in training",
+            "%s: unknown pre-tokenizer %r (tokenizer.ggml.pre): texts are split as in "
+            "GPT-2, and some "
+            "may become other tokens than in training",
             file.name,
             name,
         )
 
 
 def splits_as_named(backend: Any, file: Path) -> bool:  # noqa: ANN401 - tokenizers is untyped
-    """Whether a tokenizer splits texts as the file says: false for a name that is not known."""
+    """Whether the tokenizer splits texts as the file says; False for an unknown name."""
     from ...core.model.formats.gguf_metadata import read_text
 
     name = read_text(file, "tokenizer.ggml.pre")

@@ -1,4 +1,4 @@
-"""LiteralEncoder: token ids of texts in which what spells out a mark stays text."""
+"""LiteralEncoder: encodes texts in which spelt-out marks stay text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from ...core.errors import InvalidRequest
 from .marks import Marks
 
-ANCHOR = "\ue000"  # private use: no vocabulary joins it to what follows
+ANCHOR = "\ue000"  # a private-use character, which no vocabulary merges with other text
 
 
 class _Segment(NamedTuple):
-    """A part of a text between two marks, and the ids that it has in the whole text.
+    """A part of a text between two marks, and its ids in the whole text.
 
-    ``mark``: the id of the mark behind it, None at the end.
+    ``mark``: the id of the mark after it, None at the end.
     """
 
     text: str
@@ -26,23 +26,23 @@ class _Segment(NamedTuple):
 
 
 class Encoder:
-    """Encodes texts by a tokenizer of the library tokenizers, whole or behind others."""
+    """Encodes texts with a tokenizer of the library tokenizers, alone or after other text."""
 
     def __init__(self, backend: Any) -> None:  # noqa: ANN401 - tokenizers is untyped
         self.backend = backend
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text."""
-        # The batch call gives the interpreter lock back while it works; `encode` keeps it.
+        """Return the token ids of a text."""
+        # The batch call releases the interpreter lock; `encode` holds it.
         try:
             batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:
-            text.encode()  # raises UnicodeEncodeError for half of a surrogate pair
+            text.encode()  # raises UnicodeEncodeError for a lone surrogate
             raise
         return list(batch[0].ids)
 
     def encode_behind(self, text: str) -> list[int]:
-        """Token ids of a text that stands behind others: no space is added in front of it."""
+        """Return the token ids of a text after other text: no space is added in front of it."""
         if not self._adds_prefix:
             return self.encode(text)
         anchor, ids = self.encode(ANCHOR), self.encode(ANCHOR + text)
@@ -52,13 +52,13 @@ class Encoder:
 
     @cached_property
     def _adds_prefix(self) -> bool:
-        """Whether the beginning of a text gets a space, as SentencePiece has it."""
+        """Whether a space is added before a text, as by SentencePiece."""
         alone, anchor, both = (self.encode(each) for each in ("a", ANCHOR, f"{ANCHOR}a"))
         return both != [*anchor, *alone]
 
 
 class LiteralEncoder(Encoder):
-    """A copy of a tokenizer that reads none of the ``names`` in a text as a token of its own."""
+    """A copy of a tokenizer that does not read the ``names`` in a text as tokens."""
 
     def __init__(self, plain: Encoder, names: frozenset[str]) -> None:
         made = json.loads(plain.backend.to_str())
@@ -73,10 +73,10 @@ class LiteralEncoder(Encoder):
     def encode_with(
         self, text: str, replaced: Mapping[str, str], *, is_first: bool = True
     ) -> list[int]:
-        """Token ids of a text; names are tokens, but for those in what ``replaced`` brings in.
+        """Return the token ids of a text. Names are tokens, except in ``replaced`` texts.
 
-        ``replaced``: pieces of the text, and what stands in their places. A part between two names
-        without any has the ids of the plain tokenizer. ``is_first``: nothing stands before it.
+        ``replaced``: pieces of the text, and their replacements. A part between two names without a
+        replacement has the ids of the plain tokenizer. ``is_first``: the text begins the prompt.
         """
         pieces = re.compile("|".join(map(re.escape, replaced)))
         ids: list[int] = []
@@ -94,11 +94,11 @@ class LiteralEncoder(Encoder):
         return ids
 
     def _segments(self, text: str) -> Iterator[_Segment]:
-        """The parts between names, each of which every tokenizer encodes by itself."""
+        """Yield the parts between names, which every tokenizer encodes separately."""
         (whole,) = self._plain.backend.encode_batch([text], add_special_tokens=False)
         ids, at, first = list(whole.ids), 0, 0
         for number, (token_id, (start, end)) in enumerate(zip(ids, whole.offsets, strict=True)):
-            # The token of an unknown character may have a name, too.
+            # An unknown character's token may have a name, too.
             if token_id in self._ids and text[start:end].strip() in self._names:
                 yield _Segment(text[at:start], ids[first:number], token_id)
                 at, first = end, number + 1
@@ -109,11 +109,11 @@ class LiteralEncoder(Encoder):
         ids = encode(text)
         if self._ids.isdisjoint(ids):
             return ids
-        # The model has a name in its own vocabulary. No token may reach over a place inside one.
+        # The model's own vocabulary contains a name, so the text is split inside of names.
         first, *rest = self._marks.parts(text)
         return [*encode(first), *(each for part in rest for each in self.encode_behind(part))]
 
     @cached_property
     def _begins_anew(self) -> bool:
-        """Whether a text behind a token of a name is encoded like one that stands alone."""
+        """Whether text after a name's token is encoded like text that stands alone."""
         return self._plain.encode(f"{min(self._names)}a")[1:] == self._plain.encode("a")

@@ -1,8 +1,8 @@
-"""Marks: texts that a tokenizer reads as tokens of their own, wherever they stand.
+"""Marks: texts that a tokenizer reads as special tokens anywhere in a text.
 
-A text that spells one out forges what only a template should write, such as the end of a turn. A
-mark is broken by a character behind its first one: no tokenizer finds it then, a template writes
-the text as it is, and the character is taken out again before the text becomes tokens.
+A text that spells one out forges tokens that only a template should write, such as the end of a
+turn. A mark is broken up by inserting a character after its first one: tokenizers do not recognise
+it then, templates render it unchanged, and the character is removed before encoding.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-MIN_CHARS = 2  # of a mark: a shorter one cannot be broken
-MIN_EDGE = 2  # characters of a part of a mark at an end of a text that count as one
-_PRIVATE = (range(0xE0F0, 0xF900), range(0xF0000, 0xFFFFE))  # characters that mean nothing
+MIN_CHARS = 2  # minimum length of a mark: a shorter one cannot be broken up
+MIN_EDGE = 2  # minimum length of a part of a mark that counts at an end of a text
+_PRIVATE = (range(0xE0F0, 0xF900), range(0xF0000, 0xFFFFE))  # private-use characters
 
 
 class Marks:
-    """Finds and breaks the marks in texts. A part of a mark at an end of a text counts as one: the
-    text beside it may have the rest.
+    """Finds and breaks up the marks in texts.
+
+    A part of a mark at an end of a text counts as well, since adjacent text may complete it.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -29,36 +30,40 @@ class Marks:
         return bool(self.names)
 
     def is_in(self, text: str) -> bool:
-        """Whether a text has a mark, or a part of one at an end. O(text), for many marks too."""
+        """Whether a text has a mark, or a part of one at an end. O(text), for any number of
+        marks.
+        """
         if self._pattern.search(text) is not None:
             return True
         return self._may_have_edges(text) and any(self._edges(text))
 
     def found(self, text: str) -> list[str]:
-        """The marks in a text, in order."""
+        """Return the marks in a text, in order."""
         return self._pattern.findall(text)
 
     def broken(self, text: str, breaker: str) -> str:
-        """The text with ``breaker`` inside each mark and at an end that has a part of one."""
+        """Return the text with ``breaker`` inserted into each mark and each part of one at an
+        end.
+        """
         cuts = sorted({*self._inside(text), *self._edges(text)})
         pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
         return breaker.join(text[start:end] for start, end in pieces)
 
     def parts(self, text: str) -> list[str]:
-        """The text cut inside each mark."""
+        """Return the text split inside each mark."""
         cuts = self._inside(text)
         pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
         return [text[start:end] for start, end in pieces]
 
     def _inside(self, text: str) -> list[int]:
-        """A place inside each mark."""
+        """Return a position inside each mark."""
         return [found.start() + 1 for found in self._starts.finditer(text)]
 
     def _may_have_edges(self, text: str) -> bool:
         return text[-MIN_EDGE:] in self._tail_ends or text[:MIN_EDGE] in self._head_starts
 
     def _edges(self, text: str) -> Iterator[int]:
-        """A place inside each part of a mark that stands at an end of the text."""
+        """Yield a position inside each part of a mark at an end of the text."""
         if text[-MIN_EDGE:] in self._tail_ends:
             first = max(0, len(text) - self._most_chars + 1)
             for start in range(first, len(text) - MIN_EDGE + 1):
@@ -95,17 +100,17 @@ class Marks:
 
     @cached_property
     def _starts(self) -> re.Pattern[str]:
-        """Finds every mark, also those that begin inside another one."""
+        """A pattern for the starts of all marks, including ones inside other marks."""
         return re.compile(f"(?={any_of(self.names)})")
 
 
 def is_mark(name: str) -> bool:
-    """Whether a token is a mark: not if it is a word, a number or white space, as text has them."""
+    """Whether a token is a mark: not a word, a number or white space."""
     return len(name) >= MIN_CHARS and not name.isalnum() and not name.isspace()
 
 
 def unused_char(texts: Iterable[str]) -> str | None:
-    """A private character that none of these texts has, nor its escape; None where all are used."""
+    """Return a private-use character that no text contains, even escaped; None without one."""
     known = list(texts)
     return next(
         (
@@ -118,7 +123,7 @@ def unused_char(texts: Iterable[str]) -> str | None:
 
 
 def escape(char: str) -> str:
-    """The way in which JSON and Python write a private character as ASCII."""
+    """Return the ASCII escape of a private-use character in JSON and Python."""
     return char.encode("unicode_escape").decode()
 
 
@@ -128,9 +133,9 @@ def _private() -> Iterator[int]:
 
 
 def any_of(words: Iterable[str]) -> str:
-    """A regular expression that matches one of the words; it takes no longer for many of them.
+    """Return a regular expression that matches any of the words, fast for many of them.
 
-    Beginnings that words share are tried once, and so are their ends.
+    Common beginnings are tried once, and common ends are shared.
     """
     tree: dict[str, dict[str, object]] = {}
     for word in words:
@@ -148,7 +153,7 @@ def _expression(tree: dict[str, object]) -> str:
             by_rest[_expression(rest)].append(char)  # type: ignore[arg-type]
     options = [_char_class(chars) + rest for rest, chars in by_rest.items()]
     if "" in tree:
-        options.append("")  # the longest word first
+        options.append("")  # try the longest word first
     return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
 

@@ -1,4 +1,4 @@
-"""Openings: what a chat template writes behind a conversation for the model to answer."""
+"""Openings: the text that a chat template writes after a conversation to open an answer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ OPTIONS: tuple[Mapping[str, object], ...] = (
 
 
 async def find_openings(tokenizer: Tokenizer) -> tuple[array[int], ...]:
-    """Token ids with which answers open, by the template's usual options; the longest first.
+    """Return the token ids with which answers open under usual options, longest first.
 
-    None where the model has no template, or one that takes no such conversation.
+    Empty if the model has no template, or if the template rejects the conversation.
     """
     found = set()
     for options in OPTIONS:
@@ -34,7 +34,7 @@ async def find_openings(tokenizer: Tokenizer) -> tuple[array[int], ...]:
 
 
 async def _opening(tokenizer: Tokenizer, options: Mapping[str, object]) -> tuple[int, ...]:
-    """Ids of what `add_generation_prompt` adds; none where it changes what stands before."""
+    """Return the ids that `add_generation_prompt` adds; empty if it changes earlier text."""
     closed, opened = [
         await tokenizer.render_chat(TALK, {**options, "add_generation_prompt": opens})
         for opens in (False, True)

@@ -1,4 +1,4 @@
-"""TokenText: the text of token ids and back, for a draft model that has another tokenizer."""
+"""TokenText: text of token ids and back, for a draft model with another tokenizer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .tokenizer import Tokenizer
 class TokenText:
     """The tokens of one tokenizer as text. Belongs to one thread.
 
-    ``reads_special``: special tokens that a text spells out are themselves, else text. ``shown``:
-    names of special tokens that are text.
+    ``reads_special``: special tokens that a text spells out are encoded as such. ``shown``: names
+    of special tokens that count as text.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class TokenText:
         self._shown = {tokenizer.vocab[name] for name in shown if name in tokenizer.vocab}
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of a token, empty for a special one that is not shown."""
+        """Return the bytes of a token; empty for a special token that is not shown."""
         piece = self._pieces.get(token_id)
         if piece is None:
             is_text = token_id in self._shown or token_id not in self.special_ids
@@ -33,15 +33,15 @@ class TokenText:
         return piece
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, as it stands behind other text."""
+        """Return the token ids of a text after other text."""
         return self._tokenizer.encode_behind(text, is_literal=self._is_literal)
 
 
 def texts_of_both(target: Path, draft: Path, *, max_model_len: int) -> tuple[TokenText, TokenText]:
-    """Make the texts of a target's tokens and of its draft model's.
+    """Return the texts of a target's tokens and of its draft model's tokens.
 
-    Special tokens that both have by the same name are shown to the draft model. Raises
-    `ModelLoadError` where one has no tokenizer.
+    Special tokens with the same name in both are shown to the draft model. Raises `ModelLoadError`
+    if a tokenizer is missing.
     """
     theirs, ours = (Tokenizer.load(path, max_model_len=max_model_len) for path in (target, draft))
     shared = _special_names(theirs) & _special_names(ours)

@@ -44,20 +44,20 @@ from .tokenizer_cache import load_tokenizer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-APART_BYTES = 2**15  # what is read from fewer takes about a millisecond
-STOP_COST = 64  # bytes that are read in the time that one character of a stop string takes
-NUM_WORD_LISTS = 4  # lists of bad words whose ids are kept: the prompts of a request share one
-SECONDS = 30.0  # for one text in a thread
-TRIED_CHARS = 2**20  # of a conversation that only tells what a template writes
-NUM_CONTEXT_IDS = 4  # prompt tokens that the first output token is decoded behind
-LOSSY = 4  # characters that a normaliser may fold into one
-SPACE_MARK = "\u2581"  # SentencePiece writes a space so
+APART_BYTES = 2**15  # reading fewer bytes takes about a millisecond
+STOP_COST = 64  # bytes that are read in the time for one character of a stop string
+NUM_WORD_LISTS = 4  # cached lists of bad words, which the prompts of a request share
+SECONDS = 30.0  # time limit for one text in a thread
+TRIED_CHARS = 2**20  # length limit of conversations that probe a template
+NUM_CONTEXT_IDS = 4  # prompt tokens that the first output token is decoded after
+LOSSY = 4  # characters that a normaliser may merge into one
+SPACE_MARK = "\u2581"  # SentencePiece's character for a space
 
 
 def log_refusal(error: TemplateRefusal) -> None:
     """Log that a template failed.
 
-    Its tracebacks are long, and whoever can send messages could fill the log with them.
+    Its long traceback is logged at level debug only, since clients could otherwise fill the log.
     """
     logger.warning("the chat template failed: %s", type(error.__cause__).__name__)
     logger.debug("the chat template failed", exc_info=error.__cause__)
@@ -66,8 +66,8 @@ def log_refusal(error: TemplateRefusal) -> None:
 class Tokenizer:
     """A fast (Rust) Hugging Face tokenizer and its chat template.
 
-    Texts that cannot fit into ``max_model_len`` tokens are refused by their length in
-    characters, before they are tokenised.
+    Texts that cannot fit into ``max_model_len`` tokens are rejected by their length in characters,
+    before they are tokenized.
     """
 
     def __init__(self, hf: Any, *, max_model_len: int) -> None:  # noqa: ANN401 - transformers is untyped
@@ -79,9 +79,9 @@ class Tokenizer:
         self._backend, self._encoder = backend, Encoder(backend)
         self._literals: dict[frozenset[str], LiteralEncoder] = {}
         self._template = ChatTemplate(hf)
-        self._template_options: dict[str, Any] = {}  # of requests that leave them out
+        self._template_options: dict[str, Any] = {}  # defaults for options that requests leave out
         self.max_model_len = max_model_len
-        # Two, so that no short conversation waits for a long text.
+        # Two workers, so that short conversations do not wait for long texts.
         self._short, self._long = Worker("foretoken-template"), Worker("foretoken-tokenizer")
         self._closed = False
         self._pieces: dict[int, bytes] = {}
@@ -90,15 +90,15 @@ class Tokenizer:
     @classmethod
     @timed("tokenizer")
     def load(cls, path: Path, *, max_model_len: int) -> Tokenizer:
-        """Load a tokenizer from a local folder or a GGUF file; raises `ModelLoadError`."""
+        """Load a tokenizer from a local folder or a GGUF file. Raises `ModelLoadError`."""
         try:
             hf = load_tokenizer(path)
-        except Exception as error:  # any of the files may be damaged in any way
+        except Exception as error:  # damaged files can cause any error
             raise ModelLoadError(f"{path}: the tokenizer does not load: {error}") from error
         return cls(hf, max_model_len=max_model_len)
 
     def close(self) -> None:
-        """Stop the threads: running jobs finish, waiting ones are refused."""
+        """Stop the threads. Running jobs finish, waiting ones are refused."""
         self._closed = True
         self._short.close()
         self._long.close()
@@ -113,10 +113,10 @@ class Tokenizer:
         param: str = "prompt",
         generates: bool = True,
     ) -> list[int]:
-        """Token ids. Raises `PromptTooLong` for a text that cannot fit, else `InvalidRequest`.
+        """Return the token ids. Raises `PromptTooLong` and `InvalidRequest`.
 
-        ``param``: the field that has the text, for errors. A text behind which nothing is
-        generated may fill the context.
+        ``param``: the field of the text, for errors. ``generates``: False for a text that may fill
+        the whole context.
         """
         if len(text) > self._most_chars:
             raise self._too_long(len(text), param, generates=generates)
@@ -124,10 +124,10 @@ class Tokenizer:
         return await self.work(len(text), job, param)
 
     async def encode_start(self, text: str, param: str) -> list[int]:
-        """Token ids of as much of the beginning of a text as fits into the context.
+        """Return the token ids of the beginning of a text, as much as fits into the context.
 
-        Special tokens that encoding adds at the end stay there. ``param``: the field that has the
-        text, for errors.
+        Special tokens that encoding adds at the end are kept. ``param``: the field of the text, for
+        errors.
         """
         start = text[: self._most_chars]
         job = partial(self._encode, start, add_special_tokens=True)
@@ -143,16 +143,16 @@ class Tokenizer:
     async def encode_marked(
         self, marked: str, texts: Mapping[str, str], names: frozenset[str] | None = None
     ) -> list[int]:
-        """Token ids of a text with marks, in whose places ``texts`` stand as they are read.
+        """Return the token ids of a text in which ``texts`` replace marks.
 
-        Names of tokens (of the special ones by default) that they spell out are text; those around
-        them are themselves. Raises as `encode`.
+        Token names (special tokens by default) in the replacements are text; around them they are
+        tokens. Raises the errors of `encode`.
         """
         num_chars = len(marked) + sum(map(len, texts.values()))
         if num_chars > self._most_chars:
             raise self._too_long(num_chars)
         names = self._special_names.names if names is None else names
-        # In the thread: the first such text makes another tokenizer.
+        # Run in the thread, since the first such text creates another tokenizer.
         job = partial(self._encode_marked, marked, texts, names)
         return await self.work(INLINE_CHARS + 1, job)
 
@@ -162,7 +162,7 @@ class Tokenizer:
         return self.literal(names).encode_with(marked, texts)
 
     def literal(self, names: frozenset[str]) -> LiteralEncoder:
-        """The same tokenizer, to which these tokens are text; making it takes long."""
+        """Return a tokenizer for which these tokens are text. Creating it is slow."""
         if names not in self._literals:
             self._literals[names] = LiteralEncoder(self._encoder, names)
         return self._literals[names]
@@ -172,16 +172,16 @@ class Tokenizer:
         return len(text) <= self._most_chars and self._special_names.is_in(text)
 
     async def encode_prediction(self, text: str) -> list[int]:
-        """Token ids of a prediction, of any length."""
+        """Return the token ids of a prediction of any length."""
         job = partial(self._encode, text, add_special_tokens=False)
         return await self.work(len(text), job, "prediction")
 
     def encode_word(self, word: str) -> list[int]:
-        """Token ids of a short text, as it stands inside a longer one."""
+        """Return the token ids of a short text inside a longer one."""
         return self._encoder.encode(word)
 
     def first_ids(self) -> list[int]:
-        """Token ids that it puts in front of any text: that of BOS, where it adds one."""
+        """Return the token ids that are added before any text, such as BOS."""
         alone, whole = (
             self._encoder.encode("a", add_special_tokens=each) for each in (False, True)
         )
@@ -190,7 +190,7 @@ class Tokenizer:
         return whole[:first]
 
     async def encode_words(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Token ids of short texts, as they stand inside longer ones."""
+        """Return the token ids of short texts inside longer ones."""
         if words not in self._word_ids:
             num_chars = sum(map(len, words)) + len(words)
             ids = await self.work(num_chars, lambda: self._encode_words(words))
@@ -200,7 +200,7 @@ class Tokenizer:
         return self._word_ids[words]
 
     def encode_behind(self, text: str, *, is_literal: bool = False) -> list[int]:
-        """Token ids of a text that stands behind others: no space is added in front of it.
+        """Return the token ids of a text after other text: no space is added in front of it.
 
         ``is_literal``: special tokens that it spells out are text.
         """
@@ -216,7 +216,7 @@ class Tokenizer:
 
     @property
     def _most_chars(self) -> int:
-        """Most characters of a text that may fit, if nothing is generated behind it."""
+        """Maximum number of characters that may fit into the context."""
         return self.max_model_len * self._most_chars_per_token
 
     def _too_long(
@@ -233,7 +233,7 @@ class Tokenizer:
         return longest if exact else longest * LOSSY
 
     def fingerprint(self) -> str:
-        """A hash of the whole tokenizer, to recognise token ids of another one."""
+        """Return a hash of the whole tokenizer, which distinguishes its token ids from others."""
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
 
     def check_ids(
@@ -244,16 +244,17 @@ class Tokenizer:
         *,
         generates: bool = True,
     ) -> None:
-        """Raise `InvalidRequest` for ids that the model does not have, or for too many.
+        """Raise `InvalidRequest` for ids outside the vocabulary, and for too many.
 
-        A prompt behind which nothing is generated may fill the context.
+        ``generates``: False for a prompt that may fill the whole context.
         """
         if isinstance(token_ids, bytes) or not isinstance(token_ids, (list, Sequence)):
             raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
         most = self.max_model_len - generates
         if len(token_ids) > most:
             raise PromptTooLong(len(token_ids), most, param=param, context=self.max_model_len)
-        # By types and by extremes: a loop would hold the event loop for tens of milliseconds.
+        # Compare types and extremes only: a Python loop would block the event loop for tens of
+        # milliseconds.
         kinds = {*map(type, token_ids)} - {int}
         if any(not issubclass(kind, int) or kind is bool for kind in kinds):
             raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
@@ -261,16 +262,16 @@ class Tokenizer:
             raise InvalidRequest(message, param=param)
 
     async def work(self, num_chars: int, job: Callable[[], T], param: str = "prompt") -> T:
-        """Do a job on so many characters: a short one at once, a long one in the thread.
+        """Run a job on ``num_chars`` characters: a short one at once, a long one in the thread.
 
-        Raises `EngineDead` if it is closed meanwhile. Whatever a tokenizer raises fails this
-        request alone; what it says may tell too much.
+        Raises `InvalidRequest`, and `EngineDead` if it is closed meanwhile. Errors of a tokenizer
+        fail only this request, and their text is not exposed.
         """
         try:
             if num_chars > INLINE_CHARS:
                 return await self._run(self._long, job, SECONDS)
             done = job()
-            await asyncio.sleep(0)  # many short ones are long
+            await asyncio.sleep(0)  # lets other tasks run between many short jobs
         except TimeoutError:
             raise InvalidRequest(f"the {param} took too long to tokenise", param=param) from None
         except ForetokenError:
@@ -283,17 +284,20 @@ class Tokenizer:
         return done
 
     async def apart(self, size: int, job: Callable[[], T]) -> T:
-        """The same for any work of ours on a body of so many bytes; it raises what it raises."""
+        """Run a job on a body of ``size`` bytes: a short one at once, a long one in the thread.
+
+        Raises the job's errors, and `InvalidRequest` if it takes too long.
+        """
         if size <= APART_BYTES:
             return job()
-        work = partial(copy_context().run, job)  # where the caller is known
+        work = partial(copy_context().run, job)  # the context identifies the caller
         try:
             return await self._run(self._long, work, SECONDS)
         except TimeoutError:
             raise InvalidRequest(f"the body took longer than {SECONDS:g} s to read") from None
 
     async def prepare_stops(self, stops: Sequence[str]) -> None:
-        """Have the table of these stop strings ready, made in a thread if it is large."""
+        """Prepare the table of stop strings, in a thread if it is large."""
         if stops:
             size = STOP_COST * sum(map(len, stops))
             await self.apart(size, partial(stop_table, tuple(stops)))
@@ -320,7 +324,7 @@ class Tokenizer:
         return self._template.text
 
     def use_template(self, text: str, options: Mapping[str, Any]) -> None:
-        """Render with this template, if it is not "", and with these options by default."""
+        """Set the chat template, unless it is "", and its default options."""
         self._template.own = text
         self._template_options = dict(options)
 
@@ -331,7 +335,7 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Token ids of the text that `render_chat` returns."""
+        """Return the token ids of the text that `render_chat` returns."""
         text = await self.render_chat(messages, options, tools=tools)
         return await self.encode(text, add_special_tokens=False)
 
@@ -343,10 +347,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         is_try: bool = False,
     ) -> str:
-        """The text of a conversation in the model's own format; ``options`` are the template's.
+        """Return the text of a conversation in the model's format. ``options``: template
+        variables.
 
-        ``tools`` are functions in OpenAI's shape. ``is_try``: a failure is not logged. Raises
-        `TemplateRefusal` where the template fails.
+        ``tools`` are functions in OpenAI's shape. ``is_try``: do not log a failure. Raises
+        `TemplateRefusal` if the template fails.
         """
         if not self._template.text:
             raise InvalidRequest("the model has no chat template", param="messages")
@@ -365,7 +370,7 @@ class Tokenizer:
     async def try_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return the text of a short conversation, however small the context; "" if that fails."""
+        """Return the text of a short conversation for any context length; "" if rendering fails."""
         settings = {**self._template_options, **({"tools": list(tools)} if tools else {})}
         try:
             return await self._rendered(messages, settings, TRIED_CHARS)
@@ -375,16 +380,16 @@ class Tokenizer:
     def written(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Render a short conversation at once, up to the end of its last message.
+        """Render a short conversation synchronously, up to the end of its last message.
 
-        Returns "" if the template refuses the conversation or takes too long.
+        Returns "" if the template rejects the conversation or takes too long.
         """
         settings = {**self._template_options, "add_generation_prompt": False}
         if tools:
             settings["tools"] = list(tools)
         try:
             return self._template.render(messages, settings, Budget(TRIED_CHARS, TEMPLATE_SECONDS))
-        except Exception as error:  # templates raise anything
+        except Exception as error:  # templates can raise any error
             logger.debug("the chat template refuses a conversation: %s", error)
             return ""
 
@@ -394,9 +399,9 @@ class Tokenizer:
         settings: Mapping[str, Any],
         most_chars: int | None = None,
     ) -> str:
-        """A short one at once, unless the template takes long: it is a program.
+        """Render a short conversation at once; in a thread if it is long or the template is slow.
 
-        ``most_chars``: as many as may fit into the context by default.
+        ``most_chars``: maximum length of the text; default: as much as may fit into the context.
         """
         most_chars = self._most_chars if most_chars is None else most_chars
         is_short = count_chars(messages, settings) <= INLINE_CHARS
@@ -421,7 +426,7 @@ class Tokenizer:
     async def _rendered_apart(
         self, worker: Worker, render: Callable[[Budget], str], most_chars: int
     ) -> str:
-        """Render in a thread; if the caller is cancelled, the template ends at its next step."""
+        """Render in a thread. If the caller is cancelled, the template stops at its next step."""
         budget: Budget | None = None
 
         def job() -> str:
@@ -440,7 +445,9 @@ class Tokenizer:
     def detokenizer(
         self, context_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """Make a detokenizer of an answer behind ``context_ids``; tokens of ``shown`` are text."""
+        """Return a detokenizer for an answer after ``context_ids``. Tokens in ``shown`` are
+        text.
+        """
         if self.is_byte_level:
             return ByteDetokenizer(partial(self._shown_piece, shown) if shown else self._piece)
         return WindowDetokenizer(
@@ -451,11 +458,11 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, the name of a special one; empty for an id without a token."""
+        """Return the bytes of a token; the name of a special one, and nothing for an unknown id."""
         if self.is_byte_level:
             return self._bytes_of(token_id)
         if token_id in self._byte_values:
@@ -480,7 +487,7 @@ class Tokenizer:
         return token.encode("utf-8", "replace")
 
     def has_silent(self, token_ids: Sequence[int], shown: frozenset[int]) -> bool:
-        """Whether one of the tokens writes no text: a special one not in ``shown``, or none."""
+        """Whether a token has no text: a special token not in ``shown``, or an unknown id."""
         ids = {*token_ids} - shown
         return not ids.isdisjoint(self.special_ids) or any(
             not self._backend.id_to_token(each) for each in ids
@@ -490,7 +497,7 @@ class Tokenizer:
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Ids by token, added tokens included."""
+        """Ids by token, including added tokens."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @cached_property
@@ -501,13 +508,13 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of added tokens by name, special or not. They are never made by merging text."""
+        """Ids of added tokens by name, special or not. Merging never produces them."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items()}
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The id of the tokenizer's end-of-text token, if it names one."""
+        """The id of the tokenizer's end-of-text token, if it has one."""
         name = self._template.special_tokens.get("eos_token", "")
         return frozenset((self.added_tokens[name],) if name in self.added_tokens else ())
 
@@ -517,7 +524,7 @@ class Tokenizer:
 
     @cached_property
     def added_names(self) -> Mapping[str, bool]:
-        """Names of the tokens that are read wherever a text has them; whether each is special."""
+        """Names of tokens that are recognised anywhere in a text, and whether each is special."""
         added = self._backend.get_added_tokens_decoder().values()
         return {token.content: bool(token.special) for token in added}
 
@@ -527,7 +534,7 @@ class Tokenizer:
 
     @cached_property
     def is_byte_level(self) -> bool:
-        """Whether every token is a run of bytes, written in GPT-2's alphabet."""
+        """Whether every token is a sequence of bytes in GPT-2's alphabet."""
         decoder = self._backend.decoder
         return decoder is not None and is_byte_level(json.loads(decoder.__getstate__()))
 

@@ -1,9 +1,9 @@
-"""Tokenizers kept between processes: a later start imports no transformers and converts nothing.
+"""Tokenizers cached between processes, which saves importing transformers and converting.
 
-To import transformers and to convert the vocabulary of a GGUF file takes seconds. The tokenizer
-that comes of it, its chat template and the names of its special tokens lie in the cache folder,
-under a hash of all that they were made from: the model's files, the versions of transformers and
-tokenizers, and our own conversion. A file that is damaged is ignored, and written again.
+Importing transformers and converting the vocabulary of a GGUF file take seconds. The resulting
+tokenizer, its chat template and the names of its special tokens are stored in the cache folder,
+under a hash of everything that they depend on: the model's files, the versions of transformers and
+tokenizers, and our conversion. A damaged file is ignored and replaced.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ logger = logging.getLogger(__name__)
 
 GGUF = ".gguf"
 SOURCES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
-"""Files of a folder that may shape its tokenizer; weights are none of them."""
+"""Files in a folder that may affect its tokenizer; weights do not."""
 _DIGEST_CHARS = 64
-_NUM_KEPT = 32  # files, a few megabytes each; the oldest ones go
+_NUM_KEPT = 32  # maximum number of files, a few megabytes each; the oldest are deleted
 
 
 @dataclass(slots=True)
 class LoadedTokenizer:
-    """The part of transformers' tokenizers that is used here."""
+    """The used parts of a transformers tokenizer."""
 
-    backend_tokenizer: Any  # of the library tokenizers, which has no types
+    backend_tokenizer: Any  # from the library tokenizers, which has no type annotations
     chat_template: str | Mapping[str, str] | None
     special_tokens_map: Mapping[str, str]
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """A file of the cache, behind its checksum."""
+    """The content of a cache file after its checksum."""
 
     backend: str
     chat_template: str | dict[str, str] | None
@@ -52,9 +52,9 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def load_tokenizer(path: Path) -> LoadedTokenizer:
-    """The tokenizer of a folder or a GGUF file, from the cache if it is there.
+    """Return the tokenizer of a folder or a GGUF file, from the cache if possible.
 
-    Raises what transformers raises, and `ModelLoadError` for a GGUF file that cannot be read.
+    Raises the errors of transformers, and `ModelLoadError` for an unreadable GGUF file.
     """
     file = _kept_file(_key(path))
     kept = None if file is None else _read(file)
@@ -71,7 +71,7 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
 
 
 def _kept_file(key: str) -> Path | None:
-    """The file of a tokenizer in the cache; None without a folder for it."""
+    """Return the cache file of a tokenizer; None if there is no writable folder."""
     try:
         return cache_folder() / "tokenizers" / f"{key}.json"
     except OSError as error:
@@ -80,11 +80,11 @@ def _kept_file(key: str) -> Path | None:
 
 
 def _tell_why_not_kept(error: OSError) -> None:
-    logger.info("the tokenizer is not kept, and converted at every start: %s", error)
+    logger.info("cannot cache the tokenizer; it will be converted at every start: %s", error)
 
 
 def _processor_template(path: Path) -> str | None:
-    """The chat template of a multimodal model's processor, which older folders have alone."""
+    """Return the chat template of a multimodal model's processor, which older folders use."""
     file = path / "chat_template.json"
     if not file.is_file():
         return None
@@ -102,8 +102,10 @@ def _convert(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
 
 
 def _is_whole(path: Path, backend: Any) -> bool:  # noqa: ANN401 - tokenizers is untyped
-    """Whether the kept file would be all of it: neither a setting that is not written to it, nor
-    the warning of a split that is not known.
+    """Whether a cache file would be complete.
+
+    A setting that is not stored, or an unknown pre-tokenizer, whose warning must be repeated,
+    prevents caching.
     """
     is_known = path.suffix.lower() != GGUF or splits_as_named(backend, path)
     return is_known and not backend.encode_special_tokens
@@ -121,7 +123,7 @@ def _key(path: Path) -> str:
 
 
 def _sources(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Contents that a tokenizer is made from, by name."""
+    """Yield name and content of the files that a tokenizer depends on."""
     if path.suffix.lower() == GGUF:
         from ...core.model.formats.gguf_metadata import read_head
 
@@ -132,14 +134,14 @@ def _sources(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _read(file: Path) -> LoadedTokenizer | None:
-    """A kept tokenizer; None where there is none, or a damaged one."""
+    """Return a cached tokenizer; None if it is missing or damaged."""
     try:
         content = file.read_bytes()
     except OSError:
         return None
     digest, payload = content[:_DIGEST_CHARS], content[_DIGEST_CHARS:]
     if digest != _checksum(payload):
-        logger.warning("%s is damaged: the tokenizer is converted again", file)
+        logger.warning("%s is damaged: converting the tokenizer again", file)
         return None
     kept = msgspec.json.decode(payload, type=_Kept)
     backend = Backend.from_str(kept.backend)
@@ -147,7 +149,7 @@ def _read(file: Path) -> LoadedTokenizer | None:
 
 
 def _write(file: Path, loaded: LoadedTokenizer) -> None:
-    """Write beside the file and rename, so that another process never reads half of it."""
+    """Write a temporary file and rename it, so that other processes never read a part."""
     template = loaded.chat_template
     if template is not None and not isinstance(template, str):
         template = dict(template)
@@ -165,7 +167,7 @@ def _write(file: Path, loaded: LoadedTokenizer) -> None:
 
 
 def _drop_oldest(folder: Path) -> None:
-    with suppress(FileNotFoundError):  # another process does the same
+    with suppress(FileNotFoundError):  # another process deletes the same files
         files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
         for file in files[:-_NUM_KEPT]:
             file.unlink()

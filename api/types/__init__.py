@@ -1,1 +1,1 @@
-"""Types that the packages of the API share: requests, results, sampling options, context."""
+"""Types shared by the packages of the API: requests, results, sampling options, context."""

@@ -1,6 +1,6 @@
-"""Marks of body fields: those that are refused, and those that are other names of another field.
+"""Annotations of body fields: `Refused` for unsupported ones, `SameAs` for aliases.
 
-A mark stands in the annotation of its field. Decoding applies it, and /openapi.json reads it.
+Decoding applies them, and /openapi.json describes them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ M = TypeVar("M")
 
 
 class Refused:
-    """Marks a field that would change the answer and is not supported.
+    """Mark a field as unsupported: a body that uses it is rejected.
 
-    ``neutral``: the values, besides null, that change nothing. They are accepted. ``unless``: other
-    fields with their neutral values; the marked field changes nothing where all of them have those
-    or are left out.
+    ``neutral``: values that have no effect; they and null are accepted. ``unless``: other fields
+    with their neutral values. The marked field has no effect, and any value is accepted, while each
+    of those fields is neutral or left out.
     """
 
     __slots__ = ("neutral", "unless")
@@ -31,7 +31,7 @@ class Refused:
         self.neutral, self.unless = neutral, unless
 
     def accepts(self, value: object, body: Struct) -> bool:
-        """Whether the value changes nothing in this body."""
+        """Whether the value has no effect in this body."""
         if any(_is_same(value, each) for each in self.neutral):
             return True
         return self.unless is not None and all(
@@ -40,9 +40,9 @@ class Refused:
 
 
 class SameAs:
-    """Marks a field that is another name of the field ``name`` of the same body.
+    """Mark a field as an alias of the field ``name`` of the same body.
 
-    ``unset``: the values that leave that field out.
+    ``unset``: values that count as leaving the field out.
     """
 
     __slots__ = ("name", "unset")
@@ -52,7 +52,7 @@ class SameAs:
 
 
 class Marks(NamedTuple):
-    """The marked fields of a struct; ``inner``: fields whose own structs have marked ones."""
+    """The marked fields of a struct. ``inner``: fields that hold structs with marked fields."""
 
     refused: tuple[tuple[str, Refused], ...]
     same: tuple[tuple[str, SameAs], ...]
@@ -61,7 +61,7 @@ class Marks(NamedTuple):
 
 @cache
 def marks_of(struct: type[Struct]) -> Marks:
-    """Return the marked fields of a struct."""
+    """Return the marked fields of a struct and the fields whose structs have any."""
     hints = _hints(struct)
     inner = [
         name for name, hint in hints.items() if any(_has_marks(each) for each in structs_in(hint))
@@ -70,13 +70,13 @@ def marks_of(struct: type[Struct]) -> Marks:
 
 
 def written_name(struct: type[Struct], name: str) -> str:
-    """The name of a field in JSON."""
+    """Return the JSON name of a field."""
     names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
     return dict(names)[name]
 
 
 def _has_marks(struct: type[Struct]) -> bool:
-    """Whether a struct, or one inside of it, has a marked field. A struct may contain its kind."""
+    """Whether a struct or a struct nested in it has a marked field. Recursive types are allowed."""
     seen, left = {struct}, [struct]
     while left:
         hints = _hints(left.pop())
@@ -93,7 +93,7 @@ def _hints(struct: type[Struct]) -> dict[str, Any]:
 
 
 def structs_in(hint: Any) -> Iterator[type[Struct]]:  # noqa: ANN401 - a type, or several
-    """The structs that a type is made of, without those inside of them."""
+    """Yield the structs named in a type annotation, without the structs inside them."""
     if isinstance(hint, type) and issubclass(hint, Struct):
         yield hint
     for each in get_args(hint):
@@ -101,10 +101,10 @@ def structs_in(hint: Any) -> Iterator[type[Struct]]:  # noqa: ANN401 - a type, o
 
 
 def settle(body: Struct, path: str = "") -> None:
-    """Copy fields to the fields that they are other names of.
+    """Copy the value of each alias to the field that it is an alias of.
 
-    Raises `InvalidRequest`, which names the field, for a refused one and for two names of one field
-    with different values.
+    Raises `InvalidRequest`, which names the field, for a refused field, and for a field and its
+    alias with different values.
     """
     marks = marks_of(type(body))
     for name, refused in marks.refused:
@@ -117,7 +117,7 @@ def settle(body: Struct, path: str = "") -> None:
         if value is None or any(_is_same(value, each) for each in other.unset):
             continue
         if getattr(body, other.name) not in (None, value):
-            message = f"{path}{name} is another name of {path}{other.name}: send one of them"
+            message = f"{path}{name} is an alias of {path}{other.name}: send only one of them"
             raise InvalidRequest(message, param=f"{path}{name}")
         setattr(body, other.name, value)
     for name in marks.inner:
@@ -131,7 +131,7 @@ def settle(body: Struct, path: str = "") -> None:
 
 
 def name_as_given(error: InvalidRequest, body: object) -> None:
-    """Let an error of a field name it as the body does, where that has it under another name."""
+    """Rename the field in an error to the alias that the body used for it."""
     if not isinstance(body, Struct):
         return
     for name, other in marks_of(type(body)).same:
@@ -154,5 +154,5 @@ def _refusal(name: str, refused: Refused) -> str:
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Whether two JSON values are equal: 1 equals 1.0 and not true."""
+    """Whether two JSON values are equal. 1 equals 1.0 but not true."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other

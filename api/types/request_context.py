@@ -1,4 +1,4 @@
-"""The HTTP request that is being served: its caller, its times, its outcome."""
+"""The HTTP request being served: its caller, its timing and its outcome."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TOO_LATE = "the deadline passed before the request could run"
 
 
 def seconds_left(since: float, *limits: float | None) -> float | None:
-    """Seconds left of the shortest of these times, which count from ``since``; None without any.
+    """Return the seconds left of the shortest limit, counted from ``since``; None without a limit.
 
-    Raises `DeadlineExceeded` where nothing is left.
+    ``since`` is a time of `time.monotonic`. Raises `DeadlineExceeded` if no time is left.
     """
     given = [each for each in limits if each is not None]
     if not given:
@@ -41,7 +41,7 @@ UNKNOWN_ROUTE = "unknown"
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 NO_KEY = frozenset({401, 403})
 SESSION_ID = b"x-session-id"
-NOBODY = b""  # owner of requests without a key, and of the SDK's
+NOBODY = b""  # owner of requests without an API key and of requests from the SDK
 METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
 
 
@@ -54,11 +54,11 @@ class KnownError(Protocol):
 
     @property
     def code(self) -> str | None:
-        """OpenAI's code, if it has one."""
+        """OpenAI's error code, if there is one."""
 
     @property
     def kind(self) -> str:
-        """OpenAI's type of error."""
+        """OpenAI's error type."""
 
 
 class EngineAnswer(Protocol):
@@ -66,7 +66,7 @@ class EngineAnswer(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The engine's id of the request."""
+        """The engine's id for the request."""
 
     @property
     def usage(self) -> Usage:
@@ -74,12 +74,12 @@ class EngineAnswer(Protocol):
 
     @property
     def finish_reasons(self) -> Sequence[str | None]:
-        """Why each generation ended; None: it has not."""
+        """The finish reason of each generation; None while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndedAnswer:
-    """An `EngineAnswer` without its request, which is free."""
+    """An `EngineAnswer` that no longer refers to its request, so that the request can be freed."""
 
     request_id: str
     usage: Usage
@@ -88,55 +88,55 @@ class EndedAnswer:
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """The state of one HTTP request. Contains no text of prompts and answers."""
+    """The state of one HTTP request. It never contains prompt or answer text."""
 
     scope: Scope
-    caller: bytes = NOBODY  # a hash of its key; the auth middleware sets it
-    arrived: float | None = None  # when its body was there, of `time.monotonic`
-    num_bytes: int = 0  # of its body
-    in_batch: bool = False  # no person waits for it
+    caller: bytes = NOBODY  # hash of the API key; set by the auth middleware
+    arrived: float | None = None  # time.monotonic() when the whole body had arrived
+    num_bytes: int = 0  # size of the body
+    in_batch: bool = False  # requests of a batch run at low priority
     request_id: str = ""
-    trace_id: str = ""  # where it is traced
-    status: int = 0  # 0: no answer began
+    trace_id: str = ""  # empty without tracing
+    status: int = 0  # HTTP status; 0 before the response starts
     streams: bool = False  # the answer is an event stream
-    adapter: str | None = None  # that its body names as the model
-    error: KnownError | None = None  # that it was answered with, maybe inside a stream
-    answers: list[EngineAnswer] = field(default_factory=list)  # of the engine
-    answered_ns: int = 0  # time of day when the engine was done with the last of them; if traced
+    adapter: str | None = None  # LoRA adapter named by the body's ``model``
+    error: KnownError | None = None  # error sent to the client, possibly inside a stream
+    answers: list[EngineAnswer] = field(default_factory=list)  # generations submitted to the engine
+    answered_ns: int = 0  # wall-clock time when the last generation ended; set only with tracing
 
     @property
     def method(self) -> str:
-        """The HTTP method, one of a few values: it becomes a metrics label."""
+        """The HTTP method, or "other": it is a metrics label, so its values must be few."""
         method: str = self.scope["method"]
         return method if method in METHODS else "other"
 
     @property
     def route(self) -> str:
-        """The template of the route; never the path, which may contain anything."""
+        """The route's path template. The path itself could contain anything."""
         route = self.scope.get("route")
         return UNKNOWN_ROUTE if route is None else str(route.path)
 
     @property
     def is_probe(self) -> bool:
-        """Whether this is a health check or a scrape; one refused for its key is not."""
+        """Whether this is a health check or a scrape that was not rejected for its API key."""
         return self.scope["path"] in PROBES and self.status not in NO_KEY
 
 
 CONTEXT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
-"""The HTTP request that is being served; None in the SDK.
+"""The HTTP request being served; None in the SDK.
 
-It is no argument of the routes: what is asked of it happens deep inside, and none of them can
-forget to pass it on.
+A context variable, because code deep below the routes reads it and no route can forget to pass it
+on.
 """
 
 
 def random_id() -> str:
-    """A new id of 32 hexadecimal digits."""
+    """Return a new random id of 32 hexadecimal digits."""
     return os.urandom(16).hex()
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """The first header field of this name, which is in lower case; "" without one."""
+    """Return the first header with this lower-case name, "" if it is missing."""
     for key, value in scope["headers"]:
         if key == name:
             return str(value, "latin-1")
@@ -144,15 +144,16 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def session_id() -> str | None:
-    """The session that the present request belongs to by its header; None in the SDK."""
+    """Return the session id in the request's ``x-session-id`` header; None in the SDK."""
     context = CONTEXT.get()
     return None if context is None else header(context.scope, SESSION_ID) or None
 
 
 def session_key(name: str | None) -> str | None:
-    """The caller's session: of the present request's header, else of this name; None without.
+    """Return the caller's session key, from the ``x-session-id`` header or else from ``name``.
 
-    Callers that choose the same name have sessions of their own.
+    None if neither is given. The key includes the caller, so two callers with the same name have
+    separate sessions.
     """
     named = session_id() or name
     if not named:
@@ -161,72 +162,75 @@ def session_key(name: str | None) -> str | None:
 
 
 def note_arrival(num_bytes: int) -> None:
-    """The body of this request has arrived; its deadlines count from here."""
+    """Record that the body has arrived. The request's deadlines count from now."""
     context = CONTEXT.get()
     if context is not None:
         context.arrived, context.num_bytes = time.monotonic(), num_bytes
 
 
 def arrival() -> float:
-    """Arrival time of the present HTTP request; in the SDK, now."""
+    """Return the request's arrival time, of `time.monotonic`; in the SDK, the present time."""
     context = CONTEXT.get()
     known = None if context is None else context.arrived
     return time.monotonic() if known is None else known
 
 
 def caller() -> bytes:
-    """The caller of the present request: a hash of its key, or `NOBODY`."""
+    """Return the caller of the present request: the hash of its API key, or `NOBODY`."""
     context = CONTEXT.get()
     return NOBODY if context is None else context.caller
 
 
 def origin() -> Origin:
-    """The tenant of the present work, and the size of its body."""
+    """Return the caller and the body size of the present request."""
     context = CONTEXT.get()
     return NO_ORIGIN if context is None else Origin(context.caller, context.num_bytes)
 
 
 def in_batch() -> bool:
-    """Whether the present request is one of a batch, which no person waits for."""
+    """Whether the present request belongs to a batch."""
     context = CONTEXT.get()
     return context is not None and context.in_batch
 
 
 def note_adapter(name: str | None) -> None:
-    """Note the adapter that this request names as its model; None: it names none."""
+    """Record which adapter this request names as its model; None if it names the base model."""
     context = CONTEXT.get()
     if context is not None:
         context.adapter = name
 
 
 def adapter_name() -> str | None:
-    """The adapter that the present request names as its model; None in the SDK."""
+    """Return the adapter that the present request names as its model; None if none, or in the
+    SDK.
+    """
     context = CONTEXT.get()
     return None if context is None else context.adapter
 
 
 def note_error(error: KnownError) -> None:
-    """Note the error that answers the request."""
+    """Record the error sent to the client."""
     context = CONTEXT.get()
     if context is not None:
         context.error = error
 
 
 def note_answer(answer: EngineAnswer) -> None:
-    """Note a generation that the engine was given."""
+    """Record a generation that was submitted to the engine."""
     context = CONTEXT.get()
     if context is not None:
         context.answers.append(answer)
 
 
 def caller_of(key: str | bytes) -> bytes:
-    """A caller by its key, which is not kept."""
-    given = key if isinstance(key, bytes) else key.encode("latin-1")  # as starlette read it
+    """Return the caller that an API key identifies: a hash of the key."""
+    # starlette decodes headers as latin-1
+    given = key if isinstance(key, bytes) else key.encode("latin-1")
     return hashlib.sha256(given).digest() if given else NOBODY
 
 
 def owner_of(cache_salt: str | None) -> Owner:
-    """The owner of responses and prompts that the caller may read: its key and this salt."""
+    """Return the owner of stored responses and prompts: a hash of the caller and the cache salt."""
     return _owner_of(caller(), cache_salt)
 
 
@@ -236,14 +240,17 @@ def _owner_of(caller: bytes, cache_salt: str | None) -> Owner:
 
 
 def tenant_of(cache_salt: str | None) -> str | None:
-    """The tenant that the scheduler charges: the salt, else a short hash of the key, else none."""
+    """Return the tenant that the scheduler charges for a request.
+
+    It is the cache salt, else a short hash of the API key, else None.
+    """
     if cache_salt is not None:
         return cache_salt
     return f"key-{caller().hex()[:16]}" if caller() else None
 
 
 class Origin(NamedTuple):
-    """The tenant of a job, and the size of its body."""
+    """The caller of a job and the size of its request body in bytes."""
 
     caller: bytes = NOBODY
     num_bytes: int = 0

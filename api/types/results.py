@@ -1,4 +1,4 @@
-"""Results of generation: deltas while it runs, a Completion at the end."""
+"""Results of generation: deltas while a request runs, a `Completion` at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class ToolCall(Struct, kw_only=True):
     arguments: str  # JSON text, as the model wrote it
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments as an object; raises `ForetokenError` if they are not a JSON object."""
+        """Return the arguments as an object.
+
+        Raises `ForetokenError` if they are not a JSON object.
+        """
         try:
             return msgspec.json.decode(self.arguments, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
@@ -36,16 +39,16 @@ class ToolCall(Struct, kw_only=True):
             ) from None
 
     def reply(self, content: str) -> dict[str, Any]:
-        """The message that returns the tool's result to the model."""
+        """Return the message that passes the tool's result to the model."""
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
 def message_of(
     text: str, reasoning: str, calls: Sequence[ToolCall], token_ids: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """An answer as a message in OpenAI's form, to be appended to its conversation.
+    """Return an answer as an OpenAI message, to be appended to its conversation.
 
-    With ``token_ids`` it is rendered by them.
+    ``token_ids``: the answer's tokens, which are then rendered in place of its text.
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
@@ -65,9 +68,9 @@ def message_of(
 
 
 class CallDelta(Struct, kw_only=True):
-    """An addition to a call; only its first delta has ``id`` and ``name``."""
+    """The next part of a tool call. Only the first delta of a call has ``id`` and ``name``."""
 
-    index: int  # among the calls of its choice
+    index: int  # index of the call within its choice
     id: str = ""
     name: str = ""
     arguments: str = ""
@@ -75,35 +78,35 @@ class CallDelta(Struct, kw_only=True):
 
 
 class TextDelta(Struct, kw_only=True):
-    """The addition of one step to an answer, or of several steps to a slow reader.
+    """The output of one step, or of several steps if the reader is slow.
 
     ``text`` may lag behind ``token_ids``: incomplete characters and possible beginnings of a stop
-    string are held back. ``index`` is the choice for n > 1. ``sources`` has the draft source of
-    each token; "" is the target model itself. The answer to a conversation is split, as in
-    `Choice`.
+    string are held back. ``index`` is the choice for n > 1. ``sources`` names the draft source of
+    each token, "" for a token of the target model. In a conversation, ``reasoning`` and
+    ``tool_calls`` are separated from ``text``, as in `Choice`.
     """
 
     text: str = ""
     token_ids: list[int] = []
     sources: list[str] = []
     index: int = 0
-    finish_reason: str | None = None  # as in `Choice`, in its last delta
+    finish_reason: str | None = None  # see `Choice`; set in the last delta only
     stop_reason: int | str | None = None  # the stop token id or the stop string
-    logprobs: list[TokenLogprob] | None = None  # one per token id, when asked for
+    logprobs: list[TokenLogprob] | None = None  # one per token id, if requested
     prompt_logprobs: list[TokenLogprob] = []
     reasoning: str = ""
     tool_calls: list[CallDelta] = []
-    message_ids: list[int] | None = None  # as in `Choice`, in its last delta
+    message_ids: list[int] | None = None  # see `Choice`; set in the last delta only
 
 
 class Choice(Struct, kw_only=True):
     """One of the n answers to a prompt.
 
-    The answer to a conversation is split: ``text`` is its content, ``reasoning`` is the
-    text before it, ``tool_calls`` has the calls. ``finish_reason``: "stop", "length", "abort" or
-    "tool_calls". ``message_ids`` are the tokens of the message itself, without the stop token, by
-    which it can be rendered later; None if there are none: a stop string or a single call cut it,
-    or the chat template cannot.
+    In a conversation, ``text`` is the content, ``reasoning`` the text of the model's thinking and
+    ``tool_calls`` the calls. ``finish_reason``: "stop", "length", "abort" or "tool_calls".
+    ``message_ids``: the tokens of the message without the stop token, with which later turns can
+    render it. None if a stop string or a single call cut the message short, or if the chat template
+    cannot render a message from its ids.
     """
 
     index: int
@@ -112,7 +115,7 @@ class Choice(Struct, kw_only=True):
     finish_reason: str = ""
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] = []  # of all prompt tokens but the first
+    prompt_logprobs: list[TokenLogprob] = []  # one entry per prompt token except the first
     reasoning: str = ""
     tool_calls: list[ToolCall] = []
     message_ids: list[int] | None = None
@@ -143,9 +146,9 @@ class Choice(Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The answer to one prompt. The plain attributes are those of the first choice.
+    """The answers to one prompt. Attributes such as ``text`` return the first choice's value.
 
-    ``prompt_logprobs`` has one entry per prompt token; the first token has none. ``usage`` counts
+    ``prompt_logprobs`` has one entry per prompt token; the first entry is None. ``usage`` counts
     the prompt once and the tokens of all choices.
     """
 
@@ -192,13 +195,13 @@ class Completion:
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
-        """One entry per token, when asked for."""
+        """One entry per token, if requested."""
         return self.choices[0].logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
-    """The vector of one text, of length 1, and what it cost."""
+    """The embedding of one text, normalised to length 1, and its usage."""
 
     embedding: list[float]
     prompt_token_ids: list[int]
@@ -207,7 +210,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedDocument:
-    """A document, its place among those given, its score from 0 to 1, and what it cost."""
+    """A document, its index in the request, its relevance from 0 to 1, and its usage."""
 
     index: int
     relevance_score: float
@@ -216,7 +219,7 @@ class RankedDocument:
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Usage of sibling choices: the prompt of the first, the sum of what was generated."""
+    """Return the usage of a prompt with several choices: the prompt once, all generated tokens."""
     first = usages[0]
     total = Usage(
         prompt_tokens=first.prompt_tokens,
@@ -238,13 +241,13 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
 
 
 def _written(usages: Sequence[Usage]) -> int:
-    """Prompt tokens that siblings wrote: no more than the first did not find."""
+    """Return the prompt tokens written to the cache: at most those that the first choice missed."""
     missing = usages[0].prompt_tokens - usages[0].cached_tokens
     return min(missing, sum(usage.cache_write_tokens for usage in usages))
 
 
 def batch_usage(usages: Sequence[Usage]) -> Usage:
-    """Usage of several prompts in one body: everything is summed."""
+    """Return the usage of several prompts in one body: the sum of each count."""
     total = Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
@@ -260,7 +263,7 @@ def batch_usage(usages: Sequence[Usage]) -> Usage:
 
 
 def add_counts(total: Usage, usage: Usage) -> None:
-    """Add what was generated, and what that took in steps and drafts."""
+    """Add the counts of generated tokens, steps and draft tokens of ``usage`` to ``total``."""
     total.closed_early |= usage.closed_early
     total.accepted_prediction_tokens += usage.accepted_prediction_tokens
     total.rejected_prediction_tokens += usage.rejected_prediction_tokens
@@ -284,13 +287,13 @@ def _add(total: dict[K, int], counts: dict[K, int]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that the model may call. ``parameters`` is a JSON schema of an object."""
+    """A function that the model may call. ``parameters`` is the JSON schema of an object."""
 
     name: str
     description: str | None = None
-    parameters: Mapping[str, Any] | None = None  # None: whatever object
-    strict: bool = False  # arguments must be valid, even when the model need not call at all
-    is_loaded: bool = False  # a message of the conversation defines it, where it was searched for
+    parameters: Mapping[str, Any] | None = None  # None: any object
+    strict: bool = False  # enforce valid arguments even if the model is free not to call the tool
+    is_loaded: bool = False  # defined by a tool-search result inside the conversation
 
     @property
     def body(self) -> Mapping[str, Any]:
@@ -305,14 +308,14 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Tool calls that are allowed: auto, none, required, or one tool by name."""
+    """The tool calls that are allowed: auto, none, required, or one tool by name."""
 
     mode: Literal["auto", "none", "required"] = "auto"
-    name: str | None = None  # with "required": this one
+    name: str | None = None  # the tool to call; only with mode "required"
     parallel: bool = True  # False: at most one call
-    allowed: frozenset[str] | None = None  # those that may be called; None: all
+    allowed: frozenset[str] | None = None  # names of the tools that may be called; None: all
 
     @property
     def is_single(self) -> bool:
-        """Whether the turn ends with its first call, as for a named tool."""
+        """Whether the turn ends after its first tool call."""
         return not self.parallel or self.name is not None

@@ -1,7 +1,8 @@
-"""SamplingParams: the options of a request, checked once, when they are constructed.
+"""SamplingParams: the options of a request, checked once when they are constructed.
 
-A request that leaves out its temperature, say, gets the value that the model recommends: the
-defaults of such fields are numbers that can be told from the same numbers of a caller.
+A field that the request leaves out is filled with the value that the model recommends. The defaults
+of such fields are instances of `LeftOut`, which distinguishes them from equal values given by the
+caller.
 """
 
 from __future__ import annotations
@@ -26,32 +27,33 @@ from ...core.options.checks import (
 from ...core.options.settings import setting
 
 MAX_N = 16
-MAX_STOP_BYTES = 2**16  # of all stop strings together, as UTF-8
-MAX_WORDS = 1024  # bad_words
+MAX_STOP_BYTES = 2**16  # UTF-8 bytes of all stop strings together
+MAX_WORDS = 1024  # entries of bad_words
 MAX_WORD_CHARS = 256
 MAX_DEPTH = 64  # draft tokens of one request in one step
 MAX_PREDICTION_CHARS = 2**17
 MAX_PREDICTION_IDS = 2**16
-MAX_GRAMMAR_CHARS = 2**18  # of json_schema, regex, grammar, or all of choice
+# limit of json_schema, regex and grammar each, and of all of choice together
+MAX_GRAMMAR_CHARS = 2**18
 MAX_CHOICES = 4096
 NO_TEXTS: tuple[str, ...] = ()
-STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")  # one at most
+STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")  # mutually exclusive
 
 
 class LeftOut:
-    """Marks the value of a field that the request leaves out; `SamplingDefaults` may replace it."""
+    """Mark of a value that the request left out; `SamplingDefaults` may replace it."""
 
     __slots__ = ()
 
 
 class LeftOutFloat(LeftOut, float):
-    """A number that was not given."""
+    """A float that the request left out."""
 
     __slots__ = ()
 
 
 class LeftOutInt(LeftOut, int):
-    """An integer that was not given."""
+    """An integer that the request left out."""
 
     __slots__ = ()
 
@@ -61,27 +63,27 @@ _ONE, _ZERO, _OFF = LeftOutFloat(1.0), LeftOutFloat(0.0), LeftOutInt(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(TokenSamplingParams):
-    """Parameters of an answer. Every bad value raises `InvalidRequest` naming its field.
+    """Parameters of a request. An invalid value raises `InvalidRequest`, which names its field.
 
-    - ``max_tokens``: None means up to the end of the context. ``prompt_only``: the prompt is
-      computed, with its ``prompt_logprobs`` if they are wanted, and no token.
-    - ``temperature``: 0 is greedy. ``top_k=0`` and ``top_p=1`` are off.
-    - ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` that are left out
-      are those that the model recommends, where it does, else the defaults of this class.
-    - ``seed``: with one, the output depends only on the model, the prompt and these parameters.
+    - ``max_tokens``: None means up to the end of the context. ``prompt_only``: compute the prompt,
+      and its ``prompt_logprobs`` if requested, but generate no token.
+    - ``temperature``: 0 is greedy. ``top_k=0`` and ``top_p=1`` disable them.
+    - ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty``: if left out, the
+      model's recommended values, else the defaults of this class.
+    - ``seed``: with a seed, the output depends only on the model, the prompt and these parameters.
     - ``logprobs``, ``prompt_logprobs``: number of alternatives to report in addition to the token.
-    - ``speculation``: "auto", "off" or a fixed depth in tokens; None is the engine's setting.
-    - ``json_schema`` (an object or its text), ``regex``, ``grammar`` (Lark or GBNF) and ``choice``:
-      one of them may require structured output. Such an answer ends when it is complete, even with
-      ``ignore_eos`` and ``min_tokens``.
-    - ``close_early``: near its token limit, an answer with a ``json_schema`` or a ``choice`` may
-      only have tokens after which it can still be completed, unless this is False.
-    - ``prediction``: the caller's guess of the answer, as text or token ids. It serves as a draft,
-      which makes the answer faster and never changes it.
-    - ``lora``: the name of an adapter that the engine has; None is the model itself.
-    - ``kv_budget``: tokens of the answer that keep their KV, at least 256, where the engine evicts
-      (``kv_evict``); None is the engine's number. Not with ``prompt_logprobs``.
-    - ``priority``: lower runs first; the engine's ``max_priority`` bounds it.
+    - ``speculation``: "auto", "off" or a fixed draft depth in tokens; None: the engine's setting.
+    - ``json_schema`` (an object or its JSON text), ``regex``, ``grammar`` (Lark or GBNF),
+      ``choice``: at most one of them, for structured output. Such an answer ends when it is
+      complete, even with ``ignore_eos`` or ``min_tokens``.
+    - ``close_early``: near the token limit, allow only tokens after which an answer with a
+      ``json_schema`` or a ``choice`` can still be completed. On by default.
+    - ``prediction``: the caller's guess of the answer, as text or token ids. It is used as a draft:
+      it makes the answer faster and never changes it.
+    - ``lora``: the name of a loaded adapter; None: the base model.
+    - ``kv_budget``: KV entries to keep for the answer, in tokens, at least 256, if KV eviction is
+      enabled (``kv_evict``); None: the engine's setting. Not combinable with ``prompt_logprobs``.
+    - ``priority``: lower runs first, within the engine's ``max_priority``.
     - ``deadline``: seconds after which the request is aborted.
     """
 
@@ -94,7 +96,7 @@ class SamplingParams(TokenSamplingParams):
     )
     top_p: float = setting(
         _ONE,
-        "probability mass of the most likely tokens to sample from (the model's, else 1)",
+        "cumulative probability of the most likely tokens to sample from (the model's, else 1)",
         "P",
         is_basic=True,
     )
@@ -106,12 +108,12 @@ class SamplingParams(TokenSamplingParams):
     )
     min_p: float = setting(
         _ZERO,
-        "smallest probability to sample, relative to the most likely token's (the model's, else 0)",
+        "minimum probability relative to the most likely token (the model's, else 0)",
         "P",
     )
     repetition_penalty: float = setting(
         _ONE,
-        "factor that makes tokens of prompt and answer less likely (the model's, else 1: none)",
+        "penalty factor for tokens in the prompt or answer (the model's, else 1: none)",
     )
     n: int = 1
     stop: str | Sequence[str] = setting(
@@ -134,7 +136,8 @@ class SamplingParams(TokenSamplingParams):
 
     def __post_init__(self) -> None:
         """Normalise sequences to tuples and check every field."""
-        TokenSamplingParams.__post_init__(self)  # super() does not know a class with slots
+        # super() fails here: a dataclass with slots replaces its class
+        TokenSamplingParams.__post_init__(self)
         self._normalise()
         self._check_numbers_of_request()
         self._check_strings()
@@ -144,7 +147,7 @@ class SamplingParams(TokenSamplingParams):
 
     @property
     def structured_field(self) -> str | None:
-        """The field that asks for structured output, if one does."""
+        """The structured-output field that is set, if any."""
         return next((name for name in STRUCTURED_FIELDS if getattr(self, name) is not None), None)
 
     def _normalise(self) -> None:
@@ -180,7 +183,7 @@ class SamplingParams(TokenSamplingParams):
                 f"must have 1 to 1024 characters, not {len(salt)}",
             )
             require(_is_unicode(salt), "cache_salt", "must be valid Unicode")
-            # which begins the namespaces of adapters
+            # Namespaces of adapters begin with NUL.
             require(not salt.startswith("\0"), "cache_salt", "must not begin with a NUL")
         require(self.lora is None or isinstance(self.lora, str), "lora", "must be a string")
 
@@ -192,13 +195,14 @@ class SamplingParams(TokenSamplingParams):
         elif prediction:
             fits = len(prediction) <= MAX_PREDICTION_IDS
             require(fits, "prediction", f"must have at most {MAX_PREDICTION_IDS} token ids")
-            # By type and by extremes: a loop would hold the event loop for tens of milliseconds.
+            # Compare types and extremes only: a Python loop would block the event loop for tens of
+            # milliseconds.
             require({*map(type, prediction)} == {int}, "prediction", "must be a text or token ids")
             check_integer("prediction", min(prediction), 0, MAX_INT)
             check_integer("prediction", max(prediction), 0, MAX_INT)
 
     def _check_structured_output(self) -> None:
-        """Check types and sizes; the content is checked when it is compiled."""
+        """Check types and sizes. The content is checked when the grammar is compiled."""
         given = [name for name in STRUCTURED_FIELDS if getattr(self, name) is not None]
         if not given:
             return
@@ -225,9 +229,9 @@ class SamplingParams(TokenSamplingParams):
 class SamplingDefaults(
     Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The values of fields that a request leaves out; None: that of `SamplingParams`.
+    """Default values for fields that a request leaves out; None: the default of `SamplingParams`.
 
-    A value outside its field's bounds raises `InvalidRequest` naming the field.
+    A value out of range raises `InvalidRequest`, which names its field.
     """
 
     temperature: float | None = None
@@ -235,7 +239,7 @@ class SamplingDefaults(
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    origin: str = ""  # where the values come from, for people
+    origin: str = ""  # source of the values, for display
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -249,12 +253,12 @@ class SamplingDefaults(
 
     @property
     def in_force(self) -> dict[str, Any]:
-        """All five values of a request that leaves all of them out, by field."""
+        """All five values that apply to a request which leaves all of them out, by field."""
         params = TokenSamplingParams(**self.given)
         return {name: getattr(params, name) for name in RECOMMENDED}
 
     def fill(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with these values in place of those left out; others are kept."""
+        """Return the parameters with these values for the fields that were left out."""
         found = {
             name: value
             for name, value in self.given.items()
@@ -276,7 +280,7 @@ BOUNDS = with_defaults(
 
 
 def num_stop_bytes(stop: Sequence[str]) -> int:
-    """Return the bytes of all stop strings together, as UTF-8."""
+    """Return the total size of the stop strings in UTF-8 bytes."""
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in stop)
 
 
@@ -291,7 +295,7 @@ def _check_stop(stop: Sequence[object]) -> None:
 def _is_unicode(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         return False
     return True
 

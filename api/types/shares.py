@@ -1,4 +1,4 @@
-"""Shares: a bounded memory that owners share fairly."""
+"""Shares: a bounded memory that is shared fairly by its owners."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ Owner = bytes
 K = TypeVar("K", bound=Hashable)
 
 
-FAIR_SHARE = 0.25  # of a memory that all owners have in common
+FAIR_SHARE = 0.25  # share of the memory that an owner keeps under pressure
 
 
 class Shares(Generic[K]):
-    """Shares of a bounded memory by owner, and the entry that is dropped next.
+    """Entries of a bounded memory by owner, and the choice of the entry to evict.
 
-    That is the oldest entry of the owner with the most, if it has more than a quarter; else the
-    oldest of all. So an owner within its quarter keeps its entries, and a single owner has all.
+    The entry to evict is the oldest one of the largest owner if that owner has more than a quarter
+    of the memory, else the oldest of all. An owner below a quarter thus keeps its entries under
+    another owner's load, and a single owner may use the whole memory.
     """
 
     def __init__(self, max_bytes: int, max_entries: float = float("inf")) -> None:
@@ -26,16 +27,16 @@ class Shares(Generic[K]):
         self._entries: OrderedDict[K, tuple[Owner, int]] = OrderedDict()  # oldest first
         self._by_owner: dict[Owner, OrderedDict[K, None]] = {}
         self._bytes: dict[Owner, int] = {}
-        self._large: set[Owner] = set()  # those beyond their share, of whom there are few
+        self._large: set[Owner] = set()  # owners above `FAIR_SHARE`; there are few
 
     def add(self, owner: Owner, key: K, num_bytes: int) -> None:
-        """A new entry, the youngest."""
+        """Add an entry as the youngest."""
         self._entries[key] = (owner, num_bytes)
         self._by_owner.setdefault(owner, OrderedDict())[key] = None
         self._count(owner, num_bytes)
 
     def remove(self, key: K) -> None:
-        """Remove an entry that is there."""
+        """Remove an entry. Raises KeyError if it is missing."""
         owner, num_bytes = self._entries.pop(key)
         del self._by_owner[owner][key]
         self._count(owner, -num_bytes)
@@ -48,7 +49,7 @@ class Shares(Generic[K]):
         self._by_owner[self._entries[key][0]].move_to_end(key)
 
     def excess(self) -> K | None:
-        """The entry that must go next; None while all is within the bounds. O(1)."""
+        """Return the entry to evict next; None while the bounds are respected. O(1)."""
         if self.num_bytes <= self._max_bytes and len(self._entries) <= self._max_entries:
             return None
         if self._large:
@@ -62,6 +63,8 @@ class Shares(Generic[K]):
         mark(owner)
 
     def _part(self, owner: Owner) -> float:
-        """An owner's share of the memory, by bytes or by entries, whichever is more."""
+        """Return an owner's share of the memory: the larger of its shares of bytes and of
+        entries.
+        """
         in_entries = len(self._by_owner[owner]) / self._max_entries
         return max(self._bytes[owner] / self._max_bytes, in_entries)

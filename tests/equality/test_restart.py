@@ -138,7 +138,7 @@ def test_tiers_that_keep_no_states_are_refused_by_name(
 ) -> None:
     monkeypatch.setattr(kv_tiers, "check_reachable", lambda *_: MagicMock())
     monkeypatch.setattr(kept_kv, "_kv_transfer", MagicMock())
-    with pytest.raises(InvalidRequest, match="does not keep recurrent states") as refusal:
+    with pytest.raises(InvalidRequest, match="models with recurrent states") as refusal:
         build(folder / "hybrid", EngineConfig(device="cpu", **SIZES, **options))
     assert refusal.value.param == next(iter(options))
 

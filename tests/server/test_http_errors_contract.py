@@ -317,7 +317,7 @@ def test_a_wrong_method_is_405_and_allow_says_the_right_one(url: str) -> None:
         answer = get(url, path, AUTH)
         assert (answer.status, answer.headers["allow"]) == (405, "POST")
         assert answer.error["type"] == "invalid_request_error"
-        assert answer.error["message"] == "this route takes POST"
+        assert answer.error["message"] == "this route only accepts POST"
     for path in ("/", "/v1/models", "/version", "/health"):
         assert post(url, path, {}, AUTH).status == 405
 

@@ -122,8 +122,9 @@ def test_an_answer_and_the_cache_tell_why_reuse_of_the_prompt_ended(open_page: O
     assert page.locator(".cost .miss").count() == 0
     say(page, "Goodbye. " * 8)
     told = page.locator(".cost").last.locator(".miss").inner_text()
-    assert re.search(r"the chat template left a thought out \(token \d+: \".+\" for \"<", told)
-    page.locator("#causes", has_text="left a thought out").wait_for()
+    reason = "the chat template removed the reasoning of an answer"
+    assert re.search(rf"{reason} \(token \d+: \".+\" for \"<", told)
+    page.locator("#causes", has_text="removed the reasoning").wait_for()
 
 
 def test_answers_go_back_by_their_token_ids_and_those_that_are_refused_as_text(

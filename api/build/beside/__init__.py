@@ -1,1 +1,1 @@
-"""Parts beside the target: the model that drafts, and the cache that keeps KV of prompts."""
+"""Components beside the target: the draft model, and the cache that keeps the KV of prompts."""

@@ -1,4 +1,4 @@
-"""Drafter: the model or head that drafts, loaded beside the target."""
+"""Drafter: the model or head that drafts, loaded in addition to the target."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafter:
-    """The model or head of a `DraftSpec`; none where look-ups alone draft, or nothing does.
+    """The draft model or head of a `DraftSpec`; None if only lookups draft, or nothing does.
 
     ``left_out``: why `auto` leaves out the model; empty if it does not.
     """
@@ -42,7 +42,7 @@ class Drafter:
 
     @property
     def stored_head(self) -> JoinedHead | None:
-        """The head whose KV is stored beside the target's."""
+        """The head whose KV is stored with the target's."""
         return next((each for each in self.with_pool if isinstance(each, JoinedHead)), None)
 
     def make_proposer(self, pool: KVPool, own_pools: Sequence[KVPool]) -> Proposer | None:
@@ -61,11 +61,11 @@ def load_drafter(
     target: Decoder,
     on_read: OnRead | None,
 ) -> Drafter:
-    """Load what drafts for a target, on its device.
+    """Load the draft model or head for a target, on the target's device.
 
-    ``path``: of the target. ``found``: where a draft model or head is. ``on_read`` is called with
-    the tensors of a head, or of an MTP layer. Raises `ModelLoadError`, or `InvalidRequest` for a
-    draft that the target or an option does not go with.
+    ``path``: path of the target. ``found``: path of a draft model or head. ``on_read`` is called
+    with the tensors of a head or MTP layer. Raises `ModelLoadError`, and `InvalidRequest` for a
+    draft that is incompatible with the target or an option.
     """
     if spec.may_lack_model and config.load_format == "auto" and has_mtp(path, target):
         spec = replace(spec, model=MTP.name, may_lack_model=False)

@@ -1,4 +1,4 @@
-"""KeptKV: the prefix cache over a pool, what stores its pages, and what lends them to others."""
+"""KeptKV: the prefix cache of a pool, with its tiers and its transfers to other engines."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from ....core.tiers.transfer_params import TransferParams
 
 logger = logging.getLogger(__name__)
-STATE_INTERVAL = 4096  # tokens between states that are kept of a prompt, where they are large
+STATE_INTERVAL = 4096  # default number of prompt tokens between kept states, if states are large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptKV:
-    """A prefix cache, the pool below it, and the keys by which pages are known outside.
+    """A prefix cache, its pool, and the keys that identify pages outside this process.
 
-    ``fingerprint``: of what computes the KV; None where nobody asked for it. ``proposer``: its
-    share of a page is stored and sent, too.
+    ``fingerprint``: digest of everything that determines the KV; None if it is not needed.
+    ``proposer``: its share of each page is stored and sent too.
     """
 
     config: EngineConfig
@@ -43,7 +43,7 @@ class KeptKV:
     keys: PageKeys | None
 
     def make_tiers(self) -> KVTiers | None:
-        """Make the tiers that are asked for."""
+        """Return the tiers that the options ask for; None without any."""
         if not self.config.has_tiers or self.keys is None or self.fingerprint is None:
             return None
         made: KVTiers = _kv_tiers().make_tiers(
@@ -60,7 +60,11 @@ class KeptKV:
     def make_transfers(
         self, scheduler: Scheduler
     ) -> tuple[PageServer | None, TransferParams | None]:
-        """Let other engines read the pool, and read what requests say of theirs, if asked for."""
+        """Return the server that lets other engines read the pool, and the reader of KV
+        parameters.
+
+        Each is None unless the options ask for it.
+        """
         config = self.config
         if config.kv_transfer is None or self.keys is None or self.fingerprint is None:
             return None, None
@@ -82,7 +86,7 @@ class KeptKV:
 
 
 def check_places(config: EngineConfig) -> None:
-    """Refuse stores and transfers that cannot be used. Raises `InvalidRequest`."""
+    """Check that stores and transfers can be used. Raises `InvalidRequest`."""
     if config.has_tiers:
         _kv_tiers().check_places(config)
     if config.kv_transfer is not None:
@@ -90,18 +94,18 @@ def check_places(config: EngineConfig) -> None:
 
 
 def refuse_tiers(config: EngineConfig) -> None:
-    """Raise `InvalidRequest` for tiers that do not keep recurrent states."""
+    """Raise `InvalidRequest` for tiers that do not support recurrent states."""
     names = ("kv_remote", "kv_transfer")
     name = next((each for each in names if getattr(config, each)), None)
     if name is not None:
-        message = f"{name} does not keep recurrent states, which this model has: leave it out"
+        message = f"{name} does not support models with recurrent states: leave it out"
         raise InvalidRequest(message, param=name)
 
 
 def page_keys(
     cache: PrefixCache, fingerprint: bytes | None, events: KVEventPublisher | None, model: str
 ) -> PageKeys | None:
-    """Give cached pages keys, where there is a fingerprint or events are published."""
+    """Return keys for cached pages; None without a fingerprint and without KV events."""
     if fingerprint is None and events is None:
         return None
     keys = keys_of(cache, fingerprint or name_fingerprint(model, cache.page_size))
@@ -111,7 +115,7 @@ def page_keys(
 
 
 def prefix_cache(config: EngineConfig, pool: KVPool) -> PrefixCache:
-    """Make the cache over a pool, and over its recurrent states where it has some."""
+    """Return the prefix cache of a pool, including its recurrent states if it has any."""
     return PrefixCache(
         pool.num_pages,
         pool.page_size,
@@ -123,30 +127,30 @@ def prefix_cache(config: EngineConfig, pool: KVPool) -> PrefixCache:
 
 
 def _state_slots(config: EngineConfig, pool: KVPool, states: StatePool) -> StateSlots:
-    """The ledger of a pool of recurrent states.
+    """Return the allocator of a pool of recurrent states.
 
-    By default states that are no larger than a page are kept at the end of each page of a prompt.
+    By default, states no larger than a page are kept at the end of each page of a prompt.
     """
     interval = config.state_interval
     if interval is None:
         is_small = states.bytes_per_slot * pool.num_pages <= pool.num_bytes
         interval = pool.page_size if is_small else STATE_INTERVAL
     logger.info(
-        "%d slots for recurrent states, %s each; requests that run at a time: %d",
+        "%d slots for recurrent states, %s each; at most %d running requests",
         states.num_slots, format_size(states.bytes_per_slot), states.num_logs,
     )  # fmt: skip
     return StateSlots(states.num_slots, states.num_logs, interval=interval)
 
 
 def _kv_transfer() -> ModuleType:
-    # Not at the top: nothing of NIXL is imported without it.
+    # Imported here so that NIXL is not loaded without it.
     from .. import kv_transfer
 
     return kv_transfer
 
 
 def _kv_tiers() -> ModuleType:
-    # Not at the top: without a tier nothing of core/tiers is imported.
+    # Imported here so that core/tiers is not loaded without a tier.
     from .. import kv_tiers
 
     return kv_tiers

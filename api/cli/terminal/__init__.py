@@ -1,1 +1,1 @@
-"""Answers and conversations in the terminal, by a model of this process or a running server."""
+"""Answers and conversations in the terminal, with a local model or a running server."""

@@ -1,4 +1,4 @@
-"""``foretoken chat``: a conversation in the terminal, with a model in this process or a server."""
+"""``foretoken chat``: a conversation in the terminal, with a local model or a server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Ctrl-C            stop the answer"""
 
 
 class Partner(Protocol):
-    """Answers conversations: a model in this process, or a server."""
+    """Answers conversations: a local model or a server."""
 
     name: str
     sampling: Mapping[str, Any]  # values of parameters that are left out, by name
@@ -47,14 +47,14 @@ class Partner(Protocol):
     async def answer(
         self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
     ) -> list[int] | None:
-        """Print an answer as it comes and append its text to ``texts``, also where it is cut.
+        """Print an answer as it arrives, and append its text to ``texts`` even if it is cut short.
 
-        Returns the token ids by which later prompts can have the answer, if there are any.
+        Returns the token ids that can replace the answer in later prompts, if there are any.
         """
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Hold a conversation with a model here or with a server; the exit code."""
+    """Hold a conversation with a local model or a server. Return the exit status."""
     if parsed.verbose:
         tell_start()
     given = Given(parsed, TERMINAL)
@@ -65,14 +65,14 @@ def run(parsed: argparse.Namespace) -> int:
         return chat(model, with_adapter(params, options), options, parsed.system, style)
     if local := _flags_of_a_model_here(parsed):
         parsed.parser.error(
-            f"--url talks to a server, which has its model and engine flags: leave out {local}"
+            f"{local} cannot be combined with --url: the server has already loaded its model"
         )
     key = next(iter(given.make(Settings).api_keys), None)
     return chat_with_server(parsed.url, key, params, parsed.system, style)
 
 
 def _flags_of_a_model_here(parsed: argparse.Namespace) -> str:
-    """Arguments that were given and are of no use with a model in another process."""
+    """Return the given arguments that only apply to a local model, comma-separated."""
     names = ["MODEL"] if parsed.model is not None else []
     names += ["--revision"] if parsed.revision is not None else []
     names += ["--offline"] if parsed.offline else []
@@ -88,7 +88,7 @@ def chat(
     system: str | None = None,
     style: Style = PLAIN,
 ) -> int:
-    """Hold a conversation with a model: a turn for each message of stdin, until stdin ends."""
+    """Hold a conversation with a local model: one turn per message, until stdin ends."""
 
     async def hold() -> None:
         llm = AsyncLLM(model, **options)
@@ -107,7 +107,7 @@ def chat_with_server(
     system: str | None = None,
     style: Style = PLAIN,
 ) -> int:
-    """Hold the same conversation with a running server."""
+    """Hold a conversation with a running server: one turn per message, until stdin ends."""
 
     async def hold() -> None:
         partner = await ServerModel.connect(url, key, style)
@@ -118,7 +118,7 @@ def chat_with_server(
 
 
 def without_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as text alone, as a template needs them that cannot take ids in their places."""
+    """Return the messages without token ids, for a template that cannot render them."""
     return [
         {name: each for name, each in message.items() if name != "token_ids"}
         for message in messages
@@ -126,14 +126,14 @@ def without_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Conversation:
-    """Messages so far, the parameters of the next answer, and the commands that change them."""
+    """The messages so far, the parameters of the next answer, and commands that change them."""
 
     def __init__(self, partner: Partner, params: SamplingParams, system: str | None) -> None:
         self._partner, self._params = partner, params
         self._messages: list[dict[str, Any]] = []
         if system:
             self._messages = [{"role": "system", "content": system}]
-        self._prompt = ""  # of the line that is being read
+        self._prompt = ""  # prompt of the line that is being read
         self._answering: asyncio.Task[list[int] | None] | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
@@ -144,7 +144,7 @@ class Conversation:
         }
 
     async def hold(self) -> None:
-        """Read and answer until stdin ends."""
+        """Read messages and answer them until stdin ends."""
         if sys.stdin is None:
             return
         is_terminal = sys.stdin.isatty()
@@ -173,9 +173,9 @@ class Conversation:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # the whole conversation is to end, not the answer
+                raise  # the whole conversation was cancelled, not the answer
             print("[stopped]", file=sys.stderr)
-        except ForetokenError as error:  # a prompt that is too long, say
+        except ForetokenError as error:  # for example a prompt that is too long
             print(f"foretoken: {error}", file=sys.stderr)
             return
         finally:
@@ -186,7 +186,7 @@ class Conversation:
         self._messages = [*messages, said]
 
     async def _ask(self, messages: list[dict[str, Any]], texts: list[str]) -> list[int] | None:
-        """Print an answer; ids that cannot stand in the prompt (of another model) are left out."""
+        """Print an answer. Token ids that the template or another model rejects are left out."""
         try:
             return await self._partner.answer(messages, self._params, texts)
         except InvalidRequest as error:
@@ -200,19 +200,20 @@ class Conversation:
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
 
     def _interrupt(self) -> None:
-        """Stop the answer and nothing else."""
+        """Stop the answer, but not the conversation."""
         if self._answering is not None:
             self._answering.cancel()
         else:
             print("\n(Ctrl-D or /exit ends the conversation)", file=sys.stderr, flush=True)
-            print(self._prompt, _half_line(), sep="", end="", flush=True)  # still being read
+            # the line is still being read
+            print(self._prompt, _half_line(), sep="", end="", flush=True)
 
     # -- commands -------------------------------------------------------------------------------
 
     def _command(self, name: str, rest: str) -> None:
         command = self._commands.get(name)
         if command is None:
-            print(f"there is no {name}; /help lists the commands", file=sys.stderr)
+            print(f"unknown command {name}; /help lists the commands", file=sys.stderr)
             return
         try:
             command(rest)
@@ -225,7 +226,7 @@ class Conversation:
         others = [each for each in self._messages if each["role"] != "system"]
         system = [{"role": "system", "content": text}] if text else []
         self._messages = system + others
-        print("(the system message is set)" if text else "(there is no system message now)")
+        print("(the system message is set)" if text else "(the system message is removed)")
 
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
@@ -242,13 +243,13 @@ class Conversation:
             print(each, self._in_force(each))
 
     def _in_force(self, name: str) -> str:
-        """The value of a parameter; where it is left out the model's, if that is known."""
+        """Return the value of a parameter; if it is left out, the model's value if known."""
         value = getattr(self._params, name)
         if not isinstance(value, LeftOut):
             return dumps(value)
         if name not in self._partner.sampling:
-            return "(the model's own)"
-        return f"(the model's own: {dumps(self._partner.sampling[name])})"
+            return "(the model's default)"
+        return f"(the model's default: {dumps(self._partner.sampling[name])})"
 
     def _clear(self, _text: str) -> None:
         self._messages = [each for each in self._messages if each["role"] == "system"]
@@ -260,12 +261,12 @@ class Conversation:
         document = dumps(without_ids(self._messages), ensure_ascii=False, indent=2)
         path = Path(text).expanduser()
         path.write_text(document + "\n", "utf-8")
-        print(f"({path} has the conversation)")
+        print(f"(saved to {path})")
 
     # -- messages -------------------------------------------------------------------------------
 
     async def _read_message(self, *, is_terminal: bool) -> str | None:
-        """The next message that is not empty; None at the end of stdin."""
+        """Return the next non-empty message; None at the end of stdin."""
         while (line := await self._read("> " if is_terminal else "")) is not None:
             if not line.startswith(MANY_LINES) or not is_terminal:
                 if line.strip():
@@ -289,12 +290,13 @@ class Conversation:
 
 
 async def _read_line(prompt: str) -> str | None:
-    """The next line of stdin without its end; None at the end of stdin.
+    """Return the next line of stdin without its end; None at the end of stdin.
 
-    Read in a thread that may be left behind; an executor's is waited for at exit.
+    It is read in a daemon thread, since an executor's thread would block the exit.
     """
     future: Future[str | None] = Future()
-    future.set_running_or_notify_cancel()  # or leaving the wait would make the answer an error
+    # a cancelled wait must not make setting the result an error
+    future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
@@ -314,14 +316,14 @@ def _piped_line() -> str | None:
 
 
 def _half_line() -> str:
-    """The typed part of the line that is being read, where Python has readline."""
+    """Return the typed part of the current line, if readline is available."""
     readline = sys.modules.get("readline")
     return "" if readline is None else readline.get_line_buffer()
 
 
 @contextlib.contextmanager
 def _line_editor() -> Iterator[None]:
-    """Arrow keys and a history that is kept in the cache folder, where Python has readline."""
+    """Enable arrow keys and a history in the cache folder, if readline is available."""
     try:
         import readline
     except ImportError:

@@ -1,7 +1,6 @@
-"""Progress on stderr of a load, a bar at a terminal, else one line once the model is there; and of
-a computation, with an estimate.
+"""Progress on stderr: of a load, as a bar on a terminal or one final line, and of a computation.
 
-Nothing is printed in the first two seconds: the answer is the only thing that is read then.
+Nothing is printed in the first two seconds, so that quick commands only print their answer.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from ..clock import BEGAN
 
 PATIENCE = 2.0  # seconds
 TICK = 0.1  # seconds
-LINE_SECONDS = 10.0  # between two lines of a computation, where they are not written again
-WIDTH = 24  # of the bar
-CLEAR = "\r\x1b[K"  # the line
+LINE_SECONDS = 10.0  # interval between lines of a computation that cannot be overwritten
+WIDTH = 24  # width of the bar in characters
+CLEAR = "\r\x1b[K"  # clears the line
 
 
 def tell_start() -> None:
-    """Print the seconds of each step of the start from now on."""
+    """Print the seconds of each startup step from now on."""
     logger = logging.getLogger(STARTUP)
     logger.addHandler(logging.StreamHandler())
     logger.setLevel(logging.DEBUG)
@@ -36,7 +35,7 @@ def tell_start() -> None:
 
 
 async def watch_loading(model: str | None, loading: Awaitable[None]) -> None:
-    """Await ``loading`` and show how it goes. Ctrl-C ends the process at once, with status 130."""
+    """Await ``loading`` and show its progress. Ctrl-C ends the process at once, with status 130."""
     found = name_and_bytes(model)
     name = f"{found[0]} ({format_size(found[1])})" if found else str(model)
     watch = _Watch(name, is_local=found is not None)
@@ -46,11 +45,11 @@ async def watch_loading(model: str | None, loading: Awaitable[None]) -> None:
             await watch.over(loading)
     finally:
         on_progress.reset(before)
-    log_seconds("in all", time.perf_counter() - BEGAN)
+    log_seconds("total", time.perf_counter() - BEGAN)
 
 
 class _Watch:
-    """Shows one load of a model. ``is_local``: nothing is downloaded, which has bars of its own."""
+    """Shows the load of one model. ``is_local``: no download, which has its own progress bars."""
 
     def __init__(self, model: str, *, is_local: bool) -> None:
         self._model = model
@@ -61,14 +60,14 @@ class _Watch:
         self._is_rewritten = _is_rewritable()
 
     def note(self, step: str, share: float) -> None:
-        """Take how much of a step is done; step and share are those of `on_progress`."""
+        """Record the completed fraction of a step; a callback for `on_progress`."""
         begins = step == COMPILING and step != self._step
         self._step, self._share, self._is_loading = step, share, True
         if begins and not self._is_rewritten:
             self._write(f"{COMPILING}, once for this version and CPU\n")
 
     async def over(self, loading: Awaitable[None]) -> None:
-        """Await it. The bar becomes the line at the end; where it fails, the error is the line."""
+        """Await the load. The bar is replaced by a final line, or by the error if it fails."""
         ticker = asyncio.create_task(self._tick()) if self._is_rewritten else None
         try:
             await loading
@@ -100,7 +99,7 @@ class _Watch:
 
 
 class Progress:
-    """Shows how much of a computation is done and about how many seconds are left."""
+    """Shows the completed fraction of a computation and the estimated seconds left."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what, self._clock = what, clock
@@ -109,7 +108,7 @@ class Progress:
         self._next = self._began + PATIENCE
 
     def note(self, share: float) -> None:
-        """Show the share that is done, above 0 to 1, unless the last line is recent."""
+        """Show the completed fraction, above 0 to 1, unless the last line is recent."""
         now = self._clock()
         is_last = share >= 1 and self._is_rewritten
         if sys.stderr is None or (now < self._next and not is_last):
@@ -124,13 +123,13 @@ class Progress:
 
 
 def bar(share: float) -> str:
-    """``[######------------------]  25 %``."""
+    """Return a progress bar such as ``[######------------------]  25 %``."""
     full = int(share * WIDTH)
     return f"[{'#' * full}{'-' * (WIDTH - full)}] {share:4.0%}"
 
 
 def _is_rewritable() -> bool:
-    """Whether a line can be written again: at a terminal, where no other lines come between."""
+    """Whether a line can be overwritten: on a terminal without other lines in between."""
     if sys.stderr is None or logging.getLogger(STARTUP).isEnabledFor(logging.DEBUG):
         return False
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

@@ -21,7 +21,8 @@ from ..config import SAMPLING_FLAGS
 from .terminal import PLAIN, Printer, Style
 
 READ_BYTES = 2**16
-LEFT_OUT = SamplingParams()  # fields that are as here are not sent: the server's defaults hold
+# fields with these values are not sent, so that the server's defaults apply
+LEFT_OUT = SamplingParams()
 
 
 class ServerModel:
@@ -29,31 +30,36 @@ class ServerModel:
 
     def __init__(self, url: str, key: str | None, style: Style = PLAIN) -> None:
         self.name = ""
-        self.context: int | None = None  # tokens, where the server tells
+        self.context: int | None = None  # number of tokens, if the server reports it
         self.sampling: Mapping[str, Any] = {}
-        self._takes_ids = False  # other servers may refuse the field
+        self._takes_ids = False  # other servers may reject the field
         self._url, self._key, self._style = url, key, style
 
     @classmethod
     async def connect(cls, url: str, key: str | None, style: Style = PLAIN) -> Self:
-        """Ask the server for its model. Raises `ForetokenError` where it does not answer."""
+        """Return the server's first model. Raises `ForetokenError` if the server does not
+        answer.
+        """
         found = cls(checked(url), key, style)
         body = b"".join([piece async for piece in found._pieces("GET", "/v1/models")])
         try:
             model = json.loads(body)["data"][0]
             found.name = model["id"]
-            context = model.get("max_model_len")  # also vLLM and SGLang tell it
+            context = model.get("max_model_len")  # vLLM and SGLang report it too
             found.context = context if isinstance(context, int) else None
-            found.sampling = dict(model.get("default_sampling_params") or {})  # foretoken's own
+            # specific to foretoken
+            found.sampling = dict(model.get("default_sampling_params") or {})
             found._takes_ids = bool(found.sampling)
         except (ValueError, LookupError, TypeError):
-            raise ForetokenError(f"{found._url} has no list of models at /v1/models") from None
+            raise ForetokenError(
+                f"{found._url} did not return a list of models at /v1/models"
+            ) from None
         return found
 
     async def answer(
         self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
     ) -> list[int] | None:
-        """Print an answer as it comes, then what it cost if that is wanted."""
+        """Print an answer as it arrives, then its statistics if requested."""
         body: dict[str, Any] = {
             "model": self.name,
             "messages": messages,
@@ -84,12 +90,12 @@ class ServerModel:
             printer.end()
         if self._style.has_stats:
             print(_cost_line(usage), file=sys.stderr)
-        return None if has_thoughts else token_ids  # the conversation has no thoughts
+        return None if has_thoughts else token_ids  # the conversation does not keep reasoning
 
     async def _events(
         self, path: str, body: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The JSON objects of an event stream."""
+        """Yield the JSON objects of an event stream."""
         rest = b""
         async with aclosing(self._pieces("POST", path, json.dumps(body).encode())) as pieces:
             async for piece in pieces:
@@ -102,13 +108,17 @@ class ServerModel:
     async def _pieces(
         self, method: str, path: str, body: bytes = b""
     ) -> AsyncGenerator[bytes, None]:
-        """A response's body as it comes. Raises `ForetokenError` with the server's own message."""
+        """Yield a response's body as it arrives.
+
+        Raises `ForetokenError` with the server's error message.
+        """
         target = urlsplit(self._url)
         http = h11.Connection(h11.CLIENT)
         host = target.netloc.rpartition("@")[2]
         headers = [(b"host", host.encode()), (b"content-length", b"%d" % len(body))]
         headers += [(b"content-type", b"application/json")] if body else []
-        if self._key:  # as servers digest it: a key of the command line may be no UTF-8
+        # servers hash keys as bytes, and a key from the command line may be invalid UTF-8
+        if self._key:
             bearer = f"Bearer {self._key}".encode("utf-8", "surrogateescape")
             headers += [(b"authorization", bearer)]
         request = h11.Request(
@@ -121,9 +131,9 @@ class ServerModel:
             async for piece in _received(http, reader):
                 yield piece
         except (h11.RemoteProtocolError, OSError) as error:
-            raise ForetokenError(f"{self._url} broke off: {error}") from None
+            raise ForetokenError(f"{self._url} closed the connection: {error}") from None
         finally:
-            writer.close()  # where an answer is stopped, too: the server aborts it
+            writer.close()  # also after a stopped answer, which the server then aborts
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         target = urlsplit(self._url)
@@ -131,24 +141,27 @@ class ServerModel:
         port = target.port or (443 if is_tls else 80)
         try:
             return await asyncio.open_connection(target.hostname, port, ssl=is_tls or None)
-        except ssl.SSLError as error:  # whose errno is no number of an OSError
+        except ssl.SSLError as error:  # its errno is not an OSError's
             why = (error.reason or str(error)).lower().replace("_", " ")
-            raise ForetokenError(f"{self._url} gives no TLS connection ({why})") from None
+            raise ForetokenError(f"{self._url} does not accept TLS connections ({why})") from None
         except OSError as error:
-            # asyncio's own strerror is "Connect call failed" and the address
-            code = error.errno or 0  # of a name that is not found it is negative
+            # asyncio's strerror is only "Connect call failed" and the address
+            code = error.errno or 0  # negative for a name that was not found
             reason = os.strerror(code) if code > 0 else error.strerror or error
             message = f"{self._url} does not answer ({reason}): is `foretoken serve` running there?"
             raise ForetokenError(message) from None
 
 
 async def _received(http: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The body of a response with status 200; `ForetokenError` with the message of another."""
+    """Yield the body of a response with status 200.
+
+    Raises `ForetokenError` with the message of any other response.
+    """
     status, failure = 0, b""
     while not isinstance(event := http.next_event(), h11.EndOfMessage):
         if event is h11.NEED_DATA:
             if not (piece := await reader.read(READ_BYTES)) and not status:
-                raise h11.RemoteProtocolError("the connection ended before an answer came")
+                raise h11.RemoteProtocolError("the connection was closed before an answer")
             http.receive_data(piece)
         elif isinstance(event, h11.Response):
             status = event.status_code
@@ -161,7 +174,7 @@ async def _received(http: h11.Connection, reader: asyncio.StreamReader) -> Async
 
 
 def checked(url: str) -> str:
-    """The address of a server, without /v1. Raises `ForetokenError` for what is none."""
+    """Return the address of a server without /v1. Raises `ForetokenError` if it is invalid."""
     url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(url)
@@ -180,12 +193,12 @@ def _given(params: SamplingParams) -> dict[str, Any]:
 
 
 def _message(error: object) -> str:
-    """The words of an error: OpenAI's form, or any other server's."""
+    """Return the message of an error in OpenAI's form or another server's."""
     return str(error.get("message", error) if isinstance(error, Mapping) else error)
 
 
 def _failure(body: bytes, status: int) -> ForetokenError:
-    """The server's own error; an `InvalidRequest` if it names a field."""
+    """Return the server's error; an `InvalidRequest` if it names a field."""
     try:
         error = json.loads(body)["error"]
         message, param = str(error["message"]), error.get("param")

@@ -1,4 +1,4 @@
-"""``foretoken run``: one answer in the terminal, or a conversation where there is no prompt."""
+"""``foretoken run``: one answer in the terminal, or a conversation without a prompt."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .progress import tell_start, watch_loading
 from .terminal import LocalModel, Style, style_of
 
 MAX_INPUT_BYTES = 64 * 2**20
-NOTHING_CAME = "[no text came: --raw continues a text as it stands; without it the model answers]"
-ONLY_THOUGHTS = "[no answer came: the model was still thinking; raise --max-tokens]"
+NOTHING_CAME = "[no text: --raw continues a text as it is; without it the model answers]"
+ONLY_THOUGHTS = "[no answer: the model was still reasoning; raise --max-tokens]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt, with what stands before it."""
+    """A prompt with its system message and images."""
 
     prompt: str
     system: str | None
@@ -49,7 +49,7 @@ class Question:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print an answer, or hold a conversation; the exit code."""
+    """Print an answer, or hold a conversation. Return the exit status."""
     if parsed.verbose:
         tell_start()
     named, prompt = read_words(parsed)
@@ -69,20 +69,22 @@ def run(parsed: argparse.Namespace) -> int:
         asyncio.run(_answer(question, model, params, options, style))
     except PromptTooLong as error:
         excess = error.num_tokens - error.limit
-        raise InvalidRequest(f"{error} Leave out at least {excess:,} of them.") from None
+        raise InvalidRequest(f"{error} Shorten the prompt by at least {excess:,} tokens.") from None
     return 0
 
 
 def _question(
     parsed: argparse.Namespace, prompt: str | None, images: Sequence[str]
 ) -> Question | None:
-    """The question; None where a conversation is to be held.
+    """Return the question; None to hold a conversation.
 
-    Raises `InvalidRequest` for flags that do not go together, and where there is no prompt.
+    Raises `InvalidRequest` for incompatible flags, and for an empty prompt.
     """
     if parsed.raw and (parsed.system or images):
         flag = "--system" if parsed.system else "--image"
-        raise InvalidRequest(f"{flag} needs the chat template, which --raw leaves out", param="raw")
+        raise InvalidRequest(
+            f"{flag} cannot be combined with --raw: it needs the chat template", param="raw"
+        )
     piped = piped_text()
     text = joined(piped or "", prompt or "", is_raw=parsed.raw)
     if text.strip():
@@ -92,7 +94,9 @@ def _question(
             raise InvalidRequest(f"{'--image' if images else '--raw'} needs a prompt")
         return None
     where = "the prompt" if prompt is not None else "standard input"
-    raise InvalidRequest(f"{where} is empty: give a prompt, or none at a terminal for a chat")
+    raise InvalidRequest(
+        f"{where} is empty: give a prompt, or run it on a terminal without a prompt to chat"
+    )
 
 
 async def _answer(
@@ -119,14 +123,14 @@ async def _answer(
         print(NOTHING_CAME if is_raw else ONLY_THOUGHTS, file=sys.stderr)
 
 
-# -- what was given -------------------------------------------------------------------------------
+# -- arguments and standard input ----------------------------------------------------------------
 
 
 def read_words(parsed: argparse.Namespace) -> tuple[str | None, str | None]:
-    """The model and the prompt, None where they are not given.
+    """Return the model and the prompt, each None if it is missing.
 
-    One word is the model if it can name one, and behind "--" it is the prompt. Exits with status 2
-    for more than two, and for a prompt before the model.
+    A single word is the model if it can name one; after "--" it is the prompt. Exits with status 2
+    for more than two words, and for a prompt before the model.
     """
     words, refuse = [*parsed.words, *parsed.rest], parsed.parser.error
     if len(words) > 2:
@@ -136,7 +140,7 @@ def read_words(parsed: argparse.Namespace) -> tuple[str | None, str | None]:
         if not names_model(model):
             if names_model(prompt):
                 refuse(f"the model comes before the prompt: foretoken run {prompt} PROMPT")
-            refuse(f"{model!r} is no model; a prompt with spaces needs quotes")
+            refuse(f"{model!r} is not a model; quote a prompt with spaces")
         if parsed.model not in (None, model):
             refuse(TWO_MODELS)
         return model, prompt
@@ -148,9 +152,9 @@ def read_words(parsed: argparse.Namespace) -> tuple[str | None, str | None]:
 
 
 def piped_text() -> str | None:
-    """The text of standard input; None where it is a terminal, or closed.
+    """Return the text of standard input; None if it is a terminal or closed.
 
-    Raises `InvalidRequest` for what is no text, and for more than 64 MiB.
+    Raises `InvalidRequest` for other data than text, and for more than 64 MiB.
     """
     if sys.stdin is None or sys.stdin.isatty():
         return None
@@ -165,19 +169,19 @@ def piped_text() -> str | None:
             f"0x{data[error.start]:02x}"
         ) from None
     if "\0" in text:
-        raise InvalidRequest("standard input is not text: it has zero bytes")
+        raise InvalidRequest("standard input is not text: it contains NUL bytes")
     return text
 
 
 def joined(piped: str, prompt: str, *, is_raw: bool) -> str:
-    """Standard input and then the prompt, as paragraphs; for --raw as they stand."""
+    """Return standard input followed by the prompt, as paragraphs; unchanged with --raw."""
     if is_raw:
         return piped + prompt
     return "\n\n".join(part for part in (piped.strip("\r\n"), prompt) if part.strip())
 
 
 def read_schema(given: str) -> dict[str, object]:
-    """Read a JSON schema from a file, or from the text itself. Raises `InvalidRequest`."""
+    """Return a JSON schema from a file or from the text itself. Raises `InvalidRequest`."""
     is_file = not given.lstrip().startswith("{")
     try:
         text = Path(given).read_text("utf-8") if is_file else given
@@ -192,7 +196,7 @@ def read_schema(given: str) -> dict[str, object]:
 
 
 def data_url(path: Path) -> str:
-    """An image file as a data URL. Raises `InvalidRequest`."""
+    """Return an image file as a data URL. Raises `InvalidRequest`."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Answers as the terminal shows them: streamed, coloured by their drafters, with their cost."""
+"""Answers in the terminal: streamed, coloured by draft source, with statistics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ RESET = "\x1b[0m"
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether to use colours: NO_COLOR disables, FORCE_COLOR enables, else only on a terminal."""
+    """Whether to use colours: NO_COLOR disables them, FORCE_COLOR enables them, else on a
+    terminal.
+    """
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -39,7 +41,7 @@ class Palette:
         self._sources: list[str] = []
 
     def name(self, source: str) -> str:
-        """The name of the colour of a source."""
+        """Return the name of a source's colour."""
         if not source:
             return "plain"
         if source not in self._sources:
@@ -47,7 +49,7 @@ class Palette:
         return list(COLOURS)[self._sources.index(source) % len(COLOURS)]
 
     def paint(self, text: str, source: str) -> str:
-        """The text with the escape codes of the colour of a source."""
+        """Return the text with the escape codes of a source's colour."""
         name = self.name(source)
         if not text or not source or not self.coloured:
             return text
@@ -55,20 +57,20 @@ class Palette:
 
 
 class Painter:
-    """Colours one answer; it adds escape codes and does not change the text.
+    """Colours one answer by adding escape codes; the text itself is unchanged.
 
-    The text may lag behind the tokens. ``push`` returns the number of characters that a token adds
-    to the text; they wait in a queue until the text is shown.
+    The text may lag behind the tokens: ``push`` returns the characters that a token adds to the
+    text, and their number waits in a queue until the text is shown.
     """
 
     def __init__(self, palette: Palette, push: Callable[[int], str]) -> None:
         self._palette = palette
         self._push = push
-        self._ahead: deque[tuple[int, str]] = deque()  # characters not shown yet, and their source
+        self._ahead: deque[tuple[int, str]] = deque()  # characters not shown yet, by source
         self._counts: Counter[str] = Counter()
 
     def paint(self, delta: TextDelta) -> str:
-        """The text of the next delta."""
+        """Return the coloured text of the next delta."""
         for token_id, source in zip(delta.token_ids, delta.sources, strict=True):
             self._ahead.append((len(self._push(token_id)), source))
             self._counts[source] += 1
@@ -83,7 +85,7 @@ class Painter:
         return "".join(parts)
 
     def legend(self) -> str:
-        """One line with the number of tokens and the colour of each source."""
+        """Return a line with the number of tokens and the colour of each source."""
         parts = []
         for source, count in self._counts.items():
             colour = f" = {self._palette.name(source)}" if self._palette.coloured else ""
@@ -92,39 +94,39 @@ class Painter:
 
 
 class Style(NamedTuple):
-    """Choice of what is shown besides the text of an answer."""
+    """Options for the output besides the text of an answer."""
 
-    colours: Palette | None = None  # of drafters
-    has_stats: bool = False  # the cost
+    colours: Palette | None = None  # colours of draft sources
+    has_stats: bool = False  # whether to print statistics
 
 
 PLAIN = Style()
 
 
 def style_of(parsed: argparse.Namespace) -> Style:
-    """Read what is to be shown besides the text of answers."""
+    """Return the output options of the command line."""
     if not parsed.show_drafts:
         return Style(has_stats=parsed.stats)
     return Style(Palette(coloured=wants_colour(sys.stdout)), has_stats=True)
 
 
 class Printer:
-    """Prints one answer as it comes: its text to stdout, thoughts in grey to a terminal."""
+    """Prints one answer as it arrives: text to stdout, reasoning in grey to a terminal."""
 
     def __init__(self) -> None:
-        self._last = ""  # character of the text
+        self._last = ""  # last character of the text
         self._is_thinking = False
         self._shows_thoughts = _is_terminal(sys.stdout) and _is_terminal(sys.stderr)
 
     def think(self, text: str) -> None:
-        """Print a part of the thoughts, where they cannot be taken for a part of the answer."""
+        """Print a part of the reasoning, if it cannot be confused with the answer."""
         if text and self._shows_thoughts:
             self._is_thinking = True
             grey = f"{GREY}{text}{RESET}" if wants_colour(sys.stderr) else text
             print(grey, end="", file=sys.stderr, flush=True)
 
     def write(self, text: str, painted: str = "") -> None:
-        """Print a part of the text; ``painted``: the same in colours."""
+        """Print a part of the text. ``painted``: the part in colours."""
         if not text:
             return
         self._end_thoughts()
@@ -156,10 +158,10 @@ class Shown(Protocol):
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """The prompt."""
+        """The token ids of the prompt."""
 
     def deltas(self) -> AsyncGenerator[TextDelta]:
-        """The steps."""
+        """Yield the answer step by step."""
 
 
 class LocalModel:
@@ -169,7 +171,7 @@ class LocalModel:
         self._llm, self._style = llm, style
         self.name = llm.built.name
         self.sampling: Mapping[str, Any] = llm.built.sampling_defaults.in_force
-        # Colours are those of tokens, so nothing may be cut out of the text.
+        # Colours belong to tokens, so no text may be removed.
         self._chats = ChatClient(llm, reasoning_parser="auto" if style.colours is None else "none")
 
     async def answer(
@@ -177,7 +179,7 @@ class LocalModel:
     ) -> list[int] | None:
         """Print the answer to a conversation and append its text to ``texts``.
 
-        Returns the token ids that stand for the message in a later prompt, None if none do.
+        Returns the token ids that can replace the message in a later prompt, None without any.
         """
         chat = ChatOptions(None, None).chat_input(messages, params)
         answer = await self._chats.open(chat, hands_out=True)
@@ -195,7 +197,7 @@ class LocalModel:
             self._llm.forget(answer)
 
     async def _show(self, answer: Shown, texts: list[str]) -> TextDelta:
-        """Print an answer as it comes, then what else is wanted; return its last step."""
+        """Print an answer as it arrives, then the legend and statistics. Return its last delta."""
         colours, painter = self._style.colours, None
         if colours is not None:
             detokenizer = self._llm.tokenizer.detokenizer(answer.prompt_token_ids)
@@ -208,7 +210,7 @@ class LocalModel:
                     printer.think(last.reasoning)
                     printer.write(last.text, painter.paint(last) if painter else "")
         finally:
-            printer.end()  # before the lines on stderr, wherever both go
+            printer.end()  # before the lines on stderr
         if painter:
             print(painter.legend(), file=sys.stderr)
         if self._style.has_stats:
@@ -217,7 +219,7 @@ class LocalModel:
 
 
 def cost_line(usage: Usage) -> str:
-    """Cost of an answer, in one line."""
+    """Return the statistics of an answer in one line."""
     parts = [
         f"{usage.completion_tokens} tokens in {usage.verify_steps} steps",
         f"{usage.completion_tokens / max(1, usage.verify_steps):.2f} tokens/step",

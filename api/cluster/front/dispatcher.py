@@ -310,7 +310,7 @@ class Dispatcher:
     def _choose(
         self, live: LiveRequest, now: float, *, is_sent: bool = True
     ) -> Choice[bytes] | None:
-        """The replica for a request: one that is ready, else any with room."""
+        """Return the replica for a request: one that is ready, else any with room."""
         links = self._roster.links
         full = {peer for peer, each in links.items() if not each.takes(live.request)}
         for_prompts = {peer for peer, each in links.items() if each.role == "prefill"}

@@ -72,7 +72,7 @@ class FrontClient(EngineClient):
         self._replicas: Replicas | None = None
 
     def replicas(self) -> Body:
-        """The replicas that are there."""
+        """Return the replicas that are there."""
         return {"replicas": [] if self._replicas is None else self._replicas.describe()}
 
     async def change_replicas(self, least: int, most: int) -> None:
@@ -184,7 +184,10 @@ class FrontClient(EngineClient):
 
 
 def _find(model: str | os.PathLike[str] | None) -> tuple[Path, str]:
-    """The files of a model and the hash of its tokenizer; blocking. Raises `ModelLoadError`."""
+    """Return the files of a model and the hash of its tokenizer; blocking.
+
+    Raises `ModelLoadError`.
+    """
     path = find_model(model).path
     tokenizer = Tokenizer.load(path, max_model_len=1)
     try:

@@ -171,5 +171,5 @@ def _add_one(counts: dict[K, int], key: K) -> None:
 
 
 def aborted() -> Delta:
-    """The end of a request that nobody waits for."""
+    """Return the end of a request that nobody waits for."""
     return Delta(finish_reason=FinishReason.ABORT)

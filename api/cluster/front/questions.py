@@ -28,7 +28,7 @@ async def ask_all(
     seconds: float = CALL_SECONDS,
     skips: bool = False,
 ) -> dict[ReplicaLink, T]:
-    """The answers of all replicas, or of these; those that are lost meanwhile are left out.
+    """Return the answers of all replicas, or of these; those that are lost meanwhile are left out.
 
     ``read`` is one of the functions below. Raises what one of them answered, or with ``skips``
     leaves it out, too.
@@ -62,7 +62,7 @@ async def _ask(roster: Roster, link: ReplicaLink, question: Question, seconds: f
 
 
 def number_of(answer: Answer) -> int:
-    """The number that a call answered. Raises its error, or `WireError`."""
+    """Return the number that a call answered. Raises its error, or `WireError`."""
     result = _result(answer)
     if not isinstance(result, int):
         raise WireError("an answer that is no number")
@@ -70,12 +70,12 @@ def number_of(answer: Answer) -> int:
 
 
 def body_in(answer: Answer) -> Body:
-    """The object that a call answered. Raises its error, or `WireError`."""
+    """Return the object that a call answered. Raises its error, or `WireError`."""
     return body_of(bytes_of(answer))
 
 
 def bytes_of(answer: Answer) -> bytes:
-    """The text that a call answered. Raises its error, or `WireError`."""
+    """Return the text that a call answered. Raises its error, or `WireError`."""
     result = _result(answer)
     if not isinstance(result, bytes):
         raise WireError("an answer that is no text")

@@ -60,7 +60,9 @@ class ReplicaLink:
         return has_adapter and len(self.requests) < self.capacity
 
     def describe(self, now: float, owed: int) -> Body:
-        """A row for lists of replicas; ``owed`` tokens are left to compute for its requests."""
+        """Return a row for lists of replicas; ``owed`` tokens are left to compute for its
+        requests.
+        """
         return {
             "number": self.number,
             "pid": self.hello.pid,
@@ -83,7 +85,10 @@ class ReplicaLink:
     # -- what it sends --------------------------------------------------------------------------
 
     def request_of(self, request_id: str) -> LiveRequest | None:
-        """The request of a delta; None if it has ended. Raises `WireError` for an unknown one."""
+        """Return the request of a delta; None if it has ended.
+
+        Raises `WireError` for an unknown one.
+        """
         live = self.requests.get(request_id)
         if live is None and request_id not in self._ended:
             raise WireError("tokens of a request that it does not have")
@@ -111,7 +116,7 @@ class ReplicaLink:
     # -- calls ----------------------------------------------------------------------------------
 
     def ask(self, question: Question) -> tuple[FromFront, asyncio.Future[Answer]]:
-        """A message that asks, and its answer to come."""
+        """Return a message that asks, and its answer to come."""
         call_id = self._num_calls = next(self._call_ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future

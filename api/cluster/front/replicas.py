@@ -149,7 +149,7 @@ class Replicas:
         return sum(each.hello.num_pages for each in self._roster.links.values())
 
     def describe(self) -> list[Body]:
-        """A row for each replica."""
+        """Return a row for each replica."""
         now, owed = self._clock(), self._dispatcher.owed
         return [each.describe(now, owed(each)) for each in self._roster.links.values()]
 
@@ -255,7 +255,10 @@ class Replicas:
             self._task = asyncio.create_task(self._run(), name="foretoken-replicas")
 
     async def first(self) -> Hello:
-        """The first replica's greeting. Raises `InvalidRequest` if it has another tokenizer."""
+        """Return the first replica's greeting.
+
+        Raises `InvalidRequest` if it has another tokenizer.
+        """
         return await self._roster.when_first()
 
     async def complete(self) -> None:

@@ -100,7 +100,10 @@ class Roster:
         self._socket = FrontSocket(address, key, clock=self._clock)
 
     async def when_first(self) -> Hello:
-        """The first replica's greeting. Raises `InvalidRequest` if it has another tokenizer."""
+        """Return the first replica's greeting.
+
+        Raises `InvalidRequest` if it has another tokenizer.
+        """
         logger.info("waiting for %d replicas at %s", self._wanted, self.socket.address)
         return await asyncio.shield(self.first)
 

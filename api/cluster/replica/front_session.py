@@ -42,7 +42,9 @@ class FrontLink(Protocol):
     """A connection to a front; `transport.ReplicaSocket` is one."""
 
     async def receive(self) -> FromFront | WireError | None:
-        """The next message; an error if it is none; None: the front closed the connection."""
+        """Return the next message; an error if it is none; None: the front closed the
+        connection.
+        """
 
     def send(self, message: FromReplica) -> bool:
         """Send; False if the front is gone or does not read."""

@@ -28,7 +28,7 @@ class HostedAdapters:
         return loaded
 
     def find(self, number: int | None) -> ServedAdapter | None:
-        """The adapter of a message. Raises `WireError` for one that was not loaded."""
+        """Return the adapter of a message. Raises `WireError` for one that was not loaded."""
         if number is None:
             return None
         if (found := self._served.get(number)) is None:

@@ -168,7 +168,7 @@ class HostedEngine:
         return HostedRequest(request=request, text=text)
 
     def offer_of(self, submit: Submit) -> PageOffer | None:
-        """The pages of another replica that a message names; to be taken or ended.
+        """Return the pages of another replica that a message names; to be taken or ended.
 
         Raises `WireError` for what no front sends.
         """
@@ -243,7 +243,7 @@ class HostedEngine:
     # -- questions ------------------------------------------------------------------------------
 
     async def answer(self, question: Question) -> int | bytes:
-        """The answer to a question. Raises what the engine raises, and `WireError`."""
+        """Return the answer to a question. Raises what the engine raises, and `WireError`."""
         engine = self.engine
         match question:
             case FlushCache():

@@ -36,7 +36,7 @@ class PageLog:
         self._note(is_stored=False, keys=keys)
 
     def take(self) -> list[PageNews]:
-        """The news since they were last taken."""
+        """Return the news since they were last taken."""
         news, self._news = self._news, []
         return [page_news(is_stored=is_stored, keys=keys) for is_stored, keys in news]
 

@@ -72,7 +72,7 @@ def ids_form(token_ids: Sequence[int]) -> bytes:
 
 
 def ids_of(data: bytes) -> array[int]:
-    """The token ids of `ids_form`. Raises `WireError`."""
+    """Return the token ids of `ids_form`. Raises `WireError`."""
     with meaningful("token ids"):
         return _filled(array("q"), data)
 
@@ -95,7 +95,8 @@ def _filled(numbers: array[Any], data: bytes) -> array[Any]:
 
 
 def params_form(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that were given: a default that marks itself as left out stays left out.
+    """Return the parameters that were given: a default that marks itself as left out stays left
+    out.
 
     A JSON schema that was given as an object is the bytes of its text: its numbers may have any
     size.
@@ -117,7 +118,7 @@ def params_of(form: Mapping[str, Any]) -> SamplingParams:
 
 
 def usage_form(usage: Usage, now: float) -> Usage:
-    """The usage at ``now``, in seconds on the clock of the engine that counted it.
+    """Return the usage at ``now``, in seconds on the clock of the engine that counted it.
 
     A loss has its age in place of its time: the clocks of two processes have nothing in common.
     """
@@ -150,19 +151,24 @@ class ErrorForm(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
 
 
 def shown_error(error: Exception) -> ForetokenError:
-    """The error that the other side sees: one that was not raised on purpose loses its text."""
+    """Return the error that the other side sees: one that was not raised on purpose loses its
+    text.
+    """
     return error if isinstance(error, ForetokenError) else ForetokenError(INTERNAL)
 
 
 def error_form(error: ForetokenError) -> ErrorForm:
-    """The form of the nearest class that has one."""
+    """Return the form of the nearest class that has one."""
     kind = next(each for each in type(error).__mro__ if _ERRORS.get(each.__name__) is each)
     values = {name: getattr(error, name) for name in _ERRORS[kind.__name__].wire_fields}
     return ErrorForm(kind=kind.__name__, message=str(error), **values)
 
 
 def error_of(form: ErrorForm) -> ForetokenError:
-    """An error of the same class, message and fields. Raises `WireError` for an unknown class."""
+    """Return an error of the same class, message and fields.
+
+    Raises `WireError` for an unknown class.
+    """
     if (kind := _ERRORS.get(form.kind)) is None:
         raise WireError(f"an error of the unknown class {shown(form.kind)}")
     error = kind.__new__(kind, form.message)  # the message is made already
@@ -191,7 +197,7 @@ def to_msgpack(value: object) -> object:
 
 
 def from_msgpack(kind: type, form: object) -> object:
-    """The error or the array, numbers of 32 bits, of a form."""
+    """Return the error or the array, numbers of 32 bits, of a form."""
     if kind is ForetokenError:
         return error_of(msgspec.convert(form, ErrorForm))
     return _filled(array("f"), msgspec.convert(form, bytes))

@@ -14,7 +14,7 @@ EngineT = TypeVar("EngineT", bound=ServingEngine)
 
 
 def hello_of(built: Built[ServingEngine], *, tokenizer: str, pid: int) -> Hello:
-    """The greeting of a replica with this engine."""
+    """Return the greeting of a replica with this engine."""
     engine = built.engine
     return Hello(
         version=VERSION,
@@ -31,7 +31,7 @@ def hello_of(built: Built[ServingEngine], *, tokenizer: str, pid: int) -> Hello:
 
 
 def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
-    """The model as a front's API knows it; its tokenizer and template are at ``path``.
+    """Return the model as a front's API knows it; its tokenizer and template are at ``path``.
 
     Raises `WireError`.
     """

@@ -281,13 +281,16 @@ _any_hello = msgspec.msgpack.Decoder(_AnyHello)
 
 
 def encode(message: FromReplica | FromFront) -> bytes:
-    """The bytes of a message. Raises `WireError` for a value that msgpack does not have."""
+    """Return the bytes of a message. Raises `WireError` for a value that msgpack does not have."""
     with meaningful("a message that cannot be sent"):
         return _encoder.encode(message)
 
 
 def from_replica(data: bytes) -> FromReplica:
-    """A message of a replica. Raises `WireError`, which names the version of another `Hello`."""
+    """Return a message of a replica.
+
+    Raises `WireError`, which names the version of another `Hello`.
+    """
     try:
         message = _decoded(_from_replica.decode, data)
     except WireError:
@@ -300,7 +303,7 @@ def from_replica(data: bytes) -> FromReplica:
 
 
 def from_front(data: bytes) -> FromFront:
-    """A message of a front. Raises `WireError`."""
+    """Return a message of a front. Raises `WireError`."""
     return _decoded(_from_front.decode, data)
 
 
@@ -333,7 +336,7 @@ _handed = msgspec.json.Decoder(_Handed)
 
 
 def drop_of(handed: bytes) -> Drop:
-    """The message that frees the pages of a prompt in `Step.handed`. Raises `WireError`."""
+    """Return the message that frees the pages of a prompt in `Step.handed`. Raises `WireError`."""
     return Drop(name=_decoded(_handed.decode, handed).remote_request_id)
 
 
@@ -341,7 +344,7 @@ def drop_of(handed: bytes) -> Drop:
 
 
 def body_form(body: Body) -> bytes:
-    """A report as JSON; a value that JSON lacks is written as its text."""
+    """Return a report as JSON; a value that JSON lacks is written as its text."""
     with meaningful("a report that cannot be sent"):
         return msgspec.json.encode(body, enc_hook=str)
 
@@ -363,7 +366,7 @@ _adapter_facts = msgspec.json.Decoder(AdapterFacts)
 
 
 def facts_form(loaded: LoadedAdapter) -> bytes:
-    """The answer to `LoadAdapter`."""
+    """Return the answer to `LoadAdapter`."""
     facts = AdapterFacts(rank=loaded.rank, num_bytes=loaded.num_bytes, digest=loaded.digest)
     return msgspec.json.encode(facts)
 
@@ -379,7 +382,7 @@ def page_news(*, is_stored: bool, keys: Iterable[bytes]) -> PageNews:
 
 
 def page_keys(news: PageNews) -> list[bytes]:
-    """The keys, each of `KEY_BYTES`. Raises `WireError`."""
+    """Return the keys, each of `KEY_BYTES`. Raises `WireError`."""
     data = news.keys
     if len(data) % KEY_BYTES:
         raise WireError(f"keys of pages have {KEY_BYTES} bytes each, not {len(data)} together")
@@ -399,10 +402,10 @@ class RemoteAdapter(Adapter):
 
 
 def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
-    """The message of a request, with what it has so far.
+    """Return the message of a request, with what it has so far.
 
-    ``elapsed``: seconds since its arrival. Raises `WireError` for a request that `make_request`
-    did not make.
+    ``elapsed``: seconds since its arrival. Raises `WireError` for a request that `make_request` did
+    not make.
     """
     sampling = request.sampling
     params, constraint = sampling.params, sampling.constraint
@@ -435,10 +438,10 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
 
 
 def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
-    """The message by which a replica computes the prompt of a request for another one.
+    """Return the message by which a replica computes the prompt of a request for another one.
 
-    As `submit_of` else. What the answer needs is left out: it has one token, which nobody reads,
-    or none where none is wanted, as behind a prompt that fills the context.
+    As `submit_of` else. What the answer needs is left out: it has one token, which nobody reads, or
+    none where none is wanted, as behind a prompt that fills the context.
     """
     whole = submit_of(request, elapsed=elapsed)
     params = request.sampling.params
@@ -458,7 +461,8 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
 
 
 def fetch_of(request: Request, transfer: bytes, *, page_size: int) -> Fetch:
-    """The message by which a replica reads the part of a prompt that another one has computed.
+    """Return the message by which a replica reads the part of a prompt that another one has
+    computed.
 
     Its request has an id of its own: the one that it is for may come before it has ended. It has
     the tokens of the pages that are held and one behind them, which is never read; rows of images
@@ -486,7 +490,7 @@ def request_of(
     on_token: OnToken | None,
     adapter: ServedAdapter | None = None,
 ) -> Request:
-    """The request of a message, in a replica.
+    """Return the request of a message, in a replica.
 
     ``params``: `params_of` the message. ``grammar`` was compiled of them. ``on_token`` watches for
     their stop strings, and knows of the output so far. ``adapter``: the one of its number. Raises

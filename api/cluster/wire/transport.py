@@ -44,7 +44,7 @@ M = TypeVar("M")
 
 
 def cluster_key() -> str | None:
-    """The secret that a front and its replicas share, from the environment."""
+    """Return the secret that a front and its replicas share, from the environment."""
     return os.environ.get(CLUSTER_KEY) or None
 
 
@@ -73,7 +73,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _front_keys(key: str) -> tuple[bytes, bytes]:
-    """The front's public and secret key of CURVE, in Z85; the cluster's key decides both.
+    """Return the front's public and secret key of CURVE, in Z85; the cluster's key decides both.
 
     The public one is in no message, and the first message of a connection needs it: a process that
     has it has the cluster's key.
@@ -116,7 +116,8 @@ class _Link(Generic[M]):
         return True
 
     def read(self) -> list[zmq.Frame] | int | None:
-        """The frames of the next message, else the descriptor of a closed connection, if any.
+        """Return the frames of the next message, else the descriptor of a closed connection, if
+        any.
 
         The news of a close is read first and returned last: no message may come between.
         """
@@ -134,7 +135,7 @@ class _Link(Generic[M]):
         self._news.clear()
 
     def decoded(self, data: bytes) -> M | WireError:
-        """A message, or why it is none."""
+        """Return a message, or why it is none."""
         try:
             return self._decode(data)
         except WireError as error:
@@ -200,7 +201,8 @@ class FrontSocket:
         self.address: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> tuple[bytes, FromReplica | WireError | None]:
-        """The next message and its sender; an error if it is none; None: a closed connection.
+        """Return the next message and its sender; an error if it is none; None: a closed
+        connection.
 
         All that a replica sent before its connection closed comes first.
         """
@@ -220,7 +222,7 @@ class FrontSocket:
     def _heard(
         self, frames: Sequence[zmq.Frame]
     ) -> tuple[bytes, FromReplica | WireError | None] | None:
-        """A message and its sender; None if that is not heard any more."""
+        """Return a message and its sender; None if that is not heard any more."""
         peer, *rest = frames
         if not rest:
             return None
@@ -291,7 +293,9 @@ class ReplicaSocket:
         socket.connect(address)
 
     async def receive(self) -> FromFront | WireError | None:
-        """The next message; an error if it is none; None: the front closed the connection."""
+        """Return the next message; an error if it is none; None: the front closed the
+        connection.
+        """
         await asyncio.sleep(0)  # others have a turn, however much comes in
         while (found := self._link.read()) is None:
             await self._link.when_readable()

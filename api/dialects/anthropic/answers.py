@@ -1,6 +1,6 @@
-"""Answers and events of the Messages API: the server encodes them, /openapi.json describes them.
+"""Answers and events of the Messages API, for encoding and for /openapi.json.
 
-An `UNSET` field is left out; None is null, as clients expect.
+An `UNSET` field is left out; None is encoded as null, as clients expect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...serving.sse import named_event
 
 
 class ThinkingContent(Struct, tag="thinking", kw_only=True):
-    """Reasoning. Clients send none back that has no signature."""
+    """Reasoning. Clients do not send reasoning without a signature back."""
 
     thinking: str = ""
     signature: str = ""
@@ -35,7 +35,7 @@ class ToolUseContent(Struct, tag="tool_use", kw_only=True):
 
     id: str
     name: str
-    input: Any = {}  # an object; raw JSON where msgspec cannot read what others can
+    input: Any = {}  # an object; raw JSON if msgspec cannot decode it
 
 
 ContentBlock = ThinkingContent | TextContent | ToolUseContent
@@ -48,7 +48,7 @@ class ThinkingAddition(Struct, tag="thinking_delta", kw_only=True):
 
 
 class SignatureAddition(Struct, tag="signature_delta", kw_only=True):
-    """The signature of reasoning that is complete."""
+    """The signature that ends the reasoning."""
 
     signature: str
 
@@ -60,7 +60,7 @@ class TextAddition(Struct, tag="text_delta", kw_only=True):
 
 
 class InputAddition(Struct, tag="input_json_delta", kw_only=True):
-    """More of the JSON text of a call's input."""
+    """More of a call's input, as JSON text."""
 
     partial_json: str
 
@@ -71,7 +71,9 @@ Addition = ThinkingAddition | SignatureAddition | TextAddition | InputAddition
 
 
 class MessageUsage(Struct, kw_only=True):
-    """``usage`` of a message; ``input_tokens``: neither cached nor written."""
+    """``usage`` of a message. ``input_tokens``: tokens neither read from nor written to the
+    cache.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -79,18 +81,18 @@ class MessageUsage(Struct, kw_only=True):
     cache_creation: dict[str, int]
     output_tokens: int
     service_tier: str = "standard"
-    closed_early: bool  # as in chat completions
-    moves: int  # likewise
-    image_tokens: int | UnsetType = UNSET  # of the prompt, where it has images
-    spliced_tokens: int  # of the prompt: those of earlier answers, not encoded from text
-    normalized: list[str] | UnsetType = UNSET  # rules of --normalize that changed the prompt
-    evicted_tokens: int | UnsetType = UNSET  # as in chat completions
+    closed_early: bool  # see chat completions
+    moves: int  # see chat completions
+    image_tokens: int | UnsetType = UNSET  # prompt tokens of images, if there are any
+    spliced_tokens: int  # prompt tokens that are the original ids of earlier answers
+    normalized: list[str] | UnsetType = UNSET  # --normalize rules that changed the prompt
+    evicted_tokens: int | UnsetType = UNSET  # see chat completions
     speculation: SpeculationUsage
-    cache_explanation: Free | UnsetType = UNSET  # if asked for and known
+    cache_explanation: Free | UnsetType = UNSET  # if requested and known
 
 
 class Ending(Struct, kw_only=True):
-    """Why an answer ended; None: it has not."""
+    """Why an answer ended; None while it runs."""
 
     stop_reason: str | None = None
     stop_sequence: str | None = None
@@ -105,8 +107,9 @@ class MessageAnswer(Ending, tag="message", kw_only=True):
     content: list[ContentBlock] = []
     diagnostics: Free | None = None
     usage: MessageUsage
-    token_ids: list[int] | UnsetType = UNSET  # if asked for: sent back, they render the message
-    prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for
+    # if requested: the ids that render the message when sent back
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # if requested
 
 
 class TokenCount(Struct, kw_only=True):
@@ -123,7 +126,7 @@ class MessageErrorParts(Struct, kw_only=True):
 
 
 class MessageError(Struct, tag="error", kw_only=True):
-    """The body of an error of /v1/messages, and the last event of a stream that failed."""
+    """The body of an error, and the last event of a failed stream."""
 
     error: MessageErrorParts
     request_id: str | None = None
@@ -159,11 +162,11 @@ class BlockStop(Struct, tag="content_block_stop", kw_only=True):
 
 
 class MessageDelta(Struct, tag="message_delta", kw_only=True):
-    """The reason of the end, and the usage."""
+    """The stop reason and the usage."""
 
     delta: Ending
     usage: MessageUsage
-    token_ids: list[int] | UnsetType = UNSET  # of the message, if asked for
+    token_ids: list[int] | UnsetType = UNSET  # token ids of the message, if requested
 
 
 class MessageStop(Struct, tag="message_stop", kw_only=True):
@@ -171,7 +174,7 @@ class MessageStop(Struct, tag="message_stop", kw_only=True):
 
 
 class Ping(Struct, tag="ping", kw_only=True):
-    """A sign of life while there is nothing else to send."""
+    """A keep-alive event."""
 
 
 StreamEvent = (
@@ -199,14 +202,14 @@ KINDS = {
 
 
 def error_body(error: ApiError, request_id: str | None) -> MessageError:
-    """Anthropic's error object: the kind follows from the status."""
+    """Return Anthropic's error object. Its type follows from the HTTP status."""
     kind = KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     parts = MessageErrorParts(type=kind, message=str(error))
     return MessageError(error=parts, request_id=request_id)
 
 
 def error_event(error: ApiError, request_id: str | None) -> bytes:
-    """An error inside a stream."""
+    """Return the event for an error inside a stream."""
     return named_event(error_body(error, request_id))
 
 

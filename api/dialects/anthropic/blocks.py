@@ -1,6 +1,6 @@
 """Blocks: the deltas of an answer as Anthropic's content blocks, with the events of each.
 
-The answer that is not streamed is made from the same blocks, so both hold the same content.
+Answers that are not streamed are made from the same blocks, so both forms have the same content.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .answers import (
 
 BlockEvent = BlockStart | BlockDelta | BlockStop
 
-SIGNATURE = "unsigned"  # clients send no reasoning back that has none
+SIGNATURE = "unsigned"  # clients do not send reasoning without a signature back
 
 
 ADDITIONS: Mapping[Kind, Callable[[str], Addition]] = {
@@ -43,8 +43,8 @@ ADDITIONS: Mapping[Kind, Callable[[str], Addition]] = {
 class Blocks:
     """Encodes the deltas of an answer as events of content blocks.
 
-    White space between thinking and a tool call is left out: it would be a text block of its own,
-    which Anthropic's API refuses in the next request.
+    White space between reasoning and a tool call is dropped. It would become a text block of its
+    own, which Anthropic's API rejects in the next request.
     """
 
     def __init__(self, *, shows_thoughts: bool = True) -> None:
@@ -53,12 +53,12 @@ class Blocks:
 
     @property
     def has_thoughts(self) -> bool:
-        """Whether a block is thinking."""
+        """Whether a block contains reasoning."""
         return any(each.kind == "reasoning" for each in self._segments.all)
 
     @property
     def contents(self) -> list[ContentBlock]:
-        """The complete blocks, as an answer that is not streamed carries them."""
+        """The complete blocks, for an answer that is not streamed."""
         return [self._content(each) for each in self._segments.all]
 
     def take(self, delta: TextDelta) -> list[BlockEvent]:
@@ -66,7 +66,7 @@ class Blocks:
         return self._events(self._segments.take(delta))
 
     def end(self) -> list[BlockEvent]:
-        """Return the events that end the last block; white space alone becomes a text block."""
+        """Return the events that end the last block. White space alone becomes a text block."""
         return self._events(self._segments.end())
 
     def _content(self, segment: Segment) -> ContentBlock:
@@ -100,7 +100,7 @@ class Blocks:
 
 
 def _opening(segment: Segment) -> ContentBlock:
-    """The empty block, as ``content_block_start`` carries it."""
+    """Return the empty block for a ``content_block_start`` event."""
     match segment.kind:
         case "reasoning":
             return ThinkingContent()
@@ -111,15 +111,16 @@ def _opening(segment: Segment) -> ContentBlock:
 
 
 def tool_use_id(call_id: str) -> str:
-    """The id of a tool call in Anthropic's form, ``toolu_...``."""
+    """Return the id of a tool call in Anthropic's form, ``toolu_...``."""
     return f"toolu_{call_id.removeprefix('call_')}"
 
 
 def read_arguments(text: str) -> object:
-    """Tool call arguments as an object.
+    """Return the arguments of a tool call as an object.
 
-    What is none, as when ``max_tokens`` cut it, is shown as it is under a name that no tool has:
-    half an object would be taken for a whole one. Of no text at all a stream shows `{}`, too.
+    Arguments that are not an object, as after ``max_tokens``, are wrapped as text under the key
+    `INVALID`: a truncated object must not be taken for a complete one. Empty text is an empty
+    object, as in a stream.
     """
     try:
         arguments = msgspec.json.decode(text or "{}")
@@ -129,7 +130,7 @@ def read_arguments(text: str) -> object:
 
 
 def _as_written(text: str) -> object:
-    """Accept arguments that msgspec does not read: half of a surrogate pair, as an escape."""
+    """Decode arguments that msgspec rejects, such as an escaped lone surrogate."""
     try:
         arguments = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

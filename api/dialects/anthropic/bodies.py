@@ -14,7 +14,7 @@ from ...types.fields import SameAs
 
 
 class CacheControl(Struct, kw_only=True):
-    """A cache breakpoint: the prompt up to and including its block is pinned in the cache."""
+    """A cache breakpoint: the prompt up to the end of its block is pinned in the cache."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -33,7 +33,7 @@ class TextBlock(Block, tag="text", kw_only=True):
 
 
 class ImageFields(Struct, kw_only=True):
-    """``source`` of an image: base64 data, or a URL, which must be a data URL or a file."""
+    """``source`` of an image: base64 data, or the URL of data or of a file."""
 
     type: str
     media_type: str | None = None
@@ -48,7 +48,7 @@ class ImageBlock(Block, tag="image", kw_only=True):
 
 
 class DocumentBlock(Block, tag="document", kw_only=True):
-    """A document: its text is read, other forms are named."""
+    """A document. Only text is passed to the model; other content is mentioned by its title."""
 
     source: Any = None
     title: str | None = None
@@ -56,7 +56,7 @@ class DocumentBlock(Block, tag="document", kw_only=True):
 
 
 class SearchResultBlock(Block, tag="search_result", kw_only=True):
-    """A result of a search that the client ran."""
+    """A search result that the client provides."""
 
     source: Any = None
     title: str | None = None
@@ -64,19 +64,19 @@ class SearchResultBlock(Block, tag="search_result", kw_only=True):
 
 
 class ToolReferenceBlock(Block, tag="tool_reference", kw_only=True):
-    """A tool that a search for tools found."""
+    """A tool found by a tool search."""
 
     tool_name: str
 
 
 class ThinkingBlock(Block, tag="thinking", kw_only=True):
-    """Earlier thinking of the model; the signature is not checked."""
+    """Earlier reasoning of the model. The signature is not checked."""
 
     thinking: str
 
 
 class RedactedThinkingBlock(Block, tag="redacted_thinking", kw_only=True):
-    """Encrypted thinking, which is ignored."""
+    """Encrypted reasoning, which is ignored."""
 
 
 class ToolUseBlock(Block, tag="tool_use", kw_only=True):
@@ -88,11 +88,11 @@ class ToolUseBlock(Block, tag="tool_use", kw_only=True):
 
 
 class ServerToolUseBlock(ToolUseBlock, tag="server_tool_use", kw_only=True):
-    """A call that the provider of another model ran."""
+    """A tool call that another model's provider executed."""
 
 
 class McpToolUseBlock(ToolUseBlock, tag="mcp_tool_use", kw_only=True):
-    """A call that it ran on an MCP server."""
+    """An MCP tool call that another model's provider executed."""
 
 
 class ToolResultBlock(Block, tag="tool_result", kw_only=True):
@@ -103,13 +103,13 @@ class ToolResultBlock(Block, tag="tool_result", kw_only=True):
     is_error: bool | None = None
 
     def __post_init__(self) -> None:
-        """Read the blocks of the content."""
+        """Decode the blocks of the content."""
         if isinstance(self.content, list):
             self.content = read_blocks(self.content)
 
 
 class OtherBlock(Block, kw_only=True):
-    """A block of another type. Results of calls that a provider ran are read, others left out."""
+    """A block of an unknown type. Only results of calls executed by a provider are used."""
 
     type: str
     tool_use_id: Any = None
@@ -118,12 +118,12 @@ class OtherBlock(Block, kw_only=True):
 
     @property
     def is_result(self) -> bool:
-        """Whether this is the result of a call that a provider ran."""
+        """Whether this is the result of a call that a provider executed."""
         return self.type.endswith("_tool_result") and isinstance(self.tool_use_id, str)
 
 
 class SystemBlock(Block, kw_only=True):
-    """A block of the system prompt; those of other types than text are left out."""
+    """A block of the system prompt. Only text blocks are used."""
 
     known_kinds: ClassVar[frozenset[str]] = frozenset({"text"})
     type: str
@@ -147,7 +147,7 @@ KNOWN = frozenset(str(each.__struct_config__.tag) for each in get_args(AnyBlock)
 
 
 def read_blocks(given: Sequence[object]) -> list[Block]:
-    """Content blocks; those of types that are not known are `OtherBlock`. Raises ValueError."""
+    """Decode content blocks; unknown types become `OtherBlock`. Raises ValueError."""
     blocks: list[Block] = []
     for index, each in enumerate(given):
         if isinstance(each, Block):
@@ -167,16 +167,16 @@ class Message(Struct, kw_only=True):
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Any]
-    token_ids: TokenIds | None = None  # an extension: those of an answer, which render it
+    token_ids: TokenIds | None = None  # extension: token ids of an answer, which render it
 
     def __post_init__(self) -> None:
-        """Read the blocks of the content."""
+        """Decode the blocks of the content."""
         if isinstance(self.content, list):
             self.content = read_blocks(self.content)
 
 
 class ToolSpec(Struct, kw_only=True):
-    """One of ``tools``. Tools with a type of Anthropic's own work with its models only."""
+    """An entry of ``tools``. Anthropic's built-in tool types are not supported."""
 
     known_kinds: ClassVar[frozenset[str]] = frozenset({"custom"})
     type: str | None = None
@@ -184,17 +184,17 @@ class ToolSpec(Struct, kw_only=True):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: bool | None = None  # left out until a search for tools has found it
+    defer_loading: bool | None = None  # hidden until a tool search has found it
     cache_control: CacheControl | None = None
 
     @property
     def is_custom(self) -> bool:
-        """Whether the caller runs the tool."""
+        """Whether the tool is run by the caller."""
         return self.type in (None, "custom")
 
 
 class AnyChoice(Struct, kw_only=True):
-    """``tool_choice``; ``name`` with the type "tool"."""
+    """``tool_choice``. ``name`` is used with the type "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -202,7 +202,7 @@ class AnyChoice(Struct, kw_only=True):
 
 
 class Thinking(Struct, kw_only=True):
-    """``thinking``. A budget is ignored: chat templates have no such option."""
+    """``thinking``. A budget is ignored, since chat templates have no such option."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     display: Literal["summarized", "omitted"] | None = None
@@ -223,13 +223,13 @@ class OutputConfig(Struct, kw_only=True):
 
 
 class Diagnostics(Struct, kw_only=True):
-    """``diagnostics``: report why the prompt shares no more tokens with that message's prompt."""
+    """``diagnostics``: explain the difference to the prompt of an earlier message."""
 
     previous_message_id: str | None = None
 
 
 class CountRequest(Sampling, kw_only=True):
-    """Body of /v1/messages/count_tokens; the fields that both bodies share."""
+    """Body of /v1/messages/count_tokens, with the fields that /v1/messages shares."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[SystemBlock] | None = None
@@ -237,10 +237,10 @@ class CountRequest(Sampling, kw_only=True):
     tool_choice: AnyChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonFormat | None = None  # where the first beta of it stood
-    cache_control: CacheControl | None = None  # of the last block
+    output_format: JsonFormat | None = None  # the field of an earlier beta
+    cache_control: CacheControl | None = None  # applies to the last block
     chat_template_kwargs: dict[str, Any] | None = None
-    # known and refused
+    # recognised but not supported
     mcp_servers: Empty = None
     reasoning_effort: Absent = None
     logprobs: Off = None

@@ -1,4 +1,4 @@
-"""Find the token positions of cache breakpoints without tokenising the prompt for each."""
+"""Find the token positions of cache breakpoints, mostly without rendering the prompt again."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ Ids: TypeAlias = "array[int]"
 
 
 class BreakpointLocator:
-    """Finds the positions of breakpoints, and remembers prefixes that it rendered.
+    """Finds the positions of breakpoints. Rendered prefixes are remembered.
 
-    An agent marks the end of each request and continues from there. So all breakpoints but the
-    last were rendered for earlier requests, and the last is usually the whole prompt.
-    What ``--normalize`` changes moves no breakpoint.
+    An agent marks the end of each request and continues from there, so all breakpoints but the last
+    were rendered for earlier requests, and the last one is usually the whole prompt. Changes by
+    ``--normalize`` do not affect the positions.
     """
 
     def __init__(self, client: ChatClient) -> None:
         self._client = client
-        self._heads: OrderedDict[bytes, Ids] = OrderedDict()  # the latest last
+        self._heads: OrderedDict[bytes, Ids] = OrderedDict()  # most recently used last
 
     async def locate(
         self, marks: Sequence[Mark], chat: ChatInput, prompt_ids: Sequence[int]
     ) -> Breakpoints:
-        """Positions of the breakpoints: the tokens that the prompt shares with each head."""
+        """Return the breakpoints as pins at the token positions where their heads end in the
+        prompt.
+        """
         ids = array("i", prompt_ids)
         heads = [await self._head(mark, chat, ids) for mark in marks]
         return pins_at([mark.ttl for mark in marks], heads, ids)
@@ -57,7 +59,7 @@ class BreakpointLocator:
         return self._heads[key]
 
     async def _num_opening(self, whole: ChatInput) -> int:
-        """Number of tokens at the end of a prompt that open the answer."""
+        """Return the number of tokens at the end of a prompt that open the answer."""
         if "continue_final_message" in whole.template:
             return 0
         messages = [{"role": "user", "content": NEXT.content}]
@@ -69,7 +71,8 @@ class BreakpointLocator:
         try:
             return array("i", (await self._client.render(chat)).token_ids)
         except InvalidRequest:
-            return array("i")  # the template takes no such beginning: it has no place of its own
+            # The template rejects this beginning, so the breakpoint has no position.
+            return array("i")
 
     def _key(self, chat: ChatInput) -> bytes:
         chat, _ = self._client.normalized(chat)

@@ -1,8 +1,8 @@
-"""cache_control: the parts of a prompt to pin in the cache, and how many tokens that wrote.
+"""Cache breakpoints: prompt prefixes to pin in the cache, and their written tokens.
 
-A breakpoint stands behind a block, and blocks are text. Its place among the tokens is found by
-rendering the conversation up to there (`BreakpointLocator`): what the two have in common is what
-later prompts can share.
+A breakpoint stands after a block of text. `BreakpointLocator` finds its token position by rendering
+the conversation up to that block: the common prefix with the whole prompt is the part that later
+prompts can share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .bodies import (
 
 MAX_BREAKPOINTS = 4
 TTL = {"5m": 300.0, "1h": 3600.0}  # seconds
-# Templates want a message behind the system text. It begins as none does.
+# Templates require a message after the system text. This one begins like no other message.
 NEXT = Message(role="user", content="\x01")
 
 
@@ -47,12 +47,13 @@ class Breakpoints:
     """The pins of a prompt, shortest first."""
 
     pins: tuple[Pin, ...] = ()
-    page_size: int = 1  # tokens; the cache keeps whole pages
+    page_size: int = 1  # number of tokens; only whole pages are cached
 
     def written(self, num_cached: int, ttl: float | None = None) -> int:
-        """Tokens before the last breakpoint that the cache did not have; those of one ttl.
+        """Return the tokens before the last breakpoint that were newly written to the cache.
 
-        Whole pages only: tokens after the last full page are not cached.
+        ``ttl``: count only breakpoints with this lifetime. Tokens after the last full page are not
+        cached and not counted.
         """
         total, done = 0, num_cached
         for pin in self.pins:
@@ -64,7 +65,7 @@ class Breakpoints:
 
 
 def read_marks(body: CountRequest) -> list[Mark]:
-    """All breakpoints of a body; raises `InvalidRequest` for more than four."""
+    """Return all breakpoints of a body. Raises `InvalidRequest` for more than four."""
     places = [*_in_tools(body), *_in_system(body), *_in_messages(body)]
     if body.cache_control is not None and places and places[-1].control is None:
         places[-1] = Place(body.cache_control, places[-1].head)
@@ -76,7 +77,7 @@ def read_marks(body: CountRequest) -> list[Mark]:
 
 
 def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int]) -> Breakpoints:
-    """Pins of the prompt, one for each head: the longest prefix that both share."""
+    """Return the pins of a prompt: its longest common prefix with each head."""
     places: dict[int, float] = {}
     for ttl, head in zip(ttls, heads, strict=True):
         num_tokens = common_len(head, ids)
@@ -86,14 +87,14 @@ def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int])
 
 
 class Place(NamedTuple):
-    """A content block, and the function that cuts the body after it."""
+    """A content block, and a function that returns the body up to it."""
 
     control: CacheControl | None
     head: Callable[[], CountRequest]
 
 
 def _in_tools(body: CountRequest) -> Iterator[Place]:
-    """Breakpoints of tools, with all of the system text: templates render both together."""
+    """Yield the places after tools. Heads include the system text, since templates join both."""
     tools = body.tools or []
     for end, tool in enumerate(tools, start=1):
         if tool.is_custom:
@@ -138,7 +139,7 @@ def _message_head(body: CountRequest, index: int, last: Message) -> CountRequest
 
 
 def _control(block: Block) -> CacheControl | None:
-    """Cache control of a block, or of the first text block of a tool result that has one."""
+    """Return the cache control of a block, or of the first text block in a tool result with one."""
     if block.cache_control is None and isinstance(block, ToolResultBlock):
         inner = block.content if isinstance(block.content, list) else []
         controls = [each.cache_control for each in inner if isinstance(each, TextBlock)]

@@ -1,4 +1,4 @@
-"""Convert Anthropic's conversations to the messages that chat templates take."""
+"""Convert Anthropic's conversations to messages in the shape of chat templates."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from .bodies import (
 )
 
 Plain = dict[str, Any]
-IMAGES = "images"  # of a plain message, until all have their places: its images
-HANDLE = "handle"  # its ids, and their field
-PATH = "path"  # its field in the body
+IMAGES = "images"  # temporary key of a message: its images
+HANDLE = "handle"  # temporary key: its token ids and their field
+PATH = "path"  # temporary key: its path in the body
 B = TypeVar("B")
 SEEN = (TextBlock, ImageBlock, DocumentBlock, SearchResultBlock)
 SAID = (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock)
@@ -49,20 +49,20 @@ ALLOWED = {
     "assistant": (*SEEN, *SAID, ToolReferenceBlock),
     "system": (TextBlock,),
 }
-EFFORTS = {"xhigh": "high", "max": "high"}  # templates know three
-UNREADABLE = ("data", "signature", "cache_control")  # fields of results, as those encrypted
+EFFORTS = {"xhigh": "high", "max": "high"}  # templates know three levels
+UNREADABLE = ("data", "signature", "cache_control")  # fields of results that the model cannot read
 
 
 @dataclass(slots=True)
 class Known:
-    """References of content blocks: tools by name, and ``names`` of tools by the id of a call."""
+    """Tools by name, and ``names`` of called tools by call id, to resolve references of blocks."""
 
     tools: Mapping[str, Tool]
     names: dict[str, str] = field(default_factory=dict)
 
 
 def read_conversation(body: CountRequest) -> ChatInput:
-    """The chat request of a body; raises `InvalidRequest`."""
+    """Return the chat request of a body. Raises `InvalidRequest`."""
     tools = read_tools(body.tools, _referenced(body))
     messages = plain_conversation(body, tools)
     paths = [message.pop(PATH) for message in messages]
@@ -85,10 +85,10 @@ def read_conversation(body: CountRequest) -> ChatInput:
 
 
 def plain_conversation(body: CountRequest, tools: Sequence[Tool] = ()) -> list[Plain]:
-    """Messages for the chat template; raises `InvalidRequest` naming the path of a bad block.
+    """Return the messages for the chat template. Raises `InvalidRequest` with the block's path.
 
-    Tool results come before the text of their message, directly after the calls they answer.
-    Consecutive messages of one role become one, which many templates require.
+    Tool results precede the text of their message, directly after the calls that they answer.
+    Consecutive messages of the same role are merged, as many templates require.
     """
     plains: list[Plain] = []
     system = _system_text(body.system) if body.system else None
@@ -101,14 +101,14 @@ def plain_conversation(body: CountRequest, tools: Sequence[Tool] = ()) -> list[P
         if message.token_ids is not None:
             param = f"{path}.token_ids"
             if message.role != "assistant":
-                raise InvalidRequest(f"{param} is for messages of the assistant only", param=param)
+                raise InvalidRequest(f"{param} is only allowed in assistant messages", param=param)
             plain[0][HANDLE] = message.token_ids, param
         plains += plain
     return _merged(plains)
 
 
 def template_options(body: CountRequest, messages: Sequence[Plain]) -> dict[str, object]:
-    """Options for the chat template; the caller's ``chat_template_kwargs`` take precedence."""
+    """Return the template options. The caller's ``chat_template_kwargs`` take precedence."""
     options: dict[str, object] = {}
     if body.thinking is not None:
         options["enable_thinking"] = body.thinking.type != "disabled"
@@ -122,10 +122,9 @@ def template_options(body: CountRequest, messages: Sequence[Plain]) -> dict[str,
 
 
 def read_tools(specs: Sequence[ToolSpec] | None, referenced: frozenset[str]) -> list[Tool]:
-    """The tools that the caller runs; raises `InvalidRequest` for an incomplete one.
+    """Return the tools that the caller runs. Raises `InvalidRequest` for an incomplete one.
 
-    ``referenced``: names of those that a search found: the others that are to be loaded later are
-    left out.
+    ``referenced``: names of tools found by a tool search. Other deferred tools are left out.
     """
     tools = []
     for index, spec in enumerate(specs or ()):
@@ -150,7 +149,7 @@ def read_tools(specs: Sequence[ToolSpec] | None, referenced: frozenset[str]) -> 
 
 
 def _referenced(body: CountRequest) -> frozenset[str]:
-    """Names of the tools that results of searches for tools refer to."""
+    """Return the names of the tools that tool search results refer to."""
     if not any(spec.defer_loading for spec in body.tools or ()):
         return frozenset()
     return frozenset(
@@ -162,7 +161,7 @@ def _referenced(body: CountRequest) -> frozenset[str]:
 
 
 def read_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
-    """``tool_choice``; raises `InvalidRequest`."""
+    """Return ``tool_choice`` as a `ToolChoice`. Raises `InvalidRequest`."""
     choice = body.tool_choice
     if choice is None:
         return ToolChoice()
@@ -179,7 +178,7 @@ def read_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def _merged(plains: Sequence[Plain]) -> list[Plain]:
-    """Neighbours of one role as one message; each result of a tool stays one."""
+    """Merge consecutive messages of the same role, except tool results."""
     messages: list[Plain] = []
     for role, neighbours in groupby(plains, key=itemgetter("role")):
         group = list(neighbours)
@@ -188,13 +187,13 @@ def _merged(plains: Sequence[Plain]) -> list[Plain]:
 
 
 def _joined(group: list[Plain]) -> Plain:
-    """One message out of several, each text put together once."""
+    """Return several messages as one. Raises `InvalidRequest` for one with token ids."""
     if len(group) == 1:
         return group[0]
     for plain in group:
         if HANDLE in plain:
             _, param = plain[HANDLE]
-            message = f"{param}: the message next to this one must be of another role"
+            message = f"{param}: adjacent messages must not have the same role"
             raise InvalidRequest(message, param=param)
     content = "\n".join(plain["content"] for plain in group if plain["content"])
     joined: Plain = {"role": group[0]["role"], "content": content, PATH: group[0][PATH]}
@@ -209,7 +208,7 @@ def _joined(group: list[Plain]) -> Plain:
 
 
 def _plain(message: Message, path: str, known: Known) -> list[Plain]:
-    """One message as one or, with results of tools, several."""
+    """Return a message in template shape: tool results become messages of their own."""
     blocks = message.content
     if isinstance(blocks, str):
         return [{"role": message.role, "content": blocks}]
@@ -227,7 +226,7 @@ def _plain(message: Message, path: str, known: Known) -> list[Plain]:
 
 
 def _seen(blocks: Sequence[Block], path: str, known: Known, *, is_result: bool = False) -> Plain:
-    """The content of blocks that the model reads; others are left out."""
+    """Return the content that the model reads. Unsupported blocks are left out with a warning."""
     parts: list[str | ImageSource] = []
     loaded = [block.tool_name for block in _of(blocks, ToolReferenceBlock)]
     if loaded:
@@ -249,7 +248,7 @@ def _seen(blocks: Sequence[Block], path: str, known: Known, *, is_result: bool =
 
 
 def _document(block: DocumentBlock | SearchResultBlock) -> str:
-    """The text of a document; a note where it has none."""
+    """Return the text of a document, or a note if it is not text."""
     source = block.source
     if isinstance(block, SearchResultBlock):
         head = f"{block.title or ''} {source if isinstance(source, str) else ''}".strip()
@@ -257,7 +256,7 @@ def _document(block: DocumentBlock | SearchResultBlock) -> str:
     head = "\n".join(each for each in (block.title, block.context) if each)
     text = _text_of_source(source)
     if text is None:
-        tell_left_out("documents that are no text")
+        tell_left_out("documents without text")
         return unread_file(block.title)
     return f"{head}\n{text}" if head else text
 
@@ -279,7 +278,7 @@ def _text_of_source(source: object) -> str | None:
 
 
 def readable(value: object) -> str:
-    """Return the text of a content: its texts, and other values as JSON."""
+    """Return content as text: strings are joined, other values are written as JSON."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, Block):
@@ -311,12 +310,12 @@ def _image(block: ImageBlock, where: str, *, is_result: bool) -> str | ImageSour
         return ImageSource(source.url, where)
     if is_result:
         return UNSEEN
-    message = f"{where}: an image's source must be base64 with data"
+    message = f"{where}: the source of an image must be base64 data or a URL"
     raise InvalidRequest(message, param=where)
 
 
 def _check_blocks(blocks: Sequence[Block], role: str, path: str) -> None:
-    """Raise `InvalidRequest` for a known block that this role does not have."""
+    """Raise `InvalidRequest` for a known block type that this role must not have."""
     for index, block in enumerate(blocks):
         where = f"{path}.content[{index}]"
         if not isinstance(block, (*ALLOWED[role], OtherBlock)):
@@ -329,12 +328,12 @@ def _blocks(result: ToolResultBlock) -> Sequence[Block]:
 
 
 def _kind(block: Block) -> str:
-    """The type of a block."""
+    """Return the type of a block."""
     return block.type if isinstance(block, OtherBlock) else str(block.__struct_config__.tag)
 
 
 def _assistant(blocks: Sequence[Block], known: Known) -> list[Plain]:
-    """One message, or several around the results of calls that a provider ran."""
+    """Return an assistant's message, split at the results of calls that a provider executed."""
     plains: list[Plain] = []
     begun: list[Block] = []
     for block in blocks:
@@ -348,13 +347,13 @@ def _assistant(blocks: Sequence[Block], known: Known) -> list[Plain]:
 
 
 def _provided(block: OtherBlock, known: Known) -> Plain:
-    """The result of a call that a provider ran."""
+    """Return the result of a call that a provider executed."""
     text = readable(block.content)
     return _result(block.tool_use_id or "", text, known, is_error=bool(block.is_error))
 
 
 def _said(blocks: Sequence[Block], known: Known) -> Plain:
-    """Words that citations or calls had cut are put together as they were said."""
+    """Return an assistant's message. Text that citations or calls had split is joined again."""
     words = "".join(block.text for block in _of(blocks, TextBlock))
     plain: Plain = {"role": "assistant", "content": words}
     thoughts = "".join(block.thinking for block in _of(blocks, ThinkingBlock))
@@ -371,7 +370,7 @@ def _said(blocks: Sequence[Block], known: Known) -> Plain:
 
 
 def _call(block: ToolUseBlock) -> Plain:
-    """A call; arguments that were no object are again the text that they were."""
+    """Return a tool call. Arguments that were wrapped as text are unwrapped."""
     text = _unparsed(block.input)
     arguments = plain_arguments(block.input) if text is None else text
     function = {"name": block.name, "arguments": arguments}
@@ -379,17 +378,20 @@ def _call(block: ToolUseBlock) -> Plain:
 
 
 def _unparsed(given: object) -> str | None:
-    """The text of arguments that were no object, as this server or Claude Code wraps it."""
+    """Return the text of invalid arguments as wrapped by this server or by Claude Code, else
+    None.
+    """
     match given:
         case {"INVALID_JSON": str(text), **more} if not more:
             return text
         case {"__unparsedToolInput": {"raw": str(text), "len": int(size)}}:
-            return text if size in (len(text), len(text.encode())) else None  # else it was cut
+            # the text was truncated
+            return text if size in (len(text), len(text.encode())) else None
     return None
 
 
 def _tool(block: ToolResultBlock, known: Known, path: str) -> Plain:
-    """The result of a call that the client ran."""
+    """Return the result of a call that the client executed."""
     if isinstance(block.content, list):
         seen = _seen(block.content, f"{path}.content", known, is_result=True)
     else:
@@ -399,14 +401,14 @@ def _tool(block: ToolResultBlock, known: Known, path: str) -> Plain:
 
 
 def _result(call_id: str, text: str, known: Known, *, is_error: bool) -> Plain:
-    """The result of a call. Templates have no place for ``is_error``, so the text says it."""
+    """Return the result of a call. Templates do not support ``is_error``, so the text shows it."""
     content = f"Error: {text}" if is_error else text
     plain: Plain = {"role": "tool", "content": content, "tool_call_id": call_id}
     return plain | ({"name": known.names[call_id]} if call_id in known.names else {})
 
 
 def _system_text(system: str | Sequence[SystemBlock]) -> str | None:
-    """The text of the system prompt; None where all of its blocks are left out."""
+    """Return the text of the system prompt; None if none of its blocks is supported."""
     if isinstance(system, str):
         return system
     texts: list[str] = []

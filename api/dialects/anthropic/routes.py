@@ -30,7 +30,7 @@ NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format", "promp
 
 
 class MessagesDialect(Dialect[C]):
-    """Names of fields and the form of errors, shared by the routes."""
+    """Field names and the form of errors, shared by the routes."""
 
     names = NAMES
     error_form = ERRORS
@@ -47,7 +47,7 @@ class MessagesCount(MessagesDialect[CountRequest]):
     statuses = READS
 
     def check(self, body: CountRequest) -> None:
-        """Check the model only: sampling parameters do not matter for a count."""
+        """Check the model only, since sampling parameters do not affect the count."""
         self.service.check_model(body.model)
 
     async def open(self, body: CountRequest) -> Reply:
@@ -71,7 +71,9 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         self._locator = BreakpointLocator(service.chat)
 
     async def open(self, body: MessagesRequest) -> Reply:
-        """Render, find the breakpoints and submit; with ``max_tokens`` 0 only cache the prompt."""
+        """Render, locate the breakpoints and submit. With ``max_tokens`` 0 only cache the
+        prompt.
+        """
         client = self.service.chat
         marks, chat = await self.read(body)
         prompt = await client.render(chat)
@@ -86,7 +88,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         return AnswerReply(self.service, writer, answer)
 
     async def read(self, body: MessagesRequest) -> tuple[Sequence[Mark], ChatInput]:
-        """The marked blocks of a body and its chat request; raises `InvalidRequest`."""
+        """Return the breakpoints of a body and its chat request. Raises `InvalidRequest`."""
         return await self.service.apart(lambda: (read_marks(body), read_chat(body)))
 
     def _writer(self, body: MessagesRequest, breakpoints: Breakpoints) -> MessageWriter:
@@ -104,7 +106,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
     async def _with_pins(
         self, marks: Sequence[Mark], chat: ChatInput, prompt_ids: Sequence[int]
     ) -> tuple[ChatInput, Breakpoints]:
-        """The chat request with its breakpoints as pins; none where cache writes are off."""
+        """Return the chat request with its breakpoints as pins; none if cache writes are off."""
         if not marks or not chat.cache.write:
             return chat, Breakpoints()
         breakpoints = await self._locator.locate(marks, chat, prompt_ids)
@@ -114,7 +116,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
 
 
 class MessagesRender(MessagesRoute):
-    """Render one conversation: the token ids of its prompt, which is checked and not computed."""
+    """Render one conversation: check it and return its prompt's token ids."""
 
     path = "/v1/messages/render"
     answer = Rendered
@@ -123,7 +125,7 @@ class MessagesRender(MessagesRoute):
     in_batches = False
 
     async def open(self, body: MessagesRequest) -> Reply:
-        """Render and check, and submit nothing."""
+        """Render and check the conversation without submitting it."""
         _, chat = await self.read(body)
         only_cached = body.max_tokens == 0
         return ReadyReply(
@@ -132,13 +134,13 @@ class MessagesRender(MessagesRoute):
 
 
 def read_chat(body: MessagesRequest) -> ChatInput:
-    """The chat request of a body; raises `InvalidRequest`."""
+    """Return the chat request of a body. Raises `InvalidRequest`."""
     if body.n not in (None, 1):
         raise InvalidRequest("n must be 1", param="n")
     if is_prewarm(body):
         name = "prompt_cache_options.prewarm"
         raise InvalidRequest(
-            f"{name} is not supported here: set max_tokens to 0 instead", param=name
+            f"{name} is not supported by this route: set max_tokens to 0 instead", param=name
         )
     return replace(
         read_conversation(body),
@@ -149,7 +151,7 @@ def read_chat(body: MessagesRequest) -> ChatInput:
 
 
 def read_params(body: MessagesRequest) -> SamplingParams:
-    """Sampling parameters; ``max_tokens`` 0 is left out, since the engine needs at least 1."""
+    """Return the sampling parameters. ``max_tokens`` 0 becomes 1, which the engine requires."""
     return sampling_params(
         body,
         guess=body.prediction,

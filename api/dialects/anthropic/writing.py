@@ -39,7 +39,7 @@ PING = named_event(Ping())
 
 
 def new_id() -> str:
-    """Id of a new message, and of its request inside the engine."""
+    """Return a new id for a message and its request in the engine."""
     return f"msg_{random_id()[:24]}"
 
 
@@ -47,8 +47,8 @@ def new_id() -> str:
 class MessageWriter(AnswerWriter[ChatAnswer]):
     """Writes one answer.
 
-    ``previous_id``: the message whose prompt this one is compared with. ``explains``: whether
-    ``usage`` tells why the prompt missed the cache.
+    ``previous_id``: the message whose prompt to compare with. ``explains``: explain cache misses in
+    ``usage``.
     """
 
     service: Service
@@ -73,7 +73,7 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
         return self._blocks.take(delta)
 
     def whole(self, answer: ChatAnswer) -> MessageAnswer:
-        """The answer in one body."""
+        """Return the answer in one body."""
         self._blocks.end()
         message = self._ended(self._end(answer), answer.usage, self._blocks.contents)
         message.token_ids = self._message_ids
@@ -83,7 +83,7 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
 
     @property
     def _message_ids(self) -> list[int] | UnsetType:
-        """The ids of the message; none where the client does not get all of it."""
+        """The token ids of the message; UNSET if the client does not receive the whole message."""
         ids = self._last.message_ids if self.returns_ids else None
         is_hidden = self._blocks.has_thoughts and not self.shows_thoughts
         return UNSET if ids is None or is_hidden else ids
@@ -91,26 +91,26 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
     # -- streamed -------------------------------------------------------------------------------
 
     def begin(self, answer: ChatAnswer) -> Iterator[bytes]:
-        """The first event, which reports cached tokens."""
+        """Yield the first event, which reports the cached tokens."""
         start = self._message(answer.usage)
         if self.returns_ids:
             start.prompt_token_ids = list(answer.prompt_token_ids)
         yield named_event(MessageStart(message=start))
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """The events of a step."""
+        """Yield the events of a step."""
         return map(named_event, self.take(delta))
 
     def end(self, answer: ChatAnswer) -> Iterator[bytes]:
-        """The events that end the last block and the message."""
+        """Yield the events that end the last block and the message."""
         end, stop = self._ending(self._end(answer), answer.usage)
         end.token_ids = self._message_ids
         return map(named_event, [*self._blocks.end(), end, stop])
 
-    # -- of nothing -----------------------------------------------------------------------------
+    # -- prewarmed prompts -------------------------------------------------------------------------
 
     def warmed(self, usage: Usage) -> Reply:
-        """The answer without content, for a prompt that was only cached."""
+        """Return the answer without content for a prompt that was only cached."""
         events = [MessageStart(message=self._message(usage)), *self._ending(WARMED, usage)]
         return ReadyReply(self._ended(WARMED, usage, []), map(named_event, events))
 
@@ -120,14 +120,14 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
         return MessageDelta(delta=end, usage=self.usage(usage)), MessageStop()
 
     def _diagnosis(self) -> Free | None:
-        """The reason for the cache miss; known once the first tokens are computed."""
+        """Return the reason for the cache miss. Available after the first tokens are computed."""
         if self.previous_id is None:
             return None
         found = self.service.llm.explain(self.id, previous_id=self.previous_id)
         return anthropic_diagnostics(found)
 
     def _message(self, usage: Usage) -> MessageAnswer:
-        """The message without content, as ``message_start`` carries it."""
+        """Return the message without content, for ``message_start``."""
         return MessageAnswer(
             id=self.id,
             model=self.service.model,
@@ -136,13 +136,13 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
         )
 
     def _ended(self, end: Ending, usage: Usage, content: list[ContentBlock]) -> MessageAnswer:
-        """The whole message."""
+        """Return the whole message."""
         return replace(
             self._message(usage), **asdict(end), content=content, usage=self.usage(usage)
         )
 
     def _end(self, answer: ChatAnswer) -> Ending:
-        """Stop reason and stop sequence."""
+        """Return the stop reason and the stop sequence."""
         last = self._last
         reason, sequence = last.finish_reason or "", None
         stopped = REASONS.get(reason, "tool_use")
@@ -153,7 +153,7 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
         return Ending(stop_reason=stopped, stop_sequence=sequence)
 
     def usage(self, usage: Usage, *, is_start: bool = False) -> MessageUsage:
-        """``usage``: prompt tokens read from the cache, written to it, and all others."""
+        """Return ``usage``: prompt tokens read from the cache, written to it, and neither."""
         found = self.service.llm.explain(self.id) if self.explains and not is_start else None
         read, written = usage.cached_tokens, self.breakpoints.written(usage.cached_tokens)
         return MessageUsage(

@@ -17,7 +17,7 @@ Status = Literal[
 
 
 class ExpiresAfter(Struct, kw_only=True):
-    """The end of a file: an hour to thirty days after it was made."""
+    """The lifetime of a file: from an hour to thirty days after its creation."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]
@@ -32,7 +32,7 @@ class UploadForm(Struct, kw_only=True):
 
 
 class FileBody(Struct, kw_only=True):
-    """A file. Times are seconds since 1970."""
+    """A file. Times are Unix times in seconds."""
 
     id: str
     object: Literal["file"] = "file"
@@ -45,7 +45,7 @@ class FileBody(Struct, kw_only=True):
 
 
 class FileList(Struct, kw_only=True):
-    """Files of the caller, the newest first."""
+    """Files of the caller, newest first."""
 
     object: Literal["list"] = "list"
     data: list[FileBody]
@@ -73,7 +73,7 @@ class CreateBatch(Struct, kw_only=True):
 
 
 class LineError(Struct, kw_only=True):
-    """Why a batch failed: what is wrong in a line of its input, counted from 1."""
+    """An error in a batch. ``line``: line number in the input, from 1."""
 
     code: str
     message: str
@@ -82,14 +82,14 @@ class LineError(Struct, kw_only=True):
 
 
 class LineErrors(Struct, kw_only=True):
-    """The errors of an input."""
+    """The errors of an input file."""
 
     object: Literal["list"] = "list"
     data: list[LineError]
 
 
 class Counts(Struct, kw_only=True):
-    """Requests of a batch."""
+    """Number of requests in a batch."""
 
     total: int = 0
     completed: int = 0
@@ -97,7 +97,7 @@ class Counts(Struct, kw_only=True):
 
 
 class BatchBody(Struct, kw_only=True):
-    """A batch. Times are seconds since 1970."""
+    """A batch. Times are Unix times in seconds."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -122,12 +122,12 @@ class BatchBody(Struct, kw_only=True):
 
     @property
     def is_ended(self) -> bool:
-        """Whether nothing changes any more."""
+        """Whether the batch has reached a final status."""
         return self.status in ("failed", "completed", "expired", "cancelled")
 
 
 class BatchList(Struct, kw_only=True):
-    """Batches of the caller, the newest first."""
+    """Batches of the caller, newest first."""
 
     object: Literal["list"] = "list"
     data: list[BatchBody]
@@ -163,5 +163,5 @@ class OutputLine(Struct, kw_only=True):
 
     @property
     def is_answered(self) -> bool:
-        """Whether its request has an answer, and no error."""
+        """Whether the request was answered without an error."""
         return self.response is not None and self.response.status_code == HTTPStatus.OK

@@ -1,4 +1,4 @@
-"""Database: an SQLite file that one thread reads and writes."""
+"""Database: an SQLite file that is used by one thread."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ T = TypeVar("T")
 Job = Callable[[sqlite3.Connection], T]
 NAME = "batches.sqlite3"
 VERSION = 1
-SPARE = "spare"  # a file that is given up on a full disk, for the end of a batch to be written
+SPARE = "spare"  # a file that is deleted on a full disk, so that the end of a batch can be written
 SPARE_BYTES = 2**18
-JOURNAL_BYTES = 2**22  # of the journal that is kept
-VACUUM_PAGES = 4096  # free pages that are given back to the disk behind one job
+JOURNAL_BYTES = 2**22  # maximum size of the journal file after a transaction
+VACUUM_PAGES = 4096  # maximum number of free pages released after a job
 SETTINGS = (
-    "PRAGMA auto_vacuum=INCREMENTAL",  # before there is a table
-    "PRAGMA locking_mode=EXCLUSIVE",  # of one server
+    "PRAGMA auto_vacuum=INCREMENTAL",  # must precede the first table
+    "PRAGMA locking_mode=EXCLUSIVE",  # a single server uses the file
     "PRAGMA journal_mode=PERSIST",
     f"PRAGMA journal_size_limit={JOURNAL_BYTES}",
     "PRAGMA synchronous=FULL",
-    "PRAGMA secure_delete=OFF",  # else to delete needs as much room in the journal
+    "PRAGMA secure_delete=OFF",  # secure deletion would need as much space in the journal
 )
 TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -50,13 +50,13 @@ CREATE TABLE IF NOT EXISTS batches (
 );
 CREATE INDEX IF NOT EXISTS batches_by_end ON batches (ended_at);
 """
-"""``pieces``: the content of files, in order; of answers one for each line, with its request's id.
-``body``: the JSON that callers read. ``ended_at`` is NULL while a batch is under way.
+"""``pieces``: contents of files in order; answers have one piece per line, with ``custom_id``.
+``body``: the JSON that callers read. ``ended_at`` is NULL while a batch runs.
 """
 
 
 class DiskFull(ApiError):  # noqa: N818
-    """507: the disk has no room."""
+    """Raised with status 507 if the disk is full."""
 
     def __init__(self) -> None:
         message = "the disk of files and batches is full (--batch-dir)"
@@ -64,14 +64,14 @@ class DiskFull(ApiError):  # noqa: N818
 
 
 class Database:
-    """A file in a folder, or in a temporary one, which goes with its owner.
+    """An SQLite file in ``folder``, or in a temporary folder that is removed with this object.
 
-    A job is one transaction: it is on the disk when `run` returns, or nothing of it is. One server
-    at a time has the file; it is opened by the first job.
+    Each job is a transaction: `run` returns after it is on disk, or nothing of it is stored. Only
+    one server at a time can use the file. The first job opens it.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Raises `InvalidRequest` for a folder that cannot be used."""
+        """Open the file. Raises `InvalidRequest` for a folder that cannot be used."""
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foretoken-batches")
         self._opened: list[sqlite3.Connection] = []  # none or one; the finalizer has it, too
@@ -83,29 +83,32 @@ class Database:
 
     def _check(self, folder: Path) -> None:
         if any(folder.glob("file-*.json")) or any(folder.glob("batch_*.json")):
-            logger.warning("%s has files of an earlier version, which are not read", folder)
+            logger.warning(
+                "%s contains batch files of an earlier version of foretoken; they are ignored",
+                folder,
+            )
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._connection()
         except Unavailable:
-            pass  # another server has it: this one may take over later
+            pass  # another server uses the file; this one can take over later
         except (OSError, sqlite3.Error, ApiError) as error:
             reason = getattr(error, "strerror", None) or error
             message = f"batch_dir: {folder}: {reason}"
             raise InvalidRequest(message, param="batch_dir") from None
 
     async def run(self, job: Job[T]) -> T:
-        """Return what a job returns, in a transaction.
+        """Run a job in a transaction and return its result.
 
-        Raises what it raises, `Unavailable` while another server has the file, and `ApiError` 507
-        where the disk is full.
+        Raises the job's errors, `Unavailable` while another server uses the file, and `ApiError`
+        507 if the disk is full.
         """
         if self._is_closed:
             raise Unavailable("the server is shutting down")
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._do, job)
 
     async def run_at_last(self, job: Job[T]) -> T:
-        """Do as `run` does, on a full disk in the room that was kept for such jobs."""
+        """Run a job as `run` does. On a full disk, use the space reserved for such jobs."""
         try:
             return await self.run(job)
         except DiskFull:
@@ -113,7 +116,7 @@ class Database:
             return await self.run(job)
 
     async def close(self) -> None:
-        """Let another server have the file, once the jobs that wait are done."""
+        """Finish queued jobs and release the file for another server."""
         self._is_closed = True
         await asyncio.to_thread(self._finalize)
 
@@ -129,11 +132,12 @@ class Database:
         return result
 
     def _keep_spare(self) -> None:
-        """Keep room on the disk for the end of a batch; on a full one there is none."""
+        """Reserve disk space for the end of a batch, unless the disk is full."""
         if self._spare.exists():
             return
         try:
-            self._spare.write_bytes(os.urandom(SPARE_BYTES))  # which no file system packs
+            # random bytes, which no file system compresses
+            self._spare.write_bytes(os.urandom(SPARE_BYTES))
         except OSError:
             self._spare.unlink(missing_ok=True)
 
@@ -149,7 +153,9 @@ class Database:
 
 
 def _open(file: Path) -> sqlite3.Connection:
-    """Raise `Unavailable` where another process has it, `ApiError` and `sqlite3.Error`."""
+    """Open the file. Raises `Unavailable` if another process uses it, `ApiError`,
+    `sqlite3.Error`.
+    """
     file.touch(mode=0o600)
     connection = sqlite3.connect(file, timeout=0, check_same_thread=False)
     try:
@@ -157,7 +163,9 @@ def _open(file: Path) -> sqlite3.Connection:
             connection.execute(setting)
         found = connection.execute("PRAGMA user_version").fetchone()[0]
         if found not in (0, VERSION):
-            raise sqlite3.DatabaseError(f"{NAME} is of another version of foretoken ({found})")
+            raise sqlite3.DatabaseError(
+                f"{NAME} was written by another version of foretoken (schema {found})"
+            )
         connection.executescript(f"BEGIN IMMEDIATE;{TABLES}PRAGMA user_version={VERSION};COMMIT")
     except sqlite3.OperationalError as error:
         connection.close()
@@ -169,7 +177,7 @@ def _open(file: Path) -> sqlite3.Connection:
 
 
 def _give_back_pages(connection: sqlite3.Connection) -> None:
-    """Shrink the file by what was deleted, a part at a time. On a full disk it keeps its size."""
+    """Release some free pages to shrink the file. A full disk keeps its size."""
     try:
         if connection.execute("PRAGMA freelist_count").fetchone()[0] > VACUUM_PAGES:
             connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
@@ -178,8 +186,8 @@ def _give_back_pages(connection: sqlite3.Connection) -> None:
 
 
 def _refusal(error: sqlite3.OperationalError) -> Exception:
-    """The error of a job for its caller; what is not expected stays as it is."""
-    code: int = getattr(error, "sqlite_errorcode", 0)  # errors of the module itself have none
+    """Return the error to raise for an SQLite error; an unexpected one is returned unchanged."""
+    code: int = getattr(error, "sqlite_errorcode", 0)  # errors of the Python module have no code
     match code & 0xFF:
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
             return Unavailable("another server uses the files and batches of --batch-dir")

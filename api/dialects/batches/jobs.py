@@ -1,4 +1,4 @@
-"""BatchJobs: the batches that are under way, each in a task of its own."""
+"""BatchJobs: the running batches, each in a task of its own."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ WINDOW_SECONDS = 24 * 3600
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A batch under way."""
+    """A running batch."""
 
     kept: KeptBatch
     is_cancelled: bool = False
-    task: asyncio.Task[None] | None = None  # ends it, too
-    work: asyncio.Task[list[LineError]] | None = None  # answers it
-    lines: list[OutputLine] = field(default_factory=list)  # that are not written yet
+    task: asyncio.Task[None] | None = None  # runs the batch to its end
+    work: asyncio.Task[list[LineError]] | None = None  # answers the requests
+    lines: list[OutputLine] = field(default_factory=list)  # answers that are not written yet
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class BatchJobs:
-    """Begins, ends and cancels batches. Belongs to one event loop."""
+    """Starts, ends and cancels batches. Belongs to one event loop."""
 
     def __init__(self, store: BatchStore, dialects: Dialects, runner: LineRunner) -> None:
         self._store, self._dialects, self._runner = store, dialects, runner
@@ -41,9 +41,9 @@ class BatchJobs:
         self._is_resumed = False
 
     async def resume(self) -> None:
-        """Go on, once, with the batches that an earlier server left.
+        """Resume the batches that an earlier server left unfinished; only once.
 
-        Raises `Unavailable` while that one has them.
+        Raises `Unavailable` while the earlier server still uses the file.
         """
         async with self._resuming:
             if not self._is_resumed:
@@ -52,7 +52,7 @@ class BatchJobs:
                 self._is_resumed = True
 
     async def create(self, body: CreateBatch) -> BatchBody:
-        """Begin a batch. Raises `InvalidRequest`, and `ApiError` 404 for an unknown file."""
+        """Start a batch. Raises `InvalidRequest`, and `ApiError` 404 for an unknown file."""
         if body.endpoint not in self._dialects:
             known = ", ".join(self._dialects)
             raise InvalidRequest(f"endpoint must be one of {known}", param="endpoint")
@@ -68,23 +68,23 @@ class BatchJobs:
         return batch
 
     async def cancel(self, batch_id: str) -> BatchBody:
-        """Stop a batch; what is answered is kept. Raises `ApiError` 404, and 400 after its end."""
+        """Cancel a batch and keep its answers. Raises `ApiError` 404, and 400 if it has ended."""
         batch = await self._store.find(BatchBody, caller(), batch_id)
         if batch.is_ended:
             raise ApiError(400, f"batch {batch_id} is {batch.status}", param="batch_id")
         job = self._jobs.get(batch_id)
         for kept in [] if job else await self._store.under_way(batch_id):
-            job = self._begin(kept)  # its end could not be written before
+            job = self._begin(kept)  # an earlier attempt to write its end failed
         if job is not None:
             job.is_cancelled, batch = True, job.kept.batch
             if job.work is not None:
                 job.work.cancel()
-        with suppress(ApiError):  # a full disk: the end that follows has room
+        with suppress(ApiError):  # on a full disk, the end of the batch still has reserved space
             await self._store.mark(batch, "cancelling")
         return batch
 
     async def close(self) -> None:
-        """Leave batches to the next server."""
+        """Stop all batches; the next server resumes them."""
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
         for task in tasks:
             task.cancel()
@@ -100,18 +100,18 @@ class BatchJobs:
         return job
 
     async def _run(self, job: _Job) -> None:
-        """Answer a batch, and end it however that ended, unless the server ends."""
+        """Answer a batch and write its end, unless the server shuts down."""
         batch_id = job.kept.batch.id
         try:
             status, errors = await self._outcome(job)
             await self._store.end(job.kept, status, errors)
         except EngineDead:
-            logger.info("batch %s is left to the next server", batch_id)
+            logger.info("batch %s is paused: the server is shutting down", batch_id)
         except Exception:
-            logger.exception("the end of batch %s could not be written", batch_id)
+            logger.exception("could not write the end of batch %s", batch_id)
 
     async def _outcome(self, job: _Job) -> tuple[Status, list[LineError]]:
-        """Answer a batch; its last status, and why it failed. Raises `EngineDead`."""
+        """Answer a batch. Return its final status and its errors. Raises `EngineDead`."""
         errors: list[LineError] = []
         window = asyncio.timeout(job.kept.batch.expires_at - now())
         try:
@@ -121,7 +121,7 @@ class BatchJobs:
                     errors = await job.work
         except asyncio.CancelledError:
             if not job.is_cancelled:
-                raise  # the server ends
+                raise  # the server is shutting down
         except EngineDead:
             raise
         except Exception as error:
@@ -133,7 +133,7 @@ class BatchJobs:
         return ("failed", errors) if errors else ("completed", [])
 
     async def _answer(self, job: _Job) -> list[LineError]:
-        """Answer the requests that have no answer yet; what is wrong with the input."""
+        """Answer the requests that have no answer yet. Return the errors of the input."""
         batch = job.kept.batch
         check = LineCheck(batch.endpoint, self._dialects)
         async with aclosing(self._store.content(batch.input_file_id)) as content:
@@ -163,7 +163,7 @@ class BatchJobs:
                         yield line
 
     async def _put(self, job: _Job, line: OutputLine) -> None:
-        """Write an answer, with those that came while others were written."""
+        """Write an answer, together with others that arrived during the last write."""
         job.lines.append(line)
         async with job.writing:
             if lines := list(job.lines):
@@ -172,7 +172,7 @@ class BatchJobs:
 
 
 def _reason(error: Exception) -> LineError:
-    """Why a batch failed; what is not expected is logged, and shows nothing of its text."""
+    """Return why a batch failed. An unexpected error is logged, and its text is not exposed."""
     if isinstance(error, ApiError):
         return LineError(code=error.code or "server_error", message=str(error))
     logger.error("a batch failed", exc_info=error)

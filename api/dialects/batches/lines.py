@@ -1,4 +1,4 @@
-"""Answer the requests of batches, as their routes would, in the engine's spare time."""
+"""Answer the requests of batches through their routes, with spare capacity of the engine."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from ...types.request_context import CONTEXT, NOBODY, RequestContext, random_id
 from .bodies import InputLine, LineError, LineResponse, OutputLine
 
 logger = logging.getLogger(__name__)
-MAX_LINES = 50_000  # as OpenAI has it
-MAX_ERRORS = 100  # of an input that are told
-LOOK_SECONDS = 0.2  # between looks whether requests of people have ended
-ALONE_SECONDS = 5.0  # without a request of people: then batches have all of their places,
-SHARE_BESIDE_PEOPLE = 4  # else one of so many
+MAX_LINES = 50_000  # OpenAI's limit
+MAX_ERRORS = 100  # maximum number of errors reported for an input
+LOOK_SECONDS = 0.2  # interval between checks of interactive requests
+ALONE_SECONDS = 5.0  # time without interactive requests after which batches use all of their places
+SHARE_BESIDE_PEOPLE = 4  # divisor of the number of places while there are interactive requests
 Dialects = Mapping[str, Dialect[Any]]
 Put = Callable[[OutputLine], Awaitable[None]]
 NumberedLine = tuple[int, bytes]
@@ -43,7 +43,7 @@ decode_line = msgspec.json.Decoder(InputLine).decode
 
 
 def numbered_lines(file: Path) -> Iterator[NumberedLine]:
-    """The lines of a file that are not empty, with their places in it, from 1."""
+    """Yield the non-empty lines of a file with their line numbers, from 1."""
     with file.open("rb") as opened:
         for number, line in enumerate(opened, 1):
             if line.strip():
@@ -51,7 +51,10 @@ def numbered_lines(file: Path) -> Iterator[NumberedLine]:
 
 
 async def split_lines(content: AsyncIterable[bytes]) -> AsyncIterator[list[NumberedLine]]:
-    """Yield the same of a content that comes in parts, all lines that end in a part together."""
+    """Yield the non-empty lines of content that arrives in parts, with their numbers from 1.
+
+    The lines that end in the same part are yielded together.
+    """
     number, begun = 0, bytearray()
     async for part in content:
         *lines, rest = part.split(b"\n")
@@ -66,23 +69,25 @@ async def split_lines(content: AsyncIterable[bytes]) -> AsyncIterator[list[Numbe
 
 
 def write_line(descriptor: int, line: OutputLine) -> None:
-    """Append all of an answer. A disk that is nearly full takes a part, and only then fails."""
+    """Append an answer to a file. An almost full disk may accept a part before it raises
+    OSError.
+    """
     data = msgspec.json.encode(line) + b"\n"
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 class LineCheck:
-    """Finds what is wrong in an input. ``endpoint``: the path of all requests; None: any path."""
+    """Validates the lines of an input. ``endpoint``: the path of all requests; None: any path."""
 
     def __init__(self, endpoint: str | None, paths: Collection[str]) -> None:
-        self.count = 0  # requests
+        self.count = 0  # number of requests
         self.errors: list[LineError] = []
         self._endpoint, self._paths = endpoint, paths
         self._known: set[str] = set()
 
     def add(self, lines: Iterable[NumberedLine]) -> bool:
-        """Check further lines; whether more are to be checked."""
+        """Check more lines. Return whether to continue."""
         for number, line in lines:
             self.count += 1
             problem = self._problem(line)
@@ -97,7 +102,7 @@ class LineCheck:
         return True
 
     def end(self) -> None:
-        """Note an input without requests."""
+        """Report an input without requests."""
         if self.count == 0:
             message = "the input has no requests"
             self.errors.append(LineError(code="empty_file", message=message))
@@ -109,7 +114,7 @@ class LineCheck:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return LineError(code="invalid_json_line", message=str(error))
         if request.custom_id in self._known:
-            message = f"custom_id {request.custom_id} is there twice"
+            message = f"duplicate custom_id {request.custom_id}"
             return LineError(code="duplicate_custom_id", message=message, param="custom_id")
         self._known.add(request.custom_id)
         if request.url not in self._paths or self._endpoint not in (None, request.url):
@@ -120,10 +125,10 @@ class LineCheck:
 
 
 class LineRunner:
-    """Answers lines of any number of batches, at most ``num_places()`` at a time.
+    """Answers the lines of all batches, at most ``num_places()`` at a time.
 
-    Callers take turns, and so do the batches of one. While requests of people are open, or were
-    lately, there are fewer places. Requests without a priority get the lowest.
+    Callers take turns, and so do the batches of one caller. Fewer places are used while or shortly
+    after interactive requests run. Requests without a priority get the lowest.
     """
 
     def __init__(
@@ -132,15 +137,16 @@ class LineRunner:
         self._service, self._dialects = service, dialects
         self._all_places = num_places
         self._num_open = 0
-        self._ended = asyncio.Event()  # of a line
-        self._turn = asyncio.Lock()  # of the line that waits for a place
-        self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # by caller
+        self._ended = asyncio.Event()  # set when a line ends
+        self._turn = asyncio.Lock()  # held by the line that waits for a place
+        # lock per caller
+        self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def run(self, lines: AsyncIterable[bytes], put: Put, *, caller: bytes = NOBODY) -> None:
-        """Answer all on behalf of a caller. ``put`` gets each answer as it comes, in any order.
+        """Answer all lines on behalf of a caller. ``put`` receives each answer, in any order.
 
-        Raises what ``put`` raises, and `EngineDead` when the server ends: what is not put is then
-        left.
+        Raises the errors of ``put``, and `EngineDead` if the server shuts down, which leaves the
+        remaining lines unanswered.
         """
         turn = self._turns.setdefault(caller, asyncio.Lock())
         is_whole = True
@@ -167,7 +173,7 @@ class LineRunner:
             raise EngineDead(self._service.outage or SHUTTING_DOWN)
 
     async def _enter(self) -> None:
-        """Wait for a place, and take it."""
+        """Wait for a free place and take it."""
         async with self._turn:
             while self._num_open >= self._num_places:
                 self._ended.clear()
@@ -190,7 +196,7 @@ class LineRunner:
         return most if is_alone else max(1, most // SHARE_BESIDE_PEOPLE)
 
     async def _answer(self, line: bytes, caller: bytes) -> OutputLine | None:
-        """The answer to a line; None if the server ends before that is complete."""
+        """Return the answer to a line; None if the server shuts down before it is complete."""
         request = decode_line(line)
         context = RequestContext(
             {"type": "http", "method": "POST", "path": request.url, "headers": []},
@@ -198,7 +204,7 @@ class LineRunner:
             num_bytes=len(line),
             in_batch=True,
         )
-        CONTEXT.set(context)  # of this task
+        CONTEXT.set(context)  # only in this task
         status, body = await self._tried(self._dialects[request.url], bytes(request.body))
         is_cut = any("abort" in answer.finish_reasons for answer in context.answers)
         if self._service.outage is not None and (status != HTTPStatus.OK or is_cut):
@@ -209,9 +215,9 @@ class LineRunner:
         )
 
     async def _tried(self, dialect: Dialect[Any], data: bytes) -> tuple[int, Any]:
-        """Status and body of an answer, once there is room for its request.
+        """Return status and body of an answer. Retry while the engine has no room.
 
-        A request that waited for all of its time waits again, unless that was its own wish.
+        A request that timed out while waiting is retried, unless it set a deadline itself.
         """
         has_deadline = True
         while True:
@@ -240,7 +246,7 @@ class LineRunner:
 
 
 def _failed(dialect: Dialect[Any], error: Exception) -> tuple[int, Any]:
-    """Status and body of an error; an unexpected one is logged."""
+    """Return status and body of an error. An unexpected one is logged."""
     answer = to_api_error(error)
     if answer.status == 500:
         logger.error("a request of a batch failed", exc_info=error)

@@ -34,16 +34,16 @@ from .upload import reading
 
 logger = logging.getLogger(__name__)
 BINARY, FORM = "application/octet-stream", "multipart/form-data"
-KEPT = (404, 503)  # of a folder that another server may have still
-SHARE = 8  # one of so many requests that run may be of a batch
+KEPT = (404, 503)  # the file of a folder may still be in use by another server
+SHARE = 8  # default share of the running requests: 1 / SHARE
 decode_batch = decoder(CreateBatch)
 
 
 class Batches:
-    """The batches of a server: a context for as long as it serves."""
+    """The batches of a server, as a context in which they run."""
 
     def __init__(self, service: Service, dialects: Mapping[str, Dialect[Any]]) -> None:
-        """``dialects``: by the path of a batch's requests.
+        """Open the store. ``dialects``: routes of batch requests, by path.
 
         Raises `InvalidRequest` for a folder that cannot be used.
         """
@@ -59,15 +59,17 @@ class Batches:
         self.jobs, self._is_kept = BatchJobs(self.store, dialects, runner), folder is not None
 
     async def __aenter__(self) -> None:
-        """Go on with the batches of an earlier server; while that lives, the next request does."""
+        """Resume unfinished batches. If another server still uses the file, a later request
+        does.
+        """
         if self._is_kept:
             try:
                 await self.jobs.resume()
             except Unavailable as error:
-                logger.warning("batches wait: %s", error)
+                logger.warning("cannot resume batches yet: %s", error)
 
     async def __aexit__(self, *_error: object) -> None:
-        """Leave batches to the next server."""
+        """Stop the batches; the next server resumes them."""
         await self.jobs.close()
 
 
@@ -97,7 +99,7 @@ class FileRoutes(Endpoints):
 
     @get("/v1/files", FileList, query=("limit", "after", "purpose"), errors=(503,))
     async def index(self, request: Request) -> Response:
-        """Files of the caller, the newest first; those of a ``purpose`` where one is named."""
+        """Return files of the caller, newest first, optionally with a given ``purpose``."""
         purpose = request.query_params.get("purpose")
         data, has_more = await self._store.listed(
             FileBody, caller(), _page(request), purpose=purpose
@@ -107,12 +109,12 @@ class FileRoutes(Endpoints):
 
     @get("/v1/files/{id}", FileBody, errors=KEPT)
     async def retrieve(self, request: Request) -> Response:
-        """A file, without its content."""
+        """Return a file, without its content."""
         return JsonResponse(await self._store.find(FileBody, caller(), request.path_params["id"]))
 
     @get("/v1/files/{id}/content", media=BINARY, errors=KEPT)
     async def content(self, request: Request) -> Response:
-        """The content of a file."""
+        """Return the content of a file."""
         file = await self._store.find(FileBody, caller(), request.path_params["id"])
         return StreamingResponse(
             self._store.content(file.id),
@@ -129,7 +131,7 @@ class FileRoutes(Endpoints):
 
 
 class BatchRoutes(Endpoints):
-    """Begin, list, read and cancel batches."""
+    """Create, list, read and cancel batches."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -145,7 +147,7 @@ class BatchRoutes(Endpoints):
 
     @get("/v1/batches", BatchList, query=("limit", "after"), errors=(503,))
     async def index(self, request: Request) -> Response:
-        """Batches of the caller, the newest first."""
+        """Return batches of the caller, newest first."""
         page = _page(request)
         await self._jobs.resume()
         data, has_more = await self._store.listed(BatchBody, caller(), page)
@@ -154,17 +156,17 @@ class BatchRoutes(Endpoints):
 
     @get("/v1/batches/{id}", BatchBody, errors=KEPT)
     async def retrieve(self, request: Request) -> Response:
-        """A batch: its state and how many of its requests are answered."""
+        """Return a batch: its status and how many of its requests were answered."""
         await self._jobs.resume()
         return JsonResponse(await self._store.find(BatchBody, caller(), request.path_params["id"]))
 
     @post("/v1/batches/{id}/cancel", BatchBody, errors=KEPT)
     async def cancel(self, request: Request) -> Response:
-        """Stop a batch; what is answered is kept."""
+        """Cancel a batch. Its answers are kept."""
         await self._jobs.resume()
         return JsonResponse(await self._jobs.cancel(request.path_params["id"]))
 
 
 def _page(request: Request) -> Page:
-    """The part of a list that ``limit`` and ``after`` name; raises `InvalidRequest`."""
+    """Return the page given by ``limit`` and ``after``. Raises `InvalidRequest`."""
     return Page(page_limit(request), request.query_params.get("after"))

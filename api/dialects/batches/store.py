@@ -18,52 +18,52 @@ from .bodies import BatchBody, Counts, FileBody, LineError, LineErrors, OutputLi
 from .database import Database, Job
 
 PIECE_BYTES = 2**16
-READ_PIECES = 16  # at a time
-NEVER = 2**62  # seconds since 1970
+READ_PIECES = 16  # pieces per read
+NEVER = 2**62  # later than any Unix time
 T = TypeVar("T", FileBody, BatchBody)
 
 
 class Page(NamedTuple):
-    """A part of a list: at most ``limit`` entries behind the one with the id ``after``."""
+    """A page of a list: at most ``limit`` entries after the entry with the id ``after``."""
 
     limit: int
     after: str | None = None
 
 
 class Outputs(NamedTuple):
-    """Ids of the files that a batch's answers are written to."""
+    """Ids of the files to which a batch's answers are written."""
 
     good: str
     bad: str
 
 
 class KeptBatch(NamedTuple):
-    """A batch that is under way."""
+    """A stored batch that has not ended."""
 
     owner: bytes
     batch: BatchBody
-    output_seconds: int | None = None  # that its files are wanted for
+    output_seconds: int | None = None  # requested lifetime of its output files
 
     @property
     def outputs(self) -> Outputs:
-        """Ids of its files, which callers see once it has ended."""
+        """Ids of its output files. Callers see them after the batch has ended."""
         name = self.batch.id.removeprefix("batch_")
         return Outputs(f"file-{name}-output", f"file-{name}-error")
 
 
 class BatchStore:
-    """Keeps what callers upload and what batches answer, within the limits of the server."""
+    """Stores uploads and batch outputs, within the limits of the server."""
 
     def __init__(self, database: Database, limits: Limits) -> None:
         self._database, self._limits = database, limits
-        self._num_arriving = 0  # bytes of uploads
+        self._num_arriving = 0  # bytes of uploads in progress
         self.run, self.close = database.run, database.close
 
     # -- files ----------------------------------------------------------------------------------
 
     @contextmanager
     def arriving(self) -> Iterator[_Arrival]:
-        """Yield the count of a file's bytes while it arrives: they have no room for others."""
+        """Yield a counter for an upload in progress. Its bytes count against the limit."""
         arrival = _Arrival(self)
         try:
             yield arrival
@@ -71,7 +71,7 @@ class BatchStore:
             self._num_arriving -= arrival.num_bytes
 
     async def check_room(self) -> int:
-        """Return the bytes that more files may have. Raises `ApiError` 413 without any room."""
+        """Return the remaining bytes for files. Raises `ApiError` 413 for too many files."""
         return await self.run(self._room)
 
     def _room(self, connection: Connection) -> int:
@@ -79,11 +79,11 @@ class BatchStore:
         count, num_bytes = _one(connection, "SELECT count(*), ifnull(sum(bytes), 0) FROM files")
         if count >= self._limits.max_files:
             most = self._limits.named("max_files")
-            raise _too_many(f"there are {most} files: delete some")
+            raise _too_many(f"the maximum of {most} files is reached: delete some")
         return self._limits.max_files_bytes - num_bytes
 
     async def add_file(self, file: FileBody, owner: bytes, content: IO[bytes]) -> FileBody:
-        """Keep a file. Raises `ApiError`: 413 where there is no room, 507 on a full disk."""
+        """Store a file. Raises `ApiError` 413 if the limit is exceeded, 507 if the disk is full."""
 
         def add(connection: Connection) -> None:
             if file.bytes > self._room(connection):
@@ -97,17 +97,17 @@ class BatchStore:
         return file
 
     def too_large(self) -> ApiError:
-        """413: all files together would be too large."""
+        """Return a 413 error: the total size of all files would exceed the limit."""
         most = self._limits.named("max_files_bytes")
-        return _too_many(f"the files would exceed {most} bytes: delete some")
+        return _too_many(f"the files would exceed {most} bytes in total: delete some")
 
     def expiry(self, since: int, seconds: int | None) -> int:
-        """Return when a file goes that its owner wants for so long: it has no more than others."""
+        """Return when a file expires: after ``seconds``, but not later than the server's limit."""
         most = self._limits.file_seconds
         return since + int(most if seconds is None else min(seconds, most))
 
     async def delete_file(self, owner: bytes, file_id: str) -> None:
-        """Raise `ApiError` 404 where it is not, 400 while a batch reads it."""
+        """Delete a file. Raises `ApiError` 404 if it is missing, 400 while a batch reads it."""
 
         def delete(connection: Connection) -> None:
             self._find(connection, FileBody, owner, file_id)
@@ -151,7 +151,7 @@ class BatchStore:
         return msgspec.json.decode(row[0], type=kind)
 
     def _is_kept(self, kind: type[FileBody] | type[BatchBody]) -> tuple[str, float]:
-        """A condition for what has not expired, and its parameter."""
+        """Return an SQL condition for entries that have not expired, and its parameter."""
         if kind is FileBody:
             return "expires_at > ?", now()
         return f"ifnull(ended_at, {NEVER}) > ?", now() - self._limits.file_seconds
@@ -159,7 +159,7 @@ class BatchStore:
     async def listed(
         self, kind: type[T], owner: bytes, page: Page, *, purpose: str | None = None
     ) -> tuple[list[T], bool]:
-        """Return those of an owner, the newest first, and whether there are more."""
+        """Return a page of an owner's entries, newest first, and whether there are more."""
         table = _table(kind)
 
         def read(connection: Connection) -> tuple[list[T], bool]:
@@ -170,7 +170,7 @@ class BatchStore:
                     f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (page.after, owner)
                 ).fetchone()
                 if row is None:
-                    raise InvalidRequest(f"after: there is no {page.after}", param="after")
+                    raise InvalidRequest(f"after: unknown id {page.after}", param="after")
                 given["number < ?"] = row[0]
             if purpose is not None:
                 given["purpose = ?"] = purpose
@@ -187,7 +187,7 @@ class BatchStore:
     # -- batches --------------------------------------------------------------------------------
 
     async def add_batch(self, kept: KeptBatch) -> None:
-        """Keep a new batch. Raises `ApiError`: 404 for an unknown file, 429 where all run."""
+        """Store a new batch. Raises `ApiError` 404 for an unknown file, 429 if too many run."""
         batch = kept.batch
 
         def add(connection: Connection) -> None:
@@ -210,14 +210,14 @@ class BatchStore:
         await self.run(add)
 
     def _drop_batch(self, connection: Connection) -> None:
-        """Drop the oldest batch that has ended, of the owner with the most."""
+        """Delete the oldest ended batch of the owner with the most ended batches."""
         owner = connection.execute(
             "SELECT owner FROM batches WHERE ended_at IS NOT NULL GROUP BY owner"
             " ORDER BY count(*) DESC LIMIT 1"
         ).fetchone()
         if owner is None:
             most = self._limits.named("max_batches")
-            message = f"{most} batches are under way"
+            message = f"the maximum of {most} running batches is reached"
             headers = {"retry-after": "60"}
             raise ApiError(429, message, kind="rate_limit_error", headers=headers)
         connection.execute(
@@ -227,7 +227,7 @@ class BatchStore:
         )
 
     async def under_way(self, batch_id: str | None = None) -> list[KeptBatch]:
-        """Return the batches that have not ended, the oldest first, or the one with this id."""
+        """Return the batches that have not ended, oldest first, or the one with this id."""
 
         def read(connection: Connection) -> list[KeptBatch]:
             rows = connection.execute(
@@ -241,13 +241,13 @@ class BatchStore:
         return await self.run(read)
 
     async def mark(self, batch: BatchBody, status: Status) -> None:
-        """Note the status of a batch that is under way."""
+        """Store the status of a running batch."""
         _set_status(batch, status, now())
         data = msgspec.json.encode(batch)
         await self.run(lambda connection: _save(connection, batch.id, data))
 
     async def answered(self, kept: KeptBatch) -> set[str]:
-        """Return the requests that are answered, and count them."""
+        """Return the ids of the answered requests, and update the batch's counts."""
 
         def read(connection: Connection) -> set[str]:
             kept.batch.request_counts = _counted(connection, kept)
@@ -259,7 +259,7 @@ class BatchStore:
         return await self.run(read)
 
     async def append(self, kept: KeptBatch, lines: Sequence[OutputLine]) -> None:
-        """Write answers, each to the output file, or to the error file if its status is not 200."""
+        """Store answers, in the output file, or in the error file if the status is not 200."""
         batch, counts = kept.batch, kept.batch.request_counts
         num_good = sum(line.is_answered for line in lines)
         counts = replace(
@@ -288,7 +288,7 @@ class BatchStore:
         batch.request_counts = counts
 
     async def end(self, kept: KeptBatch, status: Status, errors: Sequence[LineError] = ()) -> None:
-        """End a batch: its answers become files."""
+        """End a batch and publish its answers as files."""
         ended_at = now()
         batch = replace(kept.batch, errors=LineErrors(data=[*errors]) if errors else None)
         _set_status(batch, status, ended_at)
@@ -315,14 +315,16 @@ class BatchStore:
 
 
 class _Arrival:
-    """Bytes of a file that arrives."""
+    """Counts the bytes of an upload in progress."""
 
     def __init__(self, store: BatchStore) -> None:
         self.num_bytes = 0
         self._store = store
 
     def count(self, num_bytes: int, room: int) -> None:
-        """Count further bytes. Raises `ApiError` 413 beyond the room for all files that arrive."""
+        """Count received bytes. Raises `ApiError` 413 if all uploads in progress exceed
+        ``room``.
+        """
         self.num_bytes += num_bytes
         self._store._num_arriving += num_bytes
         if self._store._num_arriving > room:
@@ -330,12 +332,15 @@ class _Arrival:
 
 
 def now() -> int:
-    """Seconds since 1970."""
+    """Return the Unix time in seconds."""
     return int(time.time())
 
 
 def _reading(file_id: str, number: int) -> Job[tuple[bytes, int]]:
-    """A job that returns some of a file's pieces behind this one, and the number of the last."""
+    """Return a job that reads the pieces of a file after piece ``number``.
+
+    The job returns their data and the number of the last one.
+    """
 
     def read(connection: Connection) -> tuple[bytes, int]:
         rows = connection.execute(
@@ -370,7 +375,7 @@ def _set_status(batch: BatchBody, status: Status, time: int) -> None:
 
 
 def _save(connection: Connection, batch_id: str, body: bytes, ended_at: int | None = None) -> None:
-    """Write a batch, unless it has ended."""
+    """Store a batch, unless it has ended."""
     connection.execute(
         "UPDATE batches SET body = ?, ended_at = ? WHERE id = ? AND ended_at IS NULL",
         (body, ended_at, batch_id),
@@ -378,7 +383,7 @@ def _save(connection: Connection, batch_id: str, body: bytes, ended_at: int | No
 
 
 def _counted(connection: Connection, kept: KeptBatch) -> Counts:
-    """The counts of a batch by what is written of it."""
+    """Return the counts of a batch, from its stored answers."""
     good, bad = (
         _one(connection, "SELECT count(*) FROM pieces WHERE file_id = ?", file_id)[0]
         for file_id in kept.outputs
@@ -387,7 +392,7 @@ def _counted(connection: Connection, kept: KeptBatch) -> Counts:
 
 
 def _sweep(connection: Connection, file_seconds: float) -> None:
-    """Delete what has expired. O(log n) where nothing has."""
+    """Delete expired files and batches. O(log n) if nothing has expired."""
     read = "SELECT input_file_id FROM batches WHERE ended_at IS NULL"
     expired = f"SELECT id FROM files WHERE expires_at <= ? AND id NOT IN ({read})"
     time = now()

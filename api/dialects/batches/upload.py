@@ -1,4 +1,4 @@
-"""Read an uploaded file out of a form, through a temporary file on the disk."""
+"""Read an uploaded file from a form, through a temporary file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import IO, NamedTuple
 
 import msgspec
-import python_multipart  # noqa: F401 - starlette misses it at the first upload, not before
+import python_multipart  # noqa: F401 - starlette would report it missing only at the first upload
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -22,14 +22,14 @@ from .database import DiskFull
 from .store import BatchStore
 
 MAX_FIELDS = 16
-MAX_FIELD_BYTES = 2**12  # of a field that is no file
-MEMORY_BYTES = 2**16  # of a file; what is larger goes to the disk
+MAX_FIELD_BYTES = 2**12  # per field that is not a file
+MEMORY_BYTES = 2**16  # larger files are spooled to disk
 FULL = (errno.ENOSPC, errno.EDQUOT)
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 
 class Upload(NamedTuple):
-    """A file, and what its form says of it."""
+    """An uploaded file and the other fields of its form."""
 
     content: IO[bytes]
     num_bytes: int
@@ -39,7 +39,7 @@ class Upload(NamedTuple):
 
 
 class _Form(MultiPartParser):
-    """A parser that knows whether the form was whole."""
+    """A form parser that detects truncated forms."""
 
     spool_max_size = MEMORY_BYTES
     is_whole = False
@@ -50,10 +50,10 @@ class _Form(MultiPartParser):
 
 @asynccontextmanager
 async def reading(request: Request, limits: Limits, store: BatchStore) -> AsyncIterator[Upload]:
-    """Yield the file of a form, which is gone behind the block.
+    """Yield the file of a form. It is deleted at the end of the block.
 
-    Raises `ClientGone`, `InvalidRequest` for another body, and `ApiError`: 413 for one that is too
-    large or has no room, 415 for a compressed one, 507 where the disk for temporary files is full.
+    Raises `ClientGone`, `InvalidRequest` for other content, and `ApiError`: 413 for a file that is
+    too large, 415 for a compressed body, 507 if the disk for temporary files is full.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
@@ -69,7 +69,7 @@ async def reading(request: Request, limits: Limits, store: BatchStore) -> AsyncI
                     arrival.count(len(part), room)
                     yield part
             if not parser.is_whole:
-                raise MultiPartException("it ends without its last boundary")
+                raise MultiPartException("the final boundary is missing")
 
         parser = _Form(
             request.headers,
@@ -89,7 +89,7 @@ async def _parsed(parser: _Form) -> FormData:
     try:
         return await parser.parse()
     except MultiPartException as error:
-        raise InvalidRequest(f"the form is broken: {error.message}", param="file") from None
+        raise InvalidRequest(f"the form is invalid: {error.message}", param="file") from None
     except OSError as error:
         if error.errno in FULL:
             raise DiskFull from error
@@ -97,7 +97,7 @@ async def _parsed(parser: _Form) -> FormData:
 
 
 def _upload_in(form: FormData) -> Upload:
-    """Raise `InvalidRequest` that names the field which is missing or wrong."""
+    """Return the upload of a form. Raises `InvalidRequest`, which names the wrong field."""
     file, purpose = form.get("file"), form.get("purpose")
     if purpose != "batch":
         raise InvalidRequest("purpose must be batch", param="purpose")
@@ -115,7 +115,7 @@ def _upload_in(form: FormData) -> Upload:
 
 
 def _expiry_in(form: FormData) -> ExpiresAfter | None:
-    """Read it as OpenAI's clients write it, a field for each of its own, or as one JSON object."""
+    """Return ``expires_after``, given as separate form fields or as one JSON object."""
     given = {"anchor": form.get(ANCHOR), "seconds": form.get(SECONDS)}
     whole = form.get("expires_after")
     try:

@@ -40,7 +40,7 @@ class AnsweredPart(Struct, kw_only=True, rename="camel"):
 
 
 class AnsweredContent(Struct, kw_only=True, rename="camel"):
-    """The content of a candidate, or what an event adds to it."""
+    """The content of a candidate, or an event's addition to it."""
 
     parts: list[AnsweredPart] = []
     role: str = "model"
@@ -55,7 +55,7 @@ class ChosenToken(Struct, kw_only=True, rename="camel"):
 
 
 class TopTokens(Struct, kw_only=True, rename="camel"):
-    """The most likely tokens at one place."""
+    """The most likely tokens at one position."""
 
     candidates: list[ChosenToken]
 
@@ -84,7 +84,7 @@ class ModalityTokens(Struct, kw_only=True, rename="camel"):
 
 
 class UsageMetadata(Struct, kw_only=True, rename="camel"):
-    """Tokens of an answer; ``speculation`` is an extension."""
+    """Token counts of an answer. ``speculation`` is an extension."""
 
     prompt_token_count: int
     candidates_token_count: int
@@ -134,7 +134,7 @@ class FieldViolation(Struct, kw_only=True, rename="camel"):
 
 
 class ErrorDetail(Struct, kw_only=True, rename={"kind": "@type", "violations": "fieldViolations"}):
-    """Faults of a body."""
+    """Invalid fields of a body."""
 
     kind: str = BAD_REQUEST
     violations: list[FieldViolation]
@@ -156,7 +156,7 @@ class GeminiError(Struct, kw_only=True):
 
 
 def error_body(error: ApiError, _request_id: str | None) -> GeminiError:
-    """Google's error object: the status follows from that of HTTP."""
+    """Return Google's error object. Its status follows from the HTTP status."""
     status = STATUSES.get(error.status, "INTERNAL" if error.status >= 500 else "INVALID_ARGUMENT")
     parts = GeminiErrorParts(code=error.status, message=str(error), status=status)
     if error.param is not None:
@@ -166,7 +166,7 @@ def error_body(error: ApiError, _request_id: str | None) -> GeminiError:
 
 
 def error_event(error: ApiError, request_id: str | None) -> bytes:
-    """An error inside a stream."""
+    """Return the event for an error inside a stream."""
     return event(error_body(error, request_id))
 
 

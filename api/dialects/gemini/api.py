@@ -11,7 +11,7 @@ GEMINI = Api(
     dialects=(GenerateContent, StreamGenerateContent, CountTokens),
     endpoints=(GeminiModelRoutes,),
     header=KEY,
-    moved=("/v1/models", "/v1beta/models"),  # newer clients name the version v1
+    moved=("/v1/models", "/v1beta/models"),  # newer clients use version v1
     key_headers=(KEY,),
     key_parameter="key",
 )

@@ -1,6 +1,6 @@
-"""Bodies of Gemini's routes: decoding is validation. Unknown fields are ignored.
+"""Bodies of Gemini's routes. Decoding validates them; unknown fields are ignored.
 
-Names are those of Google's JSON, in camel case; as there, names in snake case are read, too.
+Names are Google's JSON names in camel case. As in Google's API, snake case is accepted too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FileData(GeminiStruct, kw_only=True):
 
 
 class CalledFunction(GeminiStruct, kw_only=True):
-    """A call of the model; its arguments are what a model wrote."""
+    """A call by the model. Its arguments may be any JSON value."""
 
     name: str
     id: str | None = None
@@ -68,7 +68,7 @@ class FunctionResponse(GeminiStruct, kw_only=True):
 
 
 class Part(GeminiStruct, kw_only=True):
-    """A part of a content. A part of another kind has none of these fields."""
+    """A part of a content. Parts of unknown kinds have no field set."""
 
     text: str | None = None
     thought: bool | None = None
@@ -86,7 +86,7 @@ class Content(GeminiStruct, kw_only=True):
 
 
 class FunctionDeclaration(GeminiStruct, kw_only=True):
-    """A function that the model may call; ``parameters`` has types in upper case."""
+    """A function that the model may call. ``parameters`` has type names in upper case."""
 
     name: str
     description: str | None = None
@@ -95,7 +95,7 @@ class FunctionDeclaration(GeminiStruct, kw_only=True):
 
 
 class ToolGroup(GeminiStruct, kw_only=True):
-    """Functions; tools that Google runs, such as a search, are left out."""
+    """Functions. Tools that Google executes, such as search, are left out."""
 
     function_declarations: list[FunctionDeclaration] | None = None
 
@@ -114,7 +114,9 @@ class ToolConfig(GeminiStruct, kw_only=True):
 
 
 class ThinkingConfig(GeminiStruct, kw_only=True):
-    """``thinking_budget``: 0 for no thoughts; other numbers only turn them on."""
+    """``thinking_config``. ``thinking_budget``: 0 disables reasoning, any other value enables
+    it.
+    """
 
     include_thoughts: bool | None = None
     thinking_budget: int | None = None
@@ -122,7 +124,7 @@ class ThinkingConfig(GeminiStruct, kw_only=True):
 
 
 class GenerationConfig(GeminiStruct, kw_only=True):
-    """Sampling, and the form of the answer."""
+    """Sampling parameters and the form of the answer."""
 
     temperature: Temperature | None = None
     top_p: Probability | None = None
@@ -139,7 +141,7 @@ class GenerationConfig(GeminiStruct, kw_only=True):
     response_schema: Schema | None = None
     response_json_schema: Schema | None = None
     thinking_config: ThinkingConfig | None = None
-    # known and refused
+    # recognised but not supported
     response_modalities: Annotated[Any, Refused([], ["TEXT"])] = None
     speech_config: Empty = None
     image_config: Empty = None
@@ -153,12 +155,12 @@ class GenerateBody(GeminiStruct, kw_only=True):
     tools: list[ToolGroup] | None = None
     tool_config: ToolConfig | None = None
     generation_config: GenerationConfig | None = None
-    cached_content: Empty = None  # a resource of Google's; prefixes are cached without one
+    cached_content: Empty = None  # a resource of Google's API; prefixes are cached without one
     # extensions
     cache_salt: Salt | None = None
     speculation: Speculation | None = None
     deadline_ms: Milliseconds | None = None
-    # what the path says
+    # set from the path
     model: str | None = None
     stream: bool | None = None
 
@@ -174,21 +176,21 @@ class CountTokensBody(GeminiStruct, kw_only=True):
 
 
 def gemini_decoder(body_type: type[T]) -> Callable[[bytes], T]:
-    """Return a function from bytes to the struct, which raises as that of `decoder`."""
+    """Return a function that decodes a body. It raises the errors of `decoder`'s function."""
     decode, kind = decoder(body_type), inspect.type_info(body_type)
 
     def read(data: bytes) -> T:
         try:
             plain = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
-            return decode(data)  # for its error
+            return decode(data)  # raises the proper error
         return decode(msgspec.json.encode(_camel(plain, kind)))
 
     return read
 
 
 def _camel(value: Any, kind: inspect.Type) -> Any:  # noqa: ANN401 - JSON
-    """Return the value with the names of its type's fields in camel case."""
+    """Return the value with field names converted to camel case according to its type."""
     match kind:
         case inspect.Metadata():
             return _camel(value, kind.type)
@@ -204,7 +206,7 @@ def _camel(value: Any, kind: inspect.Type) -> Any:  # noqa: ANN401 - JSON
                 for name, each in renamed.items()
             }
         case inspect.ListType(item_type=item):
-            # A single content or part may stand for a list of one.
+            # Clients may send a single content or part in place of a list.
             listed = [value] if isinstance(value, dict) else value
             return [_camel(each, item) for each in listed] if isinstance(listed, list) else value
     return value

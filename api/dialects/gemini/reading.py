@@ -1,4 +1,4 @@
-"""Convert Gemini's bodies to the chats that `ChatClient` takes."""
+"""Convert Gemini's bodies to `ChatInput`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Plain = dict[str, Any]
 SAME_NAME = (
     "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-RESULT = ("result", "output")  # the only field of many results
+RESULT = ("result", "output")  # key of results that have a single field
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high"}
 JSON, ENUM, TEXT = "application/json", "text/x.enum", "text/plain"
 COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
 def read_chat(body: GenerateBody) -> ChatInput:
-    """The chat request of a body; raises `InvalidRequest`."""
+    """Return the chat request of a body. Raises `InvalidRequest`."""
     config = body.generation_config or GenerationConfig()
     tools = read_tools(body.tools or ())
     messages, images, paths = plain_messages(body)
@@ -59,7 +59,7 @@ def read_chat(body: GenerateBody) -> ChatInput:
 
 
 def read_params(body: GenerateBody, config: GenerationConfig) -> SamplingParams:
-    """Sampling parameters; raises `InvalidRequest`."""
+    """Return the sampling parameters of a body. Raises `InvalidRequest`."""
     given: dict[str, Any] = {name: getattr(config, name) for name in SAME_NAME}
     given |= {"cache_salt": body.cache_salt, "speculation": body.speculation}
     given |= {"n": config.candidate_count, "max_tokens": config.max_output_tokens}
@@ -74,7 +74,7 @@ def read_params(body: GenerateBody, config: GenerationConfig) -> SamplingParams:
 
 
 def answer_form(config: GenerationConfig) -> Mapping[str, Any]:
-    """The fields of `SamplingParams` for the form of an answer; raises `InvalidRequest`."""
+    """Return the `SamplingParams` fields for the form of the answer. Raises `InvalidRequest`."""
     kind, schema = config.response_mime_type or "", config.response_json_schema
     if schema is None and config.response_schema is not None:
         schema = json_schema(config.response_schema)
@@ -93,7 +93,7 @@ def answer_form(config: GenerationConfig) -> Mapping[str, Any]:
 
 
 def template_options(config: ThinkingConfig | None) -> Mapping[str, object]:
-    """Options of the chat template: whether to think, and how hard."""
+    """Return the template options for reasoning: whether to reason, and the effort."""
     options: dict[str, object] = {}
     if config is not None and config.thinking_budget is not None:
         options["enable_thinking"] = config.thinking_budget != 0
@@ -106,9 +106,9 @@ def template_options(config: ThinkingConfig | None) -> Mapping[str, object]:
 
 
 def read_tools(specs: Sequence[ToolGroup]) -> list[Tool]:
-    """The functions among the tools of a body; tools that Google runs are left out."""
+    """Return the functions among the tools of a body. Tools that Google executes are left out."""
     if any(spec.function_declarations is None for spec in specs):
-        tell_left_out("tools that are no functions")
+        tell_left_out("tools other than functions")
     return [
         Tool(name=each.name, description=each.description, parameters=_parameters(each))
         for spec in specs
@@ -123,7 +123,7 @@ def _parameters(function: FunctionDeclaration) -> Schema | None:
 
 
 def read_choice(body: GenerateBody, tools: Sequence[Tool]) -> ToolChoice:
-    """Read which functions may or must be called; raises `InvalidRequest`."""
+    """Return the functions that may or must be called. Raises `InvalidRequest`."""
     config = body.tool_config and body.tool_config.function_calling_config
     config = config or FunctionCallingConfig()
     field = "toolConfig.functionCallingConfig"
@@ -147,9 +147,10 @@ def read_choice(body: GenerateBody, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def json_schema(schema: Schema) -> Schema:
-    """A JSON schema of one in Google's form.
+    """Return the JSON schema for a schema in Google's form.
 
-    That has types in upper case, ``nullable``, counts as texts, and an order of its properties.
+    Google's form has type names in upper case, ``nullable``, numbers as strings, and
+    ``propertyOrdering``.
     """
     made = {
         key: value for key, value in schema.items() if key not in ("nullable", "propertyOrdering")
@@ -189,9 +190,9 @@ def json_schema(schema: Schema) -> Schema:
 
 
 def plain_messages(body: GenerateBody) -> tuple[list[Plain], list[ImageSource], list[str]]:
-    """Messages for the chat template, their images, and their places in the body.
+    """Return messages for the chat template, their images, and the messages' paths in the body.
 
-    Raises `InvalidRequest` naming a part that cannot be served.
+    Raises `InvalidRequest`, which names a part that is not supported.
     """
     plains: list[Plain] = []
     images: list[ImageSource] = []
@@ -210,14 +211,14 @@ def plain_messages(body: GenerateBody) -> tuple[list[Plain], list[ImageSource], 
 
 
 class _Calls:
-    """Ids of calls, which some templates need: a client may leave them out."""
+    """Assigns ids to calls. Some templates require ids, but clients may leave them out."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[str, str]] = deque()  # names and ids without a result
+        self._waiting: deque[tuple[str, str]] = deque()  # name and id of calls without a result
         self._number = 0
 
     def begin(self, name: str, call_id: str | None) -> str:
-        """Return the id of a call."""
+        """Return the id of a call, generated if it has none."""
         if call_id is None:
             call_id = f"call_{self._number:08}"
             self._number += 1
@@ -225,7 +226,7 @@ class _Calls:
         return call_id
 
     def end(self, result: FunctionResponse) -> Plain:
-        """Return name and id of the call that a result belongs to."""
+        """Return name and id of the call that a result answers."""
         for name, call_id in self._waiting:
             if call_id == result.id or (result.id is None and result.name in (None, name)):
                 self._waiting.remove((name, call_id))
@@ -236,7 +237,7 @@ class _Calls:
 def _messages(
     content: Content, path: str, calls: _Calls
 ) -> list[tuple[Plain, Sequence[ImageSource]]]:
-    """The messages of a content: results of functions come first, each one by itself."""
+    """Return the messages of a content: first the results of functions, each as its own message."""
     role = (content.role or "user").lower()
     if role not in ("user", "model", "function", "system"):
         raise InvalidRequest(f"{path}.role must be user or model", param=f"{path}.role")
@@ -273,7 +274,7 @@ def _messages(
 
 
 def _shown(part: Part, path: str, *, is_users: bool) -> list[str | ImageSource]:
-    """Read what a part shows; raises `InvalidRequest` for an unreadable file of the user."""
+    """Return the content of a part. Raises `InvalidRequest` for an unreadable file of the user."""
     if part.text is not None:
         return [part.text]
     if part.inline_data is not None:
@@ -292,18 +293,18 @@ def _shown(part: Part, path: str, *, is_users: bool) -> list[str | ImageSource]:
             message = f"{where}: files are not fetched; send inlineData"
             raise InvalidRequest(message, param=where)
         return [unread_file(None)]
-    tell_left_out("parts of contents that are no text, image or function")
+    tell_left_out("parts of contents other than text, images and functions")
     return []
 
 
 def _standard(data: str) -> str:
-    """Return base64 with the alphabet of data URLs; Google's clients send that of file names."""
+    """Return base64 in the standard alphabet; Google's clients use the URL-safe one."""
     data = data.translate({ord("-"): "+", ord("_"): "/"})
     return data + "=" * (-len(data) % 4)
 
 
 def _result_text(response: object) -> str:
-    """The result of a function as a text: that of its only field, else JSON."""
+    """Return the result of a function as text: the string of its only field, else JSON."""
     if isinstance(response, dict) and len(response) == 1:
         [(name, value)] = response.items()
         if name in RESULT and isinstance(value, str):

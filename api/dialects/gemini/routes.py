@@ -36,17 +36,17 @@ NAMES = {
 
 
 class GeminiDialect(Dialect[B]):
-    """Decoding, names of fields and the form of errors, shared by the routes."""
+    """Decoding, field names and the form of errors, shared by the routes."""
 
     names = NAMES
     error_form = ERRORS
 
     @cached_property
-    def _decode(self) -> Any:  # noqa: ANN401 - as that of every dialect
+    def _decode(self) -> Any:  # noqa: ANN401 - same as in the base class
         return gemini_decoder(self.body)
 
     def read_request(self, request: Request, data: bytes) -> B:
-        """A body with the model of the path; raises `ApiError` 400."""
+        """Return a body with the model of the path. Raises `ApiError` 400."""
         body = self.decode(data)
         body.model = request.path_params["model"]
         return body
@@ -79,7 +79,7 @@ class GenerateContent(GeminiDialect[GenerateBody]):
         check_limits(self.service.settings.limits, body)
 
     async def open(self, body: GenerateBody) -> Reply:
-        """Render and submit."""
+        """Render the conversation and submit it."""
         chat = await self.service.apart(partial(read_chat, body))
         self.service.check_room(1, chat.params.n)
         name = f"gemini-{random_id()}"
@@ -98,9 +98,11 @@ class StreamGenerateContent(GenerateContent):
     query = ("alt!",)
 
     def read_request(self, request: Request, data: bytes) -> GenerateBody:
-        """A body that is streamed; raises `ApiError` 400 for another form of stream."""
+        """Return a body with streaming enabled. Raises `InvalidRequest` unless ``alt`` is sse."""
         if request.query_params.get("alt") != "sse":
-            raise InvalidRequest("alt must be sse: a stream has server-sent events", param="alt")
+            raise InvalidRequest(
+                "alt must be sse: streams are only available as server-sent events", param="alt"
+            )
         body = super().read_request(request, data)
         body.stream = True
         return body
@@ -115,7 +117,7 @@ class CountTokens(GeminiDialect[CountTokensBody]):
     statuses = READS
 
     def check(self, body: CountTokensBody) -> None:
-        """Check the model only: sampling parameters do not matter for a count."""
+        """Check the model only, since sampling parameters do not affect the count."""
         self.service.check_model(body.model)
 
     async def open(self, body: CountTokensBody) -> Reply:
@@ -131,18 +133,18 @@ class CountTokens(GeminiDialect[CountTokensBody]):
 
 
 class GeminiModelRoutes(Endpoints):
-    """The served model, by each of its names."""
+    """Lists and describes the served model and its adapters."""
 
     @get(MODELS, GeminiModels)
     async def index(self, _request: Request) -> Response:
-        """The model, once by each of its names, and its adapters."""
+        """Return the model under each of its names, and its adapters."""
         adapters = [each.name for each in self.service.llm.adapters.served]
         names = dict.fromkeys([*self.service.names, *adapters])
         return JsonResponse(GeminiModels(models=[self._model(name) for name in names]))
 
     @get(MODELS + "/{name:path}", GeminiModel, errors=(404,))
     async def retrieve(self, request: Request) -> Response:
-        """The model or an adapter, by any name that requests may use."""
+        """Return the model or an adapter by any of its names. Raises `ApiError` 404."""
         name = request.path_params["name"]
         self.service.check_model(name)
         return JsonResponse(self._model(name))

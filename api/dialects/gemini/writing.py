@@ -1,4 +1,4 @@
-"""Encode answers as Gemini has them, whole and as server-sent events."""
+"""Encode answers in Gemini's form, whole and as server-sent events."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from .answers import (
     UsageMetadata,
 )
 
-REASONS = {"length": "MAX_TOKENS", "abort": "MAX_TOKENS"}  # others are STOP
-LOWEST = -1e9  # for a log-probability that is not finite: JSON has no infinity
+REASONS = {"length": "MAX_TOKENS", "abort": "MAX_TOKENS"}  # all other reasons become STOP
+LOWEST = -1e9  # replaces infinite log-probabilities, which JSON does not support
 
 
 class GeminiReply(AnswerReply[ChatAnswer]):
@@ -39,31 +39,31 @@ class GeminiReply(AnswerReply[ChatAnswer]):
     _writer: CandidateWriter
 
     async def whole(self) -> object:
-        """All candidates in one body."""
+        """Return all candidates in one body."""
         return self._writer.body(self._answer, await self._answer.collect())
 
 
 class CandidateWriter(AnswerWriter[ChatAnswer]):
-    """Encodes one answer; ``shows_thoughts``: whether it has parts that are thoughts."""
+    """Encodes one answer. ``shows_thoughts``: whether to include the reasoning."""
 
     def __init__(self, service: Service, answer_id: str, *, shows_thoughts: bool) -> None:
         self._service, self._id = service, answer_id
         self._shows_thoughts = shows_thoughts
-        self._segments: defaultdict[int, Segments] = defaultdict(Segments)  # by choice
+        self._segments: defaultdict[int, Segments] = defaultdict(Segments)  # segments by choice
         self._usage_so_far: Callable[[], Usage] = Usage
 
     def body(self, answer: ChatAnswer, choices: Sequence[Choice]) -> GenerateAnswer:
-        """All candidates in one body."""
+        """Return all candidates in one body."""
         candidates = [self._candidate(each) for each in choices]
         return self._body(candidates, self._usage(answer.usage))
 
     def begin(self, answer: ChatAnswer) -> Iterable[bytes]:
-        """Remember where the usage is, for the last event; write nothing."""
+        """Remember where to read the usage for the last event. Returns no events."""
         self._usage_so_far = lambda: answer.usage
         return ()
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """An event for each step that adds something; the last of a candidate has a reason."""
+        """Yield an event for each step that adds something, and for the end of a candidate."""
         candidate = self._step(delta)
         is_last = delta.finish_reason is not None
         if candidate.content.parts or is_last:

@@ -1,4 +1,4 @@
-"""Answers of Ollama's routes. Durations are nanoseconds."""
+"""Answers of Ollama's routes. Durations are in nanoseconds."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class AnsweredFunction(Struct, kw_only=True):
 
 
 class AnsweredCall(Struct, kw_only=True):
-    """A call of the model."""
+    """A call by the model."""
 
     function: AnsweredFunction
 
 
 class AnswerMessage(Struct, kw_only=True):
-    """The message of an answer, or what a step adds to it."""
+    """The message of an answer, or the addition of a step to it."""
 
     role: str = "assistant"
     content: str = ""
@@ -36,7 +36,7 @@ class AnswerMessage(Struct, kw_only=True):
 
 
 class AnswerPart(Struct, kw_only=True):
-    """A line of a stream, or a whole answer; the counts are in the last line."""
+    """A line of a stream, or a whole answer. Only the last line has counts and durations."""
 
     model: str
     created_at: str
@@ -64,7 +64,7 @@ class GeneratePart(AnswerPart, kw_only=True):
 
 
 class Details(Struct, kw_only=True):
-    """Format, family and size of a model, for people."""
+    """Format, family and size of a model, for display."""
 
     parent_model: str = ""
     format: str
@@ -75,7 +75,7 @@ class Details(Struct, kw_only=True):
 
 
 class Tag(Struct, kw_only=True):
-    """A model of /api/tags; ``expires_at`` and ``size_vram`` in /api/ps."""
+    """A model in /api/tags. ``expires_at`` and ``size_vram`` are set in /api/ps."""
 
     name: str
     model: str
@@ -122,7 +122,7 @@ class EmbeddedOne(Struct, kw_only=True):
 
 
 class OllamaVersion(Struct, kw_only=True):
-    """``version``: Ollama's, whose API the routes have; ``foretoken``: this server's."""
+    """``version``: the version of Ollama whose API is implemented; ``foretoken``: our version."""
 
     version: str
     foretoken: str
@@ -135,12 +135,12 @@ class OllamaError(Struct, kw_only=True):
 
 
 def error_body(error: ApiError, _request_id: str | None) -> OllamaError:
-    """Ollama's error object: a text."""
+    """Return Ollama's error object, which has only a text."""
     return OllamaError(error=str(error))
 
 
 def error_line(error: ApiError, request_id: str | None) -> bytes:
-    """An error inside a stream."""
+    """Return the line for an error inside a stream."""
     return encode(error_body(error, request_id)) + b"\n"
 
 

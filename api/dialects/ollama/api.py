@@ -1,6 +1,6 @@
 """OLLAMA: the routes of Ollama's API.
 
-Some clients take a server that has them for Ollama itself.
+Some clients take any server with these routes for Ollama.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bodies of Ollama's routes: decoding is validation. Unknown fields and options are ignored.
+"""Bodies of Ollama's routes. Decoding validates them; unknown fields and options are ignored.
 
 Null means that a field was left out, as in Ollama.
 """
@@ -32,11 +32,11 @@ Think = bool | Literal["low", "medium", "high"]
 KeepAlive = str | float
 
 
-MAX_INPUTS = 2048  # texts of /api/embed
+MAX_INPUTS = 2048  # maximum number of texts in /api/embed
 
 
 class Options(RefusedSampling, kw_only=True):
-    """``options``: sampling parameters. Those of the machine (num_ctx, num_gpu) are ignored."""
+    """``options``: sampling parameters. Options of the hardware (num_ctx, num_gpu) are ignored."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -44,43 +44,43 @@ class Options(RefusedSampling, kw_only=True):
     min_p: Probability | None = None
     seed: Seed | None = None
     stop: Stop | None = None
-    num_predict: int | None = None  # below 1: up to the end of the context
+    num_predict: int | None = None  # values below 1: up to the end of the context
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     # extensions
     speculation: Speculation | None = None
     cache_salt: Salt | None = None
-    # other names
+    # aliases
     max_tokens: Annotated[int | None, SameAs("num_predict")] = None
     n_predict: Annotated[int | None, SameAs("num_predict")] = None
     repetition_penalty: Annotated[RepetitionPenalty | None, SameAs("repeat_penalty")] = None
 
 
 class OllamaBody(Struct, kw_only=True):
-    """Fields that both generating routes have."""
+    """Fields of both generating routes."""
 
     model: str | None = None
     stream: bool | None = True
     format: Format | None = None
     options: Options | None = None
     think: Think | None = None
-    keep_alive: KeepAlive | None = None  # the model stays loaded in any case
+    keep_alive: KeepAlive | None = None  # ignored: the model always stays loaded
     deadline_ms: Milliseconds | None = None  # an extension
-    # known and refused
+    # recognised but not supported
     logprobs: Off = None
     top_logprobs: Zero = None
 
 
 class FunctionCall(Struct, kw_only=True):
-    """The function of a call; its arguments are what a model wrote."""
+    """The function of a call. Its arguments may be any JSON value."""
 
     name: str
     arguments: Any = None
 
 
 class Call(Struct, kw_only=True):
-    """A call in a message of the assistant."""
+    """A call in an assistant's message."""
 
     function: FunctionCall
 
@@ -110,44 +110,44 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     system: str | None = None
     raw: bool | None = None
     images: list[str] | None = None  # base64
-    # known and refused
+    # recognised but not supported
     suffix: Empty = None
     template: Empty = None
     context: Empty = None
 
 
 class OllamaEmbedOptions(Struct, kw_only=True):
-    """``options`` of vectors. Those of the machine (num_ctx, num_gpu) are ignored."""
+    """``options`` of the embedding routes. Options of the hardware are ignored."""
 
     cache_salt: Salt | None = None  # an extension
 
 
 class OllamaPooledBody(Struct, kw_only=True):
-    """Fields that both routes of vectors have."""
+    """Fields of both embedding routes."""
 
     model: str | None = None
-    stream: bool | None = None  # known and ignored: nothing comes before the end
+    stream: bool | None = None  # ignored: the answer is sent in one piece
     options: OllamaEmbedOptions | None = None
-    keep_alive: KeepAlive | None = None  # the model stays loaded in any case
+    keep_alive: KeepAlive | None = None  # ignored: the model always stays loaded
     deadline_ms: Milliseconds | None = None  # an extension
 
 
 class OllamaEmbedBody(OllamaPooledBody, kw_only=True):
-    """Body of /api/embed: a text or a list of texts; without one the model is only confirmed."""
+    """Body of /api/embed: one text or several. Without any, the model is only confirmed."""
 
     input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)] | None = None
-    truncate: bool | None = None  # as a missing one: true
+    truncate: bool | None = None  # true by default
     dimensions: Positive | None = None
 
 
 class OllamaEmbeddingsBody(OllamaPooledBody, kw_only=True):
-    """Body of /api/embeddings, the older route: one text."""
+    """Body of /api/embeddings, the older route, which takes one text."""
 
     prompt: str | None = None
 
 
 class OllamaShowBody(Struct, kw_only=True):
-    """Body of /api/show; ``name`` is an older name of ``model``."""
+    """Body of /api/show. ``name`` is the older name of ``model``."""
 
     model: str | None = None
     name: str | None = None

@@ -1,4 +1,4 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: the model that is served."""
+"""The served model in Ollama's form: GET /api/tags, /api/ps, /api/version, POST /api/show."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from .writing import now
 if TYPE_CHECKING:
     from ....core.model.report import ModelReport
 
-API_VERSION = "0.12.6"  # of Ollama; some clients refuse servers with a lower one
+API_VERSION = "0.12.6"  # version of Ollama; some clients reject servers with a lower one
 LATEST = ":latest"
 decode_show = decoder(OllamaShowBody)
 
 
 def own_name(service: Service, name: str | None) -> str | None:
-    """The name without the tag that Ollama's clients add."""
+    """Return the name without the tag ":latest", which Ollama's clients add."""
     if name is None or name in service.names:
         return name
     return name.removesuffix(LATEST)
 
 
 class OllamaModels(Endpoints):
-    """The routes that describe the model. What its files say is read once, in a thread."""
+    """The routes that describe the model. Its files are read once, in a thread."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._report: ModelReport | None = None
-        self._files = 0, ""  # bytes of the weights, time of the newest file
+        self._files = 0, ""  # size of the weights in bytes, time of the newest file
 
     @get("/api/tags", answers.TagList)
     async def tags(self, _request: Request) -> Response:
-        """The model, once by each of its names."""
+        """Return the model under each of its names."""
         await self._read()
         return JsonResponse(answers.TagList(models=[self._tag(n) for n in self.service.names]))
 
     @get("/api/ps", answers.TagList)
     async def running(self, _request: Request) -> Response:
-        """The same: it is always loaded."""
+        """Return the loaded models: the served model, under each of its names."""
         await self._read()
         tags = [self._tag(name) for name in self.service.names]
         for tag in tags:
@@ -60,12 +60,12 @@ class OllamaModels(Endpoints):
 
     @get("/api/version", answers.OllamaVersion)
     async def version(self, _request: Request) -> Response:
-        """The version of Ollama whose API this is, and that of foretoken."""
+        """Return the version of Ollama whose API is implemented, and foretoken's version."""
         return JsonResponse(answers.OllamaVersion(version=API_VERSION, foretoken=__version__))
 
     @post("/api/show", answers.Shown, body=OllamaShowBody, errors=READS)
     async def show(self, request: Request) -> Response:
-        """Format, size, template and capabilities of the model."""
+        """Return format, size, template and capabilities of the model."""
         body = await self.service.read(request, decode_show)
         self.service.check_model(own_name(self.service, body.model or body.name))
         await self._read()
@@ -94,7 +94,7 @@ class OllamaModels(Endpoints):
 
     @property
     def _capabilities(self) -> list[str]:
-        """The names that clients choose models by."""
+        """The model's capabilities by Ollama's names, which clients select models by."""
         syntax, built = self.service.chat.syntax, self.service.llm.built
         tokenizer = self.service.llm.tokenizer
         has = {
@@ -131,7 +131,9 @@ class OllamaModels(Endpoints):
             self._report, self._files = await asyncio.to_thread(self._look)
 
     def _look(self) -> tuple[ModelReport | None, tuple[int, str]]:
-        """Read the headers of the files; None and 0 where a front does not have them."""
+        """Read the headers of the files; None and size 0 in a front, which may not have the
+        files.
+        """
         from ....core.model.report import inspect_model, weight_files  # imports torch
 
         path = self.service.llm.built.path
@@ -142,7 +144,7 @@ class OllamaModels(Endpoints):
 
 
 def _size(num_parameters: int) -> str:
-    """A number of parameters as Ollama writes it: 135M, 8.0B."""
+    """Return a number of parameters in Ollama's form: 135M, 8.0B."""
     if num_parameters >= 1e9:
         return f"{num_parameters / 1e9:.1f}B"
     return f"{num_parameters / 1e6:.0f}M"

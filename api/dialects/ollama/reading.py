@@ -1,4 +1,4 @@
-"""Convert Ollama's conversations and options to what `ChatClient` takes."""
+"""Convert Ollama's bodies to `ChatInput`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAME_NAME = (
 
 
 def read_chat(body: OllamaChatBody) -> ChatInput:
-    """The chat request of a body; raises `InvalidRequest`."""
+    """Return the chat request of a body. Raises `InvalidRequest`."""
     messages = body.messages or ()
     return ChatInput(
         messages=plain_messages(messages),
@@ -35,7 +35,7 @@ def read_chat(body: OllamaChatBody) -> ChatInput:
 
 
 def read_prompt(body: OllamaGenerateBody) -> ChatInput:
-    """A prompt, and a system text, as a conversation; raises `InvalidRequest`."""
+    """Return a prompt and its system text as a conversation. Raises `InvalidRequest`."""
     text, images = _placed(body.images, body.prompt, "images")
     messages = [{"role": "user", "content": text}]
     if body.system:
@@ -49,7 +49,7 @@ def read_prompt(body: OllamaGenerateBody) -> ChatInput:
 
 
 def read_params(body: OllamaBody) -> SamplingParams:
-    """Sampling parameters; raises `InvalidRequest`."""
+    """Return the sampling parameters of a body. Raises `InvalidRequest`."""
     options = body.options or Options()
     given = {name: getattr(options, name) for name in SAME_NAME}
     given["repetition_penalty"] = options.repeat_penalty
@@ -64,7 +64,7 @@ def read_params(body: OllamaBody) -> SamplingParams:
 
 
 def template_options(body: OllamaBody) -> Mapping[str, object]:
-    """Options of the chat template: whether to think, and how hard."""
+    """Return the template options for reasoning: whether to reason, and the effort."""
     if body.think is None:
         return {}
     options: dict[str, object] = {"enable_thinking": body.think is not False}
@@ -72,12 +72,12 @@ def template_options(body: OllamaBody) -> Mapping[str, object]:
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages for the chat template. Calls get ids, which some templates need: Ollama has none.
+    """Return the messages for the chat template.
 
-    The result of a tool gets the id of the first unanswered call of its ``tool_name``, without a
-    name that of the first one.
+    Calls get ids, which some templates require and Ollama's API lacks. A tool's result gets the id
+    of the first unanswered call of its ``tool_name``, or of the first unanswered call.
     """
-    waiting: deque[tuple[str, str]] = deque()  # names and ids of calls without a result
+    waiting: deque[tuple[str, str]] = deque()  # name and id of calls without a result
     plains, number = [], 0
     for index, message in enumerate(messages):
         text, _ = _placed(message.images, message.content, f"messages[{index}].images")
@@ -102,7 +102,7 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _placed(images: Sequence[str] | None, text: str | None, where: str) -> Placed:
-    """The content of a message: its images, then its text."""
+    """Return the content of a message: its images, followed by its text."""
     sources = [
         ImageSource(
             each if each.startswith("data:") else f"data:;base64,{each}", f"{where}[{index}]"
@@ -113,7 +113,7 @@ def _placed(images: Sequence[str] | None, text: str | None, where: str) -> Place
 
 
 def _answered(name: str | None, waiting: deque[tuple[str, str]]) -> dict[str, str]:
-    """Name and id of the call that a result belongs to."""
+    """Return name and id of the call that a result answers."""
     found = next((each for each in waiting if name in (None, each[0])), None)
     if found is None:
         return {} if name is None else {"name": name}

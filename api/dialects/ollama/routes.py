@@ -42,16 +42,16 @@ NAMES = {
 
 
 class OllamaDialect(Dialect[B]):
-    """Checks, streams as lines of JSON and the form of errors, shared by the routes."""
+    """Checks, streams of JSON lines and the form of errors, shared by the generating routes."""
 
     names = NAMES
     error_form = ERRORS
     media_type = "application/x-ndjson"
-    ping = b" "  # white space before the next line: there are no comments
+    ping = b" "  # white space before the next line, since JSON has no comments
     can_resume = False
 
     def check(self, body: B) -> None:
-        """Check the model, which may have the tag "latest", and the options."""
+        """Check the model, whose name may have the tag ":latest", and the options."""
         self.service.check_model(own_name(self.service, body.model))
         options = body.options
         self.service.check_range(options, most_temperature=self.most_temperature)
@@ -61,7 +61,7 @@ class OllamaDialect(Dialect[B]):
             raise InvalidRequest(f'"{name}" does not support thinking', param="think")
 
     def decode(self, data: bytes) -> B:
-        """A body, streamed where null or nothing says otherwise; raises `ApiError` 400."""
+        """Decode a body. It is streamed unless ``stream`` is false. Raises `ApiError` 400."""
         body = super().decode(data)
         if body.stream is None:
             body.stream = True
@@ -69,7 +69,7 @@ class OllamaDialect(Dialect[B]):
 
 
 class OllamaChat(OllamaDialect[OllamaChatBody]):
-    """Answer one conversation, as lines of JSON unless ``stream`` is false."""
+    """Answer one conversation, as JSON lines unless ``stream`` is false."""
 
     path = "/api/chat"
     body = OllamaChatBody
@@ -77,7 +77,7 @@ class OllamaChat(OllamaDialect[OllamaChatBody]):
     event = ChatPart
 
     async def open(self, body: OllamaChatBody) -> Reply:
-        """Render and submit; without messages only confirm that the model is loaded."""
+        """Render and submit. Without messages only confirm that the model is loaded."""
         writer = PartWriter(self.service, is_chat=True)
         chat = await self.service.apart(partial(read_chat, body))
         if not body.messages:
@@ -87,7 +87,7 @@ class OllamaChat(OllamaDialect[OllamaChatBody]):
 
 
 class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
-    """Answer one prompt, as lines of JSON unless ``stream`` is false."""
+    """Answer one prompt, as JSON lines unless ``stream`` is false."""
 
     path = "/api/generate"
     body = OllamaGenerateBody
@@ -95,7 +95,9 @@ class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
     event = GeneratePart
 
     async def open(self, body: OllamaGenerateBody) -> Reply:
-        """Render with the chat template, unless ``raw`` or there is none, and submit."""
+        """Submit the prompt, rendered with the chat template unless ``raw`` or without a
+        template.
+        """
         writer, request_id = PartWriter(self.service, is_chat=False), f"ollama-{random_id()}"
         if not body.prompt:
             return writer.loaded()
@@ -103,19 +105,21 @@ class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
         if not body.raw and llm.tokenizer.chat_template:
             chat = await self.service.chat.open(read_prompt(body), request_id=request_id)
             return AnswerReply(self.service, writer, chat)
-        for name, what in (("system", "a system text"), ("images", "images")):
+        for name, what in (("system", "system text"), ("images", "images")):
             if getattr(body, name):
                 where = (
-                    "raw prompts have no place" if body.raw else "the model has no chat template"
+                    "raw prompts cannot contain"
+                    if body.raw
+                    else "the model has no chat template for"
                 )
-                raise InvalidRequest(f"{where} for {what}", param=name)
+                raise InvalidRequest(f"{where} {what}", param=name)
         note = PromptNote(parts=text_parts(body.prompt))
         answer = await llm.open(body.prompt, read_params(body), request_id=request_id, note=note)
         return AnswerReply(self.service, writer, Answers([answer], llm.forget))
 
 
 class OllamaPooled(Dialect[P]):
-    """Checks and the form of errors, shared by both routes."""
+    """Checks and the form of errors, shared by both embedding routes."""
 
     error_form = ERRORS
 
@@ -124,13 +128,13 @@ class OllamaPooled(Dialect[P]):
         self._embedder = Embedder(service.llm)
 
     def check(self, body: P) -> None:
-        """Check the model, which may have the tag "latest"."""
+        """Check the model, whose name may have the tag ":latest"."""
         self.service.check_model(own_name(self.service, body.model))
 
     def prompts(
         self, texts: Sequence[str], body: P, *, name: str, is_cut: bool, dimensions: int | None
     ) -> PooledPrompts:
-        """Open texts; ``name``: the field that has them. Raises `InvalidRequest`."""
+        """Return the texts to embed. ``name``: their field, for errors. Raises `InvalidRequest`."""
         params = pool_params(
             cache_salt=None if body.options is None else body.options.cache_salt,
             deadline=None if body.deadline_ms is None else body.deadline_ms / 1000,
@@ -140,14 +144,14 @@ class OllamaPooled(Dialect[P]):
 
 
 class OllamaEmbed(OllamaPooled[OllamaEmbedBody]):
-    """Return a vector of each text."""
+    """Return the embedding of each text."""
 
     path = "/api/embed"
     body = OllamaEmbedBody
     answer = Embedded
 
     async def open(self, body: OllamaEmbedBody) -> Reply:
-        """Open all texts; they are tokenised and computed when the answer is read."""
+        """Check all texts. They are tokenized and computed when the reply is read."""
         texts = [body.input] if isinstance(body.input, str) else body.input or []
         began, model = time.monotonic(), self.service.model
 
@@ -167,14 +171,14 @@ class OllamaEmbed(OllamaPooled[OllamaEmbedBody]):
 
 
 class OllamaEmbeddings(OllamaPooled[OllamaEmbeddingsBody]):
-    """Return a vector of one text."""
+    """Return the embedding of one text."""
 
     path = "/api/embeddings"
     body = OllamaEmbeddingsBody
     answer = EmbeddedOne
 
     async def open(self, body: OllamaEmbeddingsBody) -> Reply:
-        """Open the text; it is tokenised and computed when the answer is read."""
+        """Check the text. It is tokenized and computed when the reply is read."""
         if not body.prompt:
             return ReadyReply(EmbeddedOne(embedding=[]))
         prompts = self.prompts([body.prompt], body, name="prompt", is_cut=True, dimensions=None)

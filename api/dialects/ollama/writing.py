@@ -1,4 +1,4 @@
-"""Encode answers as Ollama has them: lines of JSON, the last with counts and durations."""
+"""Encode answers in Ollama's form: JSON lines, the last one with counts and durations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NANO = 1_000_000_000
 
 
 class PartWriter(AnswerWriter[RunningAnswer]):
-    """Makes the parts of one answer; ``is_chat``: of /api/chat, else of /api/generate."""
+    """Writes one answer. ``is_chat``: for /api/chat, else for /api/generate."""
 
     def __init__(self, service: Service, *, is_chat: bool) -> None:
         self._service, self._is_chat = service, is_chat
@@ -38,7 +38,7 @@ class PartWriter(AnswerWriter[RunningAnswer]):
     def part(
         self, content: str = "", thinking: str = "", calls: list[AnsweredCall] | None = None
     ) -> AnswerPart:
-        """Make the part with the additions of a step."""
+        """Return a part with the additions of a step."""
         model, created_at = self._service.model, now()
         if not self._is_chat:
             return GeneratePart(
@@ -50,13 +50,15 @@ class PartWriter(AnswerWriter[RunningAnswer]):
         return ChatPart(model=model, created_at=created_at, message=message)
 
     def loaded(self) -> Reply:
-        """The answer to a body without a prompt, which asks only that the model is loaded."""
+        """Return the answer to a body without a prompt, which only confirms that the model is
+        loaded.
+        """
         part = self.part()
         part.done, part.done_reason = True, "load"
         return ReadyReply(part, [line(part)])
 
     def finish(self, part: AnswerPart, reason: str, usage: Usage) -> AnswerPart:
-        """Make a part the last one."""
+        """Add the finish reason, the counts and the durations of the last part."""
         first = usage.time_to_first_token
         part.done = True
         part.done_reason = "length" if reason in ("length", "abort") else "stop"
@@ -79,27 +81,27 @@ class PartWriter(AnswerWriter[RunningAnswer]):
         return calls
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """Write one line for a step that adds text, thoughts or calls."""
+        """Yield a line for a step that adds text, reasoning or calls."""
         calls = self.take(delta)
         if delta.text or delta.reasoning or calls:
             yield line(self.part(delta.text, delta.reasoning, calls))
 
     def end(self, answer: RunningAnswer) -> Iterator[bytes]:
-        """Make the last part."""
+        """Yield the last line."""
         yield line(self.finish(self.part(), self._reason, answer.usage))
 
     def whole(self, answer: RunningAnswer) -> AnswerPart:
-        """Make one part of all."""
+        """Return the whole answer as one part."""
         content, thinking = self._segments.joined("text"), self._segments.joined("reasoning")
         whole = self.part(content, thinking, self._calls)
         return self.finish(whole, self._reason, answer.usage)
 
 
 def line(part: object) -> bytes:
-    """One line of a stream."""
+    """Return one line of a stream."""
     return encode(part) + b"\n"
 
 
 def now() -> str:
-    """The time as Ollama writes it."""
+    """Return the time in Ollama's format."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,6 +1,6 @@
-"""Answers of the chat and text completions: the server encodes them, /openapi.json describes them.
+"""Answers of chat and text completions, for encoding and for /openapi.json.
 
-An `UNSET` field is left out; None is null, as clients expect.
+An `UNSET` field is left out; None is encoded as null, as clients expect.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from ...serving.answers import Free, SpeculationUsage
 
 Channel = Literal["reasoning", "content", "tool"]
 TokenPiece = tuple[str, str | None, Channel]
-"""The text of a token, its drafter and the part of the answer that it belongs to."""
+"""A token's text, its draft source, and the part of the answer that it belongs to."""
 
 
 class PromptDetails(Struct, kw_only=True):
     """``usage.prompt_tokens_details``."""
 
     cached_tokens: int
-    loaded_tokens: int  # of the cached ones: from a tier beyond the KV pool
+    loaded_tokens: int  # cached tokens that were loaded from a tier outside the KV pool
     cache_write_tokens: int
-    image_tokens: int | UnsetType = UNSET  # of a prompt with images
-    spliced_tokens: int  # those of earlier answers, not encoded from text
-    normalized: list[str] | UnsetType = UNSET  # rules of --normalize that changed the prompt
+    image_tokens: int | UnsetType = UNSET  # only for prompts with images
+    spliced_tokens: int  # original ids of earlier answers, not encoded from text
+    normalized: list[str] | UnsetType = UNSET  # --normalize rules that changed the prompt
 
 
 class CompletionDetails(Struct, kw_only=True):
-    """``usage.completion_tokens_details``: of the prediction, those in the answer."""
+    """``usage.completion_tokens_details``: how much of the prediction is in the answer."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -42,23 +42,24 @@ class UsageBody(Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
-    closed_early: bool  # structured output was closed to end within its tokens
-    moves: int  # times that it went on in another replica, because its own was lost
-    evicted_tokens: int | UnsetType = UNSET  # of the answer: their KV was given up (--kv-evict)
+    closed_early: bool  # structured output was closed early to fit into the token limit
+    moves: int  # times the request moved to another replica because its own was lost
+    # tokens of the answer whose KV was evicted (--kv-evict)
+    evicted_tokens: int | UnsetType = UNSET
     speculation: SpeculationUsage
-    cache_explanation: Free | UnsetType = UNSET  # if asked for and known
-    cache_explanations: list[Free | None] | UnsetType = UNSET  # of several prompts
+    cache_explanation: Free | UnsetType = UNSET  # if requested and known
+    cache_explanations: list[Free | None] | UnsetType = UNSET  # for several prompts
 
 
 class SpeculationMetrics(Struct, kw_only=True):
-    """``metrics.speculative_decoding``, as vLLM has it: of the steps that had a draft.
+    """``metrics.speculative_decoding`` in vLLM's form, over the steps with a draft.
 
-    ``num_spec_tokens``: the depth where it is fixed, else the most that a step accepted.
+    ``num_spec_tokens``: the draft depth if it is fixed, else the most tokens accepted in a step.
     """
 
-    mean_acceptance_length: float  # tokens per step: accepted ones, and the target's own
+    mean_acceptance_length: float  # tokens per step: the accepted ones and the target's own
     draft_acceptance_rate: float
-    acceptance_histogram: list[int]  # steps by how many draft tokens each accepted
+    acceptance_histogram: list[int]  # number of steps by number of accepted draft tokens
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
@@ -72,7 +73,7 @@ class MetricsBody(Struct, kw_only=True):
 
 
 class TokenInfoTop(Struct, kw_only=True):
-    """A token, its log-probability, and its bytes: it may be a part of a character."""
+    """A token with its log-probability and its bytes, which may be part of a character."""
 
     token: str
     logprob: float
@@ -80,20 +81,20 @@ class TokenInfoTop(Struct, kw_only=True):
 
 
 class TokenInfo(TokenInfoTop, kw_only=True):
-    """A token of an answer, and the likeliest ones at its place."""
+    """A token of an answer, and the most likely tokens at its position."""
 
     top_logprobs: list[TokenInfoTop] = []
 
 
 class ChatLogprobs(Struct, kw_only=True):
-    """``logprobs`` of a chat choice: one entry per token."""
+    """``logprobs`` of a chat choice, one entry per token."""
 
     content: list[TokenInfo]
     refusal: str | None = None
 
 
 class TextLogprobs(Struct, kw_only=True):
-    """``logprobs`` of a text completion: lists with an entry per token.
+    """``logprobs`` of a text completion: lists with one entry per token.
 
     The first token of an echoed prompt has no log-probability.
     """
@@ -105,16 +106,16 @@ class TextLogprobs(Struct, kw_only=True):
 
 
 class FunctionBody(Struct, kw_only=True):
-    """The function of a call; ``arguments`` is JSON text, in a chunk a part of it."""
+    """The function of a call. ``arguments`` is JSON text; a chunk has a part of it."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
 class CallBody(Struct, kw_only=True):
-    """A tool call, or in a chunk an addition to one; chunks have an ``index``.
+    """A tool call; in a chunk, an addition to one, with an ``index``.
 
-    Clients concatenate all fields, so only the first chunk has id, type and name.
+    Clients concatenate all fields, so only the first chunk of a call has id, type and name.
     """
 
     index: int | UnsetType = UNSET
@@ -131,7 +132,8 @@ class MessageBody(Struct, kw_only=True):
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallBody] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET  # if asked for: sent back, they render the message
+    # if requested: the ids that render the message when sent back
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class DeltaBody(Struct, kw_only=True):
@@ -140,8 +142,10 @@ class DeltaBody(Struct, kw_only=True):
     role: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    tool_calls: list[CallBody] | UnsetType = UNSET  # never an empty list: clients count on it
-    token_ids: list[int] | UnsetType = UNSET  # of the whole message, at its end, if asked for
+    # never empty, since clients test whether it is present
+    tool_calls: list[CallBody] | UnsetType = UNSET
+    # if requested: ids of the whole message, in its last delta
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChoiceBody(Struct, kw_only=True):
@@ -152,7 +156,7 @@ class ChatChoiceBody(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET  # all that were generated, if asked for
+    token_ids: list[int] | UnsetType = UNSET  # if requested: all generated tokens
 
 
 class ChunkChoiceBody(Struct, kw_only=True):
@@ -163,8 +167,8 @@ class ChunkChoiceBody(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
-    token_sources: list[TokenPiece] | UnsetType = UNSET  # of each token, if asked for
-    token_ids: list[int] | UnsetType = UNSET  # generated in this step, if asked for
+    token_sources: list[TokenPiece] | UnsetType = UNSET  # if requested: the source of each token
+    token_ids: list[int] | UnsetType = UNSET  # if requested: tokens generated in this step
 
 
 class TextChoiceBody(Struct, kw_only=True):
@@ -175,12 +179,12 @@ class TextChoiceBody(Struct, kw_only=True):
     logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET  # generated, if asked for
-    prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for; when streamed once
+    token_ids: list[int] | UnsetType = UNSET  # if requested: generated tokens
+    prompt_token_ids: list[int] | UnsetType = UNSET  # if requested; in a stream only once
 
 
 class AnswerHead(Struct, kw_only=True):
-    """The fields that every answer and every chunk begins with."""
+    """Fields of every answer and every chunk."""
 
     id: str
     object: str
@@ -194,18 +198,18 @@ class ChatBody(AnswerHead, kw_only=True):
 
     choices: list[ChatChoiceBody]
     usage: UsageBody
-    metrics: MetricsBody | UnsetType = UNSET  # of one answer that had drafts
-    prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for
-    kv_transfer_params: Free | UnsetType = UNSET  # of a prompt that another server goes on with
+    metrics: MetricsBody | UnsetType = UNSET  # for a single answer with drafts
+    prompt_token_ids: list[int] | UnsetType = UNSET  # if requested
+    kv_transfer_params: Free | UnsetType = UNSET  # for a prompt that another server continues
 
 
 class ChunkBody(AnswerHead, kw_only=True):
-    """One event of a streamed /v1/chat/completions; or an `ErrorBody` instead."""
+    """One event of a streamed /v1/chat/completions. An `ErrorBody` may replace it."""
 
     choices: list[ChunkChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET
-    metrics: MetricsBody | UnsetType = UNSET  # beside the usage at the end
-    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first, if asked for
+    metrics: MetricsBody | UnsetType = UNSET  # only in the chunk with the final usage
+    prompt_token_ids: list[int] | UnsetType = UNSET  # if requested: in the first chunk
 
 
 class TextBody(AnswerHead, kw_only=True):
@@ -213,5 +217,6 @@ class TextBody(AnswerHead, kw_only=True):
 
     choices: list[TextChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET
-    metrics: MetricsBody | UnsetType = UNSET  # of one answer that had drafts; streamed at the end
-    kv_transfer_params: Free | UnsetType = UNSET  # of a prompt that another server goes on with
+    # for a single answer with drafts; in a stream at the end
+    metrics: MetricsBody | UnsetType = UNSET
+    kv_transfer_params: Free | UnsetType = UNSET  # for a prompt that another server continues

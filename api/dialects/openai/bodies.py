@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's routes, as `api.serving.sampling` has it: decoding is validation."""
+"""Bodies of OpenAI's routes. Decoding validates them; see `api.serving.sampling`."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ Tokens = Annotated[int, Meta(ge=-2)]
 
 
 class OpenAISampling(Sampling, kw_only=True):
-    """Fields that the bodies of OpenAI's routes share."""
+    """Body fields that OpenAI's routes share."""
 
     stream_options: StreamOptions | None = None
     n: NumChoices | None = None
     stop: Stop | None = None
     max_tokens: Positive | None = None
-    kv_transfer_params: dict[str, Any] | None = None  # an extension, as vLLM has it
-    # other names
+    kv_transfer_params: dict[str, Any] | None = None  # an extension, in vLLM's form
+    # aliases
     max_output_tokens: Annotated[Positive | None, SameAs("max_tokens")] = None
     max_new_tokens: Annotated[Positive | None, SameAs("max_tokens")] = None
     n_predict: Annotated[Tokens | None, SameAs("max_tokens", -1, -2)] = None
@@ -59,28 +59,29 @@ class OpenAISampling(Sampling, kw_only=True):
 
 
 class ImageUrl(Struct):
-    """``image_url``: a data URL, or a file of --media-dir. ``detail`` low takes fewer tokens."""
+    """``image_url``: a data URL, or a file of --media-dir. ``detail`` "low" uses fewer tokens."""
 
     url: str
     detail: Detail | None = None
 
 
 class NamedImage(ImageUrl, kw_only=True):
-    """An image that has another field in the body than its message says."""
+    """An image whose field in the body differs from its position in the messages."""
 
     param: str
 
 
 class FileFields(Struct):
-    """``file``: its content as a data URL; ids name files of OpenAI's."""
+    """``file``: its content as a data URL. Ids of files at OpenAI are not supported."""
 
     file_data: str | None = None
     filename: str | None = None
 
 
 class ContentPart(Struct):
-    """A part of a message: a text, an image, a file, or what the assistant said in place of an
-    answer. Parts of other types are left out, but for sounds and films of the user.
+    """A part of a message: a text, an image, a file or a refusal.
+
+    Other types are left out, except audio and video of the user, which are an error.
     """
 
     known_kinds: ClassVar[frozenset[str]] = frozenset({"text", "refusal", "image_url", "file"})
@@ -99,32 +100,32 @@ class Message(Struct, kw_only=True):
     name: Name | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    function_call: dict[str, Any] | None = None  # what ``tool_calls`` was before
+    function_call: dict[str, Any] | None = None  # the older form of ``tool_calls``
     reasoning_content: str | None = None
-    token_ids: TokenIds | None = None  # an extension: those of an answer, which render it
+    token_ids: TokenIds | None = None  # extension: token ids of an answer, which render it
 
 
 class NamedMessage(Message, kw_only=True):
-    """A message that has another place in the body than its index says."""
+    """A message whose path in the body differs from its index."""
 
     path: str
 
 
 class KeptMessage(NamedMessage, kw_only=True):
-    """An answer of ours from the store; its ids render it where the template writes it so."""
+    """A stored answer. Its token ids are rendered if the template reproduces them."""
 
     kept_ids: list[int] | None = None
 
 
 class ThinkingSwitch(Struct, kw_only=True):
-    """``thinking``, as DeepSeek's and GLM's servers have it."""
+    """``thinking`` in the form of DeepSeek and GLM."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Absent = None
 
 
 class Reasoning(Struct, kw_only=True):
-    """``reasoning``, as OpenRouter and SGLang have it."""
+    """``reasoning`` in the form of OpenRouter and SGLang."""
 
     effort: str | None = None
     enabled: bool | None = None
@@ -151,14 +152,14 @@ class ChatRequest(OpenAISampling, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    token_sources: bool | None = None  # an extension: chunks tell who drafted each token
+    token_sources: bool | None = None  # an extension: chunks report the draft source of each token
 
 
 class CompletionRequest(OpenAISampling, kw_only=True):
     """Body of /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: Count | None = None  # 0, with echo: the prompt alone
+    max_tokens: Count | None = None  # 0 with echo: compute the prompt only
     max_completion_tokens: Annotated[Count | None, SameAs("max_tokens")] = None
     prediction: Prediction | Guess | None = None  # an extension
     echo: bool | None = None
@@ -166,7 +167,7 @@ class CompletionRequest(OpenAISampling, kw_only=True):
     best_of: int | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
-    # for conversations alone
+    # only for conversations
     tools: Empty = None
     tool_choice: Annotated[Any, Refused("none", "auto")] = None
 

@@ -38,7 +38,7 @@ class ChatReply(AnswerReply[ChatAnswer]):
     _writer: ChatWriter
 
     async def whole(self) -> object:
-        """The n choices in one body."""
+        """Return all choices in one body."""
         return self._writer.body(self._answer, await self._answer.collect())
 
 
@@ -52,14 +52,14 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
         super().__init__(service, head, body)
         self._tells_sources = bool(body.token_sources)
         self._returns_ids = bool(body.return_token_ids)
-        self._pieces: defaultdict[int, TokenPieces] = defaultdict(  # by choice
+        self._pieces: defaultdict[int, TokenPieces] = defaultdict(  # pieces by choice
             lambda: TokenPieces(service.llm.tokenizer, service.chat.syntax.thinking)
         )
 
     # -- whole ----------------------------------------------------------------------------------
 
     def body(self, answer: ChatAnswer, choices: Sequence[Choice]) -> Struct:
-        """The answer in one body."""
+        """Return the answer in one body."""
         body = ChatBody(
             **self._head.fields(self.whole_kind),
             choices=[self.choice(each) for each in choices],
@@ -71,16 +71,16 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
         return body
 
     def nothing(self, index: int) -> ChatChoiceBody:
-        """The empty choice, for a prompt that was only cached."""
+        """Return the empty choice of a prompt that was only cached."""
         return self.choice(Choice(index=index, finish_reason="length"))
 
     def nothing_chunks(self, index: int) -> list[bytes]:
-        """The same as events."""
+        """Return the events of an empty choice, for a prompt that was only cached."""
         ending = TextDelta(index=index, finish_reason="length")
         return [self.opening(index), *self.write(ending)]
 
     def choice(self, choice: Choice) -> ChatChoiceBody:
-        """One of the n answers."""
+        """Return a choice in the answer's form."""
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
         message = MessageBody(content=choice.text)
         if choice.reasoning:
@@ -100,7 +100,7 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
         )
 
     def opening(self, index: int) -> bytes:
-        """The first chunk of a choice."""
+        """Return the first chunk of a choice."""
         return self.chunk(ChunkChoiceBody(index=index, delta=OPENING))
 
     def _logprobs(self, logprobs: list[TokenLogprob] | None) -> ChatLogprobs | None:
@@ -111,21 +111,23 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
     # -- streamed -------------------------------------------------------------------------------
 
     def begin(self, answer: ChatAnswer) -> Iterator[bytes]:
-        """The first chunk of each choice: clients number them in the order in which they come."""
+        """Yield the first chunk of each choice in order, since clients number choices by
+        arrival.
+        """
         self.follow(lambda: answer.usage)
         yield self._first(answer)
         for index in range(1, answer.num_choices):
             yield self.opening(index)
 
     def _first(self, answer: ChatAnswer) -> bytes:
-        """The first chunk of all, with the prompt's token ids if they are asked for."""
+        """Return the first chunk of the stream, with the prompt's token ids if requested."""
         first = ChunkChoiceBody(index=0, delta=OPENING)
         if not self._returns_ids:
             return self.chunk(first)
         return self.event([first], prompt_token_ids=list(answer.prompt_token_ids))
 
     def write(self, delta: TextDelta) -> list[bytes]:
-        """The chunks of a delta: one for its content, and one for the end."""
+        """Return the chunks of a delta: one for its content, one for the end of the choice."""
         self.tell(delta)
         chunks = []
         content = _delta_body(delta)
@@ -163,7 +165,7 @@ def _whole_call(call: ToolCall | CallDelta) -> CallBody:
 
 
 def _delta_body(delta: TextDelta) -> DeltaBody | None:
-    """The delta of a chunk; None if a step adds nothing."""
+    """Return the delta of a chunk; None if the step adds nothing."""
     if not (delta.reasoning or delta.text or delta.tool_calls):
         return None
     return DeltaBody(

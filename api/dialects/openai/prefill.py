@@ -1,4 +1,4 @@
-"""Prompts that are computed for another server, as ``kv_transfer_params`` of a body ask."""
+"""Prompts computed for another server, requested with ``kv_transfer_params``."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ NO_ROOM = "the pages of earlier prompts wait to be read by other servers"
 
 
 def transfer_of(body: OpenAISampling, *, num_prompts: int = 1) -> Mapping[str, Any] | None:
-    """The ``kv_transfer_params`` of a body with one prompt; of others they mean nothing."""
+    """Return the ``kv_transfer_params`` of a body; None if it has several prompts or no prefill."""
     params = body.kv_transfer_params
     if params is None or num_prompts != 1 or is_prewarm(body):
         return None
     if body.stream and params.get("do_remote_decode"):
-        return None  # a stream has no place for the answer's parameters
+        return None  # a stream cannot return the parameters
     return params
 
 
@@ -43,9 +43,9 @@ async def handing_over(
     transfer: Mapping[str, Any] | None,
     open_reply: Callable[[], Awaitable[AnswerReply[Any]]],
 ) -> Reply:
-    """Open a reply; that of a prompt for another server gets parameters.
+    """Open a reply. The answer of a prompt for another server gets transfer parameters.
 
-    Raises what ``open_reply`` raises, and 503 for a prompt that cannot be computed for others now.
+    Raises the errors of ``open_reply``, and 503 if no prompt can be computed for others now.
     """
     transfers = service.llm.built.transfers
     if transfers is None or not transfers.is_prefill(transfer):
@@ -57,14 +57,14 @@ async def handing_over(
 
 
 class PrefillReply(Reply):
-    """The answer to a prompt for another server: where its KV is to be read."""
+    """The answer to a prompt for another server, which tells where to read its KV."""
 
     def __init__(self, reply: AnswerReply[Any], transfers: TransferParams) -> None:
         self._reply, self._transfers = reply, transfers
         self._is_answered = False
 
     async def whole(self) -> object:
-        """The answer, with parameters."""
+        """Return the answer with transfer parameters."""
         with _as_unavailable():
             body = await self._reply.whole()
         if isinstance(body, Struct):
@@ -73,11 +73,11 @@ class PrefillReply(Reply):
         return body
 
     def events(self) -> AsyncGenerator[bytes]:
-        """The events, without parameters."""
+        """Yield the events, without transfer parameters."""
         return self._reply.events()
 
     def close(self) -> None:
-        """Abort what still runs; pages of which nobody is told are free."""
+        """Abort the request if it runs. Free its pages unless the answer announced them."""
         self._reply.close()
         if not self._is_answered:
             self._transfers.drop(self._reply.request)
@@ -85,7 +85,7 @@ class PrefillReply(Reply):
 
 @contextmanager
 def _as_unavailable() -> Iterator[None]:
-    """Turn what may pass into 503: routers try again, or elsewhere, for that alone."""
+    """Convert temporary errors to 503, the only status after which routers try another server."""
     try:
         yield
     except (InvalidRequest, Unavailable, EngineDead, DeadlineExceeded, ApiError):

@@ -1,4 +1,4 @@
-"""Convert bodies of chats and completions to what the engine takes."""
+"""Convert OpenAI's bodies to `ChatInput`, prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from .bodies import (
 
 
 def read_chat(body: ChatRequest) -> ChatInput:
-    """The chat request of a body; raises `InvalidRequest`."""
+    """Return the chat request of a body. Raises `InvalidRequest`."""
     check_logprobs(body)
     tools = read_tools(body.tools)
     parallel = body.parallel_tool_calls is not False
@@ -67,7 +67,7 @@ def read_chat(body: ChatRequest) -> ChatInput:
 
 
 def chat_params(body: ChatRequest) -> SamplingParams:
-    """Sampling parameters of a conversation."""
+    """Return the sampling parameters of a conversation. Raises `InvalidRequest`."""
     asked = body.max_completion_tokens
     return sampling_params(
         body,
@@ -81,7 +81,7 @@ def chat_params(body: ChatRequest) -> SamplingParams:
 
 
 def template_options(body: ChatRequest) -> dict[str, object]:
-    """Options of the body for the chat template."""
+    """Return the body's options for the chat template."""
     reasoning, thinks = body.reasoning or Reasoning(), body.enable_thinking
     if thinks is None:
         thinks = reasoning.enabled
@@ -109,7 +109,7 @@ def refuse(body: CompletionRequest) -> None:
 
 
 def completion_params(body: CompletionRequest) -> SamplingParams:
-    """Sampling parameters of the body; without tokens where it wants an echo alone."""
+    """Return the sampling parameters of a body. Nothing is generated for an echo alone."""
     is_alone = body.max_tokens == 0 and (bool(body.echo) or is_prewarm(body))
     return sampling_params(
         body,
@@ -125,13 +125,15 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
 
 
 def read_prompts(prompt: str | list[str | int | list[int]], param: str = "prompt") -> list[Prompt]:
-    """A text, token ids, or a list of either."""
+    """Return the prompts of a text, of token ids, or of a list of either. Raises
+    `InvalidRequest`.
+    """
     if isinstance(prompt, str):
         return [prompt]
-    kinds = {*map(type, prompt)}  # a loop over a million ids would hold the event loop
+    kinds = {*map(type, prompt)}  # a Python loop over a million ids would block the event loop
     if len(kinds) != 1:
         message = (
-            f"{param} must be a text, a list of texts, token ids, or a list of token ids lists"
+            f"{param} must be a text, a list of texts, a list of token ids, or a list of these"
         )
         raise InvalidRequest(message, param=param)
     if kinds == {int}:
@@ -148,10 +150,10 @@ def check_logprobs(body: ChatRequest) -> None:
 def thinking_options(
     options: Mapping[str, object] | None, effort: str | None, *, thinks: bool | None
 ) -> dict[str, object]:
-    """Return options of the chat template with the reasoning effort and whether to think.
+    """Return the template options with the reasoning effort and whether to reason.
 
-    Those of ``chat_template_kwargs`` take precedence. The effort "none" turns thinking off, as it
-    does in vLLM and SGLang.
+    ``chat_template_kwargs`` (``options``) take precedence. The effort "none" disables reasoning, as
+    in vLLM and SGLang.
     """
     found = dict(options or {})
     if effort is not None:
@@ -164,10 +166,10 @@ def thinking_options(
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages for the chat template: content as one text, developer as system.
+    """Return messages for the chat template: content as one text, the role developer as system.
 
-    System messages at the beginning become one: many templates accept only one. In the place of
-    each image there is its mark.
+    Leading system messages are merged, as many templates accept only one. Images are replaced by
+    marks.
     """
     return one_system(
         [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -182,9 +184,9 @@ def plain_chat(
     cache_salt: str | None = None,
     template: Mapping[str, Any] = NO_OPTIONS,
 ) -> ChatInput:
-    """A conversation that is only rendered. ``opens``: with what opens an answer at its end.
+    """Return a conversation that is only rendered.
 
-    ``template``: other options of the chat template.
+    ``opens``: end with the opening of an answer. ``template``: other template options.
     """
     return ChatInput(
         messages=plain_messages(messages),
@@ -198,7 +200,7 @@ def plain_chat(
 
 
 def tokenized_chat(body: TokenizeRequest, messages: list[Message]) -> ChatInput:
-    """The conversation of /tokenize, with its options for the chat template."""
+    """Return the conversation of a /tokenize body."""
     continues = bool(body.continue_final_message)
     return plain_chat(
         messages,
@@ -209,11 +211,11 @@ def tokenized_chat(body: TokenizeRequest, messages: list[Message]) -> ChatInput:
 
 
 def read_handles(messages: list[Message]) -> list[Handle]:
-    """The messages that are rendered by their ids, as `plain_messages` numbers them.
+    """Return the token ids of messages, with indices that match `plain_messages`.
 
     Raises `InvalidRequest` for ids of a message that is not the assistant's.
     """
-    # Those of the system at the beginning become one.
+    # Leading system messages are merged.
     shift = max(0, num_system(message.role for message in messages) - 1)
     handles = []
     for index, message in enumerate(messages):
@@ -223,14 +225,16 @@ def read_handles(messages: list[Message]) -> list[Handle]:
             continue
         param = f"messages[{index}].token_ids"
         if message.role != "assistant":
-            message_ = f"{param} is for messages of the assistant only, not of {message.role}"
+            message_ = (
+                f"{param} is only allowed in assistant messages, not in {message.role} messages"
+            )
             raise InvalidRequest(message_, param=param)
         handles.append(Handle(index - shift, message.token_ids, param))
     return handles
 
 
 def read_paths(messages: list[Message]) -> list[str]:
-    """The places of the messages in the body, as `plain_messages` numbers them."""
+    """Return the messages' paths in the body, with indices that match `plain_messages`."""
     shift = max(0, num_system(message.role for message in messages) - 1)
     paths = [_path(message, index) for index, message in enumerate(messages)]
     return [*paths[:1], *paths[shift + 1 :]]
@@ -255,7 +259,10 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
 
 
 def read_images(messages: list[Message]) -> list[ImageSource]:
-    """The images of a conversation, in the order of their marks. Raises as `plain_messages`."""
+    """Return the images of a conversation, in the order of their marks.
+
+    Raises the errors of `plain_messages`.
+    """
     return [
         image
         for index, message in enumerate(messages)
@@ -275,7 +282,7 @@ def _content(message: Message, path: str) -> Placed:
 
 
 def _part(part: ContentPart, where: str, role: str) -> str | ImageSource | None:
-    """A part as the model gets it; None for one that it does not get."""
+    """Return a part as the model reads it; None for an unsupported part, which is left out."""
     if part.type == "image_url" and part.image_url is not None:
         image = part.image_url
         where = image.param if isinstance(image, NamedImage) else where

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions, and what renders their prompts."""
+"""Chat completions, completions, and the routes that render their prompts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ChatRoute(Dialect[ChatRequest]):
     in_batches = True
 
     async def open(self, body: ChatRequest) -> Reply:
-        """Render and submit."""
+        """Render the conversation and submit it."""
         chat = await self.read(body)
         head = Head(prefix="chatcmpl", model=self.service.model)
         writer = ChatWriter(self.service, head, body)
@@ -65,19 +65,19 @@ class ChatRoute(Dialect[ChatRequest]):
         return ChatReply(self.service, writer, answer)
 
     async def read(self, body: ChatRequest) -> ChatInput:
-        """The chat request of a body, within the server's room; raises `InvalidRequest`."""
+        """Return the chat request of a body. Raises `InvalidRequest`, also for too many choices."""
         chat = await self.service.apart(partial(read_chat, body))
         self.service.check_room(1, chat.params.n)
         return chat
 
     def rename(self, error: InvalidRequest, body: ChatRequest) -> None:
-        """The name of a field in the body: response_format where the schema came from there."""
+        """Rename json_schema to response_format if the schema came from there."""
         if error.param == "json_schema" and body.response_format is not None:
             error.param = "response_format"
 
 
 class ChatRender(ChatRoute):
-    """Render one conversation: the token ids of its prompt, which is checked and not computed."""
+    """Render one conversation: check it and return its prompt's token ids."""
 
     path = "/v1/chat/completions/render"
     answer = Rendered
@@ -86,7 +86,7 @@ class ChatRender(ChatRoute):
     in_batches = False
 
     async def open(self, body: ChatRequest) -> Reply:
-        """Render and check, and submit nothing."""
+        """Render and check the conversation without submitting it."""
         chat, head = await self.read(body), Head(prefix="chatcmpl", model=self.service.model)
         return ReadyReply(
             await render_chat(
@@ -105,7 +105,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
     in_batches = True
 
     async def open(self, body: CompletionRequest) -> Reply:
-        """Tokenise and submit all prompts."""
+        """Tokenize and submit all prompts."""
         params, prompts, echoed = await self.read(body)
         head = Head(prefix="cmpl", model=self.service.model)
         writer = CompletionWriter(self.service, head, body, echoed)
@@ -131,7 +131,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
     async def read(
         self, body: CompletionRequest
     ) -> tuple[SamplingParams, list[Prompt], list[str] | None]:
-        """Parameters, prompts and, with ``echo``, their texts; raises `InvalidRequest`."""
+        """Return parameters, prompts and, with ``echo``, their texts. Raises `InvalidRequest`."""
         refuse(body)
         params, prompts = completion_params(body), read_prompts(body.prompt)
         self.service.check_room(len(prompts), params.n)
@@ -167,7 +167,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
 
 
 class CompletionsRender(CompletionsRoute):
-    """Render prompts: the token ids of each, which is checked and not computed."""
+    """Render prompts: check each and return its token ids."""
 
     path = "/v1/completions/render"
     answer = list[Rendered]
@@ -176,7 +176,7 @@ class CompletionsRender(CompletionsRoute):
     in_batches = False
 
     async def open(self, body: CompletionRequest) -> Reply:
-        """Tokenise and check, and submit nothing."""
+        """Tokenize and check the prompts without submitting them."""
         params, prompts, _ = await self.read(body)
         head = Head(prefix="cmpl", model=self.service.model)
         found = []
@@ -196,7 +196,7 @@ async def open_text(
     name: str,
     transfer: Mapping[str, Any] | None = None,
 ) -> Answer:
-    """Tokenise and submit one prompt under this name."""
+    """Tokenize and submit one prompt with the request id ``name``."""
     note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)
     token_ids = await text_ids(service, body, prompt)
     return await service.llm.open(
@@ -210,7 +210,7 @@ async def open_text(
 
 
 async def text_ids(service: Service, body: CompletionRequest, prompt: Prompt) -> Sequence[int]:
-    """Token ids of one prompt, which may be token ids already."""
+    """Return the token ids of one prompt, which may be token ids already."""
     if not isinstance(prompt, str):
         return prompt
     special = body.add_special_tokens is not False

@@ -1,4 +1,4 @@
-"""Encode answers of /v1/completions, whole and as events: log-probabilities, echo."""
+"""Encode answers of /v1/completions, whole and as events, with log-probabilities and echo."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .writing import Head, Writer, finite, reason_body, token_name
 
 
 def echo_ids(tokenizer: Tokenizer, token_ids: Sequence[int], added_ids: Sequence[int]) -> str:
-    """The text that a prompt of token ids stands for; without special tokens that encoding adds."""
+    """Return the text of a prompt of token ids, without the special tokens that encoding adds."""
     count = len(added_ids)
     start = count if list(token_ids[:count]) == list(added_ids) else 0
     return tokenizer.decode(token_ids[start:], skip_special_tokens=False)
 
 
 def echo_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], echoed: str) -> Iterator[int]:
-    """Offset in the echoed text at which each prompt token begins, in characters.
+    """Yield the offset in the echoed text at which each prompt token begins, in characters.
 
-    A special token has the width of its name where the prompt contains it, else none.
+    A special token counts with the length of its name if the text contains the name, else with 0.
     """
     detokenizer = tokenizer.detokenizer()
     offset = 0
@@ -38,14 +38,14 @@ def echo_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], echoed: str) ->
             name = token_name(tokenizer, token_id)
             piece += name if echoed.startswith(name, offset + len(piece)) else ""
         elif not echoed.startswith(piece, offset):
-            piece = piece.lstrip()  # SentencePiece gives a text a space that was not there
+            piece = piece.lstrip()  # SentencePiece prepends a space that the text does not have.
         offset += len(piece)
 
 
 class LegacyLogprobs:
-    """Four parallel lists; offsets are characters into the text of the choice.
+    """The four parallel lists of OpenAI's older log-probabilities. Offsets are in characters.
 
-    With ``echoed`` the text begins with the prompt, and the lists with its tokens.
+    With ``echoed``, the text of the choice begins with the prompt, and the lists with its tokens.
     """
 
     def __init__(
@@ -59,7 +59,9 @@ class LegacyLogprobs:
         self._offset = len(echoed or "")
 
     def body(self, entries: Sequence[TokenLogprob | None]) -> TextLogprobs:
-        """The lists for the next tokens; an entry without a value is the prompt's first token."""
+        """Return the lists for the next tokens. An entry None stands for the prompt's first
+        token.
+        """
         ids = [self._first_id if each is None else each.token_id for each in entries]
         return TextLogprobs(
             tokens=[token_name(self._tokenizer, token_id) for token_id in ids],
@@ -87,12 +89,14 @@ class TextReply(AnswerReply[Answers]):
     _writer: CompletionWriter
 
     async def whole(self) -> object:
-        """All of them in one body."""
+        """Return all answers in one body."""
         return self._writer.body(await self._answer.collect())
 
 
 class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
-    """Encodes the answers to all prompts of a body; ``echoed``: their texts with ``echo``."""
+    """Encodes the answers to all prompts of a body. ``echoed``: the prompts' texts, with
+    ``echo``.
+    """
 
     whole_kind = chunk_kind = "text_completion"
     whole_type = chunk_type = TextBody
@@ -103,7 +107,7 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
         super().__init__(service, head, body)
         self._echoed = echoed
         self._n = body.n or 1
-        self._states: list[_ChoiceWriter] = []  # by choice; of a stream
+        self._states: list[_ChoiceWriter] = []  # state of each choice in a stream
         self._wants_logprobs = body.logprobs is not None
         self.returns_ids = bool(body.return_token_ids)
 
@@ -111,13 +115,13 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
         return None if self._echoed is None else self._echoed[prompt_index]
 
     def legacy_logprobs(self, prompt_ids: Sequence[int], echoed: str | None) -> LegacyLogprobs:
-        """The log-probabilities of one choice."""
+        """Return an encoder of log-probabilities for one choice."""
         return LegacyLogprobs(self._service.llm.tokenizer, prompt_ids, echoed)
 
     # -- whole ----------------------------------------------------------------------------------
 
     def body(self, completions: list[Completion]) -> Struct:
-        """All answers in one body."""
+        """Return all answers in one body."""
         choices = [
             self._choice(prompt_index, completion, choice)
             for prompt_index, completion in enumerate(completions)
@@ -127,11 +131,11 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
         return self.answer(choices, usage, metrics=self.metrics(usage, len(choices)))
 
     def nothing(self, index: int) -> TextChoiceBody:
-        """The choice of a prompt that was only to be cached."""
+        """Return the empty choice of a prompt that was only cached."""
         return TextChoiceBody(index=index, text="", finish_reason="length", stop_reason=None)
 
     def nothing_chunks(self, index: int) -> list[bytes]:
-        """The same as events."""
+        """Return the events of an empty choice, for a prompt that was only cached."""
         return [self.chunk(TextChoiceBody(index=index, text="", finish_reason="length"))]
 
     def _choice(self, prompt_index: int, completion: Completion, choice: Choice) -> TextChoiceBody:
@@ -158,7 +162,7 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
     # -- streamed -------------------------------------------------------------------------------
 
     def begin(self, answer: Answers) -> Iterator[bytes]:
-        """The chunks with the echoed prompts; log-probabilities have their prompt with them."""
+        """Yield the chunks with echoed prompts, unless log-probabilities must be sent with them."""
         self.follow(lambda: answer.usage)
         self._states = [
             _ChoiceWriter(self, each, self._lead(prompt_index) if self._wants_logprobs else None)
@@ -172,24 +176,24 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
             yield self.chunk(TextChoiceBody(index=index, text=text))
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """The chunk of a delta; none if the delta is empty."""
+        """Yield the chunk of a delta; none if the delta is empty."""
         return self._states[delta.index].chunks(delta)
 
 
 class _ChoiceWriter:
-    """One streamed choice; with ``echo`` the prompt's log-probabilities lead its first ones."""
+    """Writes one streamed choice. With ``echo``, its log-probabilities begin with the prompt's."""
 
     def __init__(self, writer: CompletionWriter, answer: Answer, echoed: str | None) -> None:
         self._writer = writer
         self._legacy = writer.legacy_logprobs(answer.prompt_token_ids, echoed)
         self._lead: list[TokenLogprob | None] = [] if echoed is None else [None]
         self._echoed = echoed or ""
-        self._prompt_ids: list[int] | UnsetType = UNSET  # told once
+        self._prompt_ids: list[int] | UnsetType = UNSET  # sent once
         if writer.returns_ids:
             self._prompt_ids = list(answer.prompt_token_ids)
 
     def chunks(self, delta: TextDelta) -> Iterator[bytes]:
-        """The chunk of a delta; none if the delta is empty."""
+        """Yield the chunk of a delta; none if the delta is empty."""
         self._writer.tell(delta)
         if self._lead:
             self._lead += delta.prompt_logprobs
@@ -219,5 +223,5 @@ class _ChoiceWriter:
 
 
 def prompt_ids(head: Head, count: int) -> list[str]:
-    """Request ids of the prompts of a body."""
+    """Return the request ids of a body's prompts."""
     return [head.id] if count == 1 else [f"{head.id}-p{index}" for index in range(count)]

@@ -1,7 +1,7 @@
-"""``token_sources``: the drafter of each token of an answer, and the part its text belongs to.
+"""``token_sources``: the draft source of each token, and the part of the answer it belongs to.
 
-The parser of an answer knows text and no tokens. The text that it lets through is found again in
-the text of the tokens, so that a mark such as ``<think>`` is never reported as text.
+The parser of an answer works on text, not on tokens. The text that it emits is located in the text
+of the tokens, so that a mark such as ``<think>`` is never reported as text.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from .answers import Channel, TokenPiece
 
 
 class TokenPieces:
-    """``token_sources`` of one choice: the text, drafter and channel of each token.
+    """Computes ``token_sources`` of one choice: text, draft source and channel of each token.
 
-    The texts of the channels "reasoning" and "content" add up to those parts of the answer; a call
-    is told as the model wrote it, in the channel "tool". A token without text there (a mark, the
-    end, a part of a character) has the text "". The drafter of the target's own tokens is ""; it is
-    None where a text is the rest of a token that an earlier piece has counted.
+    The texts in the channels "reasoning" and "content" add up to these parts of the answer. A call
+    is reported as the model wrote it, in the channel "tool". A token without visible text (a mark,
+    an end token, a part of a character) has the text "". The source of the target model's own
+    tokens is "". It is None if the text is the rest of a token that an earlier piece reported.
     """
 
     def __init__(self, tokenizer: Tokenizer, thinking: Thinking | None) -> None:
         self._tokenizer = tokenizer
         marks = ("", "") if thinking is None else (thinking.begin, thinking.end)
-        self._marks = {"reasoning": marks[0], "content": marks[1]}  # what stands before each
+        self._marks = {"reasoning": marks[0], "content": marks[1]}  # mark before each channel
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._raw = ""  # text of the tokens that no piece has told yet
-        self._tokens: deque[tuple[int, str | None]] = deque()  # characters in it, drafter
-        self._channel: Channel = "content"  # of the last piece
+        self._raw = ""  # text of tokens not reported yet
+        # number of characters and source per token
+        self._tokens: deque[tuple[int, str | None]] = deque()
+        self._channel: Channel = "content"  # channel of the last piece
 
     def hold(self, delta: TextDelta) -> None:
-        """Add the tokens of a step; their text may come with a later one."""
+        """Add the tokens of a step. Their text may arrive in a later step."""
         special = self._tokenizer.special_ids
         for token_id, source in zip(delta.token_ids, delta.sources, strict=False):
             data = b"" if token_id in special else self._tokenizer.token_bytes(token_id)
@@ -43,7 +44,7 @@ class TokenPieces:
             self._tokens.append((len(text), source))
 
     def read(self, delta: TextDelta) -> list[TokenPiece]:
-        """The pieces of what a delta adds."""
+        """Return the pieces for the additions of a delta."""
         pieces = []
         if delta.reasoning:
             pieces += self._read(delta.reasoning, "reasoning")
@@ -55,23 +56,23 @@ class TokenPieces:
         return pieces
 
     def rest(self) -> list[TokenPiece]:
-        """The tokens whose text the answer does not have."""
+        """Return the remaining tokens, whose text is not part of the answer."""
         return self._take(len(self._raw), is_shown=False)
 
     def _read(self, text: str, channel: Channel) -> list[TokenPiece]:
         self._channel = channel
         at = 0 if self._raw.startswith(text) else self._find(text, self._marks[channel])
-        if at < 0:  # a parser has rewritten it
+        if at < 0:  # the parser rewrote the text
             return [(text, None, channel)]
         return self._take(at, is_shown=False) + self._take(len(text))
 
     def _find(self, text: str, mark: str) -> int:
-        """Find a text in the raw text, behind the mark if that is there; -1 if nowhere."""
+        """Return the index of a text after the mark, if the mark is there; -1 if it is missing."""
         at = self._raw.find(mark)
         return self._raw.find(text, at + len(mark) if at >= 0 else 0)
 
     def _take(self, count: int, *, is_shown: bool = True) -> list[TokenPiece]:
-        """The tokens of the next ``count`` characters, and those without any behind them."""
+        """Return the tokens of the next ``count`` characters, and following tokens without text."""
         pieces: list[TokenPiece] = []
         while self._tokens and (count or not self._tokens[0][0]):
             length, source = self._tokens.popleft()

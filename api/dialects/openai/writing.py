@@ -1,4 +1,4 @@
-"""Writer: encodes answers of OpenAI's chat and text completions, whole and in chunks."""
+"""Writer: encodes OpenAI's chat and text completions, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from .answers import (
 from .bodies import AnyRequest
 
 FINGERPRINT = f"foretoken-{__version__}"
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+LOWEST_LOGPROB = -9999.0  # replaces infinite values, which JSON does not support
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The fields that all chunks of an answer share."""
+    """Fields that all chunks of an answer share."""
 
     prefix: str
     model: str
@@ -46,11 +46,11 @@ class Head:
 
     @property
     def id(self) -> str:
-        """Id of the answer, and of the request inside the engine."""
+        """Id of the answer, and of its request in the engine."""
         return f"{self.prefix}-{self.key}"
 
     def fields(self, kind: str) -> dict[str, Any]:
-        """Fields of `protocol.AnswerHead`."""
+        """Return the fields of `answers.AnswerHead`."""
         return {
             "id": self.id,
             "object": kind,
@@ -61,7 +61,7 @@ class Head:
 
 
 def usage_body(usage: Usage) -> UsageBody:
-    """``usage``, with details on the cache, the prediction and speculation."""
+    """Return ``usage``, with details of the cache, the prediction and speculation."""
     return UsageBody(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -86,12 +86,13 @@ def usage_body(usage: Usage) -> UsageBody:
 
 
 def metrics_body(usage: Usage, depth: object) -> MetricsBody | UnsetType:
-    """``metrics`` of one answer; none where nothing was drafted. ``depth``: if a number, fixed."""
+    """Return ``metrics`` of one answer; UNSET without drafts. ``depth``: draft depth, if fixed."""
     steps = usage.draft_steps
     if not steps:
         return UNSET
     by_accepted = dict(usage.steps_by_accepted)
-    by_accepted[0] = by_accepted.get(0, 0) - (usage.verify_steps - steps)  # those without a draft
+    # excludes steps without a draft
+    by_accepted[0] = by_accepted.get(0, 0) - (usage.verify_steps - steps)
     most = max(by_accepted, default=0)
     if isinstance(depth, int):
         most = max(most, depth)
@@ -109,15 +110,15 @@ def metrics_body(usage: Usage, depth: object) -> MetricsBody | UnsetType:
 
 
 def reason_body(reason: str) -> str:
-    """The ``finish_reason`` of OpenAI's API, which has no "abort": a deadline becomes "length".
+    """Return OpenAI's ``finish_reason`` for ours: "abort", as after a deadline, becomes "length".
 
-    Its ``stop_reason`` says "deadline". Clients check ``finish_reason`` against a closed list.
+    Clients accept only OpenAI's values; ``stop_reason`` still reports "deadline".
     """
     return "length" if reason == "abort" else reason
 
 
 def token_infos(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[TokenInfo]:
-    """One entry per token, with its bytes."""
+    """Return one entry per token, with its bytes."""
     return [
         TokenInfo(
             **_entry(tokenizer, each.token_id, each.logprob),
@@ -137,7 +138,7 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as a JSON key: a part of a character is written as bytes, so that keys differ."""
+    """Return a token as a unique JSON key: a part of a character is written as escaped bytes."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
@@ -146,8 +147,8 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as a finite number, since JSON has no infinity."""
-    # Not max(): it gives a NaN back.
+    """Return a log-probability as a finite number, since JSON has no infinity."""
+    # max() would return NaN unchanged.
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
@@ -165,7 +166,9 @@ D = TypeVar("D", bound=Struct)
 
 
 class Writer(AnswerWriter[A], Generic[A, C, D]):
-    """Encodes the answer ``A`` to one request: choices ``C`` in whole, ``D`` in chunks."""
+    """Encodes the answer ``A`` to one request, with choices ``C`` in one body or ``D`` in
+    chunks.
+    """
 
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -177,56 +180,57 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         self._head = head
         options = body.stream_options
         self._include_usage = bool(options and options.include_usage)
-        self._tells_usage = bool(options and options.continuous_usage_stats)  # in every chunk
+        # whether every chunk has a usage
+        self._tells_usage = bool(options and options.continuous_usage_stats)
         self._usage_so_far: Callable[[], Usage] = Usage
-        self._num_told = 0  # tokens of the chunks so far
+        self._num_told = 0  # tokens in the chunks so far
         given = body.speculation
         self._depth = service.llm.built.settings.get("speculation") if given is None else given
         self._explains = bool(body.explain_cache)
-        self.prompt_ids: Sequence[str] = [head.id]  # under which its prompts are remembered
+        self.prompt_ids: Sequence[str] = [head.id]  # request ids of its prompts
 
     def refuse_aborted(self, reason: str, num_tokens: int) -> None:
-        """Raise `ApiError` if the answer was aborted before its first token or by a shutdown."""
+        """Raise `ApiError` if the answer was aborted by a shutdown or before its first token."""
         refuse_aborted(self._service, reason, num_tokens)
 
     def nothing(self, index: int) -> C:
-        """The choice of a prompt that was only to be cached."""
+        """Return the empty choice of a prompt that was only cached."""
         raise NotImplementedError
 
     def nothing_chunks(self, index: int) -> list[bytes]:
-        """The same as events."""
+        """Return the events of an empty choice, for a prompt that was only cached."""
         raise NotImplementedError
 
     def answer(self, choices: list[C], usage: Usage, **more: object) -> Struct:
-        """All choices in one body."""
+        """Return all choices in one body."""
         fields = self._head.fields(self.whole_kind)
         return self.whole_type(**fields, choices=choices, usage=self.usage(usage), **more)
 
     def metrics(self, usage: Usage, num_answers: int) -> MetricsBody | UnsetType:
-        """``metrics``, which only a single answer has."""
+        """Return ``metrics``; UNSET unless there is a single answer."""
         return metrics_body(usage, self._depth) if num_answers == 1 else UNSET
 
     def follow(self, usage: Callable[[], Usage]) -> None:
-        """Take the usage of the chunks to come from here."""
+        """Use ``usage`` to read the present usage for chunks."""
         self._usage_so_far = usage
 
     def tell(self, delta: TextDelta) -> None:
-        """Count the tokens of a delta, of which the next chunk tells."""
+        """Count the tokens of a delta as sent with the next chunk."""
         self._num_told += len(delta.token_ids)
 
     def chunk(self, choice: D) -> bytes:
-        """One chunk of one choice."""
+        """Return a chunk with one choice."""
         return self.event([choice])
 
     def event(self, choices: list[D], **more: object) -> bytes:
-        """One chunk of some choices; ``more``: its other fields."""
+        """Return a chunk with some choices. ``more``: its other fields."""
         usage = None
-        if self._tells_usage:  # of the tokens told, whatever the engine has computed meanwhile
+        if self._tells_usage:  # counts the tokens sent; the engine may have computed more
             usage = usage_body(replace(self._usage_so_far(), completion_tokens=self._num_told))
         return self._event(choices, usage, **more)
 
     def end(self, answer: A) -> Iterator[bytes]:
-        """The events after the last choice."""
+        """Yield the events after the last choice."""
         return self._end(answer.usage, answer.num_choices)
 
     def _end(self, usage: Usage, num_answers: int = 0) -> Iterator[bytes]:
@@ -235,14 +239,14 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         yield DONE
 
     def warmed(self, usages: Sequence[Usage]) -> Reply:
-        """The answer to prompts that were only cached: an empty choice for each."""
+        """Return the answer to prompts that were only cached, with an empty choice for each."""
         usage, indices = batch_usage(usages), range(len(usages))
         chunks = [chunk for index in indices for chunk in self.nothing_chunks(index)]
         whole = self.answer([self.nothing(index) for index in indices], usage)
         return ReadyReply(whole, [*chunks, *self._end(usage)])
 
     def usage(self, usage: Usage) -> UsageBody:
-        """``usage``, with the reason for a cache miss, or a list of reasons for several prompts."""
+        """Return ``usage``, with an explanation of cache misses for each prompt if requested."""
         spent = usage_body(usage)
         if not self._explains:
             return spent
@@ -263,5 +267,5 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
 
     @cached_property
     def _chunk(self) -> Any:  # noqa: ANN401 - a `chunk_type`
-        """The reusable chunk of this answer: only its choices change."""
+        """The reusable chunk of this answer. Only its choices and usage change."""
         return self.chunk_type(**self._head.fields(self.chunk_kind), choices=[])

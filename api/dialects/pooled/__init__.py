@@ -1,1 +1,1 @@
-"""Routes whose answer is no text: vectors and scores."""
+"""Routes that return vectors or scores in place of text."""

@@ -6,13 +6,13 @@ from msgspec import UNSET, Struct, UnsetType
 
 
 class PooledPromptDetails(Struct, kw_only=True):
-    """``usage.prompt_tokens_details`` of prompts without an answer."""
+    """``usage.prompt_tokens_details`` of requests that generate nothing."""
 
     cached_tokens: int
 
 
 class PooledUsage(Struct, kw_only=True):
-    """``usage`` of prompts without an answer."""
+    """``usage`` of requests that generate nothing."""
 
     prompt_tokens: int
     total_tokens: int
@@ -20,7 +20,7 @@ class PooledUsage(Struct, kw_only=True):
 
 
 class EmbeddingBody(Struct, kw_only=True):
-    """The vector of one input, of length 1; as base64 its numbers are little-endian float32."""
+    """The vector of one input, of length 1. In base64 it is little-endian float32 by default."""
 
     object: str = "embedding"
     index: int
@@ -43,7 +43,7 @@ class DocumentBody(Struct, kw_only=True):
 
 
 class RankBody(Struct, kw_only=True):
-    """A document's place in the request, and its score from 0 to 1."""
+    """A document's index in the request, and its score from 0 to 1."""
 
     index: int
     relevance_score: float
@@ -51,7 +51,7 @@ class RankBody(Struct, kw_only=True):
 
 
 class RerankBody(Struct, kw_only=True):
-    """Answer of /v1/rerank, /v2/rerank and /rerank: the best document first."""
+    """Answer of /v1/rerank, /v2/rerank and /rerank: best document first."""
 
     id: str
     model: str

@@ -1,4 +1,4 @@
-"""Bodies of the routes for vectors and scores: decoding is validation."""
+"""Bodies of the routes for vectors and scores. Decoding validates them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ...serving.sampling import (
 )
 from ...types.fields import Refused, SameAs
 
-MAX_INPUTS = 2048  # texts of /v1/embeddings, as OpenAI has it, and documents
+MAX_INPUTS = 2048  # maximum number of inputs, as in OpenAI's API, and of documents
 
 
 class PooledRequest(Struct, kw_only=True):
-    """Fields that the bodies of the routes share whose answer is no text."""
+    """Body fields shared by the routes for vectors and scores."""
 
     model: str | None = None
-    stream: bool | None = None  # known and ignored: nothing comes before the end
+    stream: bool | None = None  # ignored: the answer is sent in one piece
     # extensions
     cache_salt: Salt | None = None
     priority: int | None = None
     deadline_ms: Milliseconds | None = None
     cache: CacheSpec | None = None
-    # of other servers
+    # fields of other servers
     extra_key: Annotated[Salt | None, SameAs("cache_salt")] = None
     truncate_prompt_tokens: Absent = None
     max_tokens_per_doc: Absent = None
@@ -62,8 +62,8 @@ class EmbeddingsRequest(PooledRequest, kw_only=True):
     input: str | list[str | int | list[int]]
     dimensions: Positive | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    embed_dtype: EmbedDtype | None = None  # of base64, as vLLM has it
-    endianness: Literal["native", "big", "little"] | None = None  # likewise
+    embed_dtype: EmbedDtype | None = None  # number type in base64, as in vLLM
+    endianness: Literal["native", "big", "little"] | None = None  # byte order in base64, as in vLLM
 
 
 class TextDocument(Struct):
@@ -79,7 +79,9 @@ Documents = Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MA
 
 
 class RerankRequest(PooledRequest, kw_only=True):
-    """Body of /v1/rerank, /v2/rerank and /rerank; ``instruction``: vLLM's name of ``instruct``."""
+    """Body of /v1/rerank, /v2/rerank and /rerank. ``instruction`` is vLLM's name for
+    ``instruct``.
+    """
 
     query: Query
     documents: Documents
@@ -95,7 +97,7 @@ OneOrMore = str | list[str]
 class ScoreRequest(PooledRequest, kw_only=True):
     """Body of /v1/score and /score: a query and a document, or several of either.
 
-    ``text_1`` and ``text_2`` are other names of ``query`` and ``documents``, as are ``queries``,
+    ``text_1`` and ``text_2`` are aliases of ``query`` and ``documents``, as are ``queries``,
     ``items``, ``data_1`` and ``data_2``.
     """
 
@@ -104,7 +106,7 @@ class ScoreRequest(PooledRequest, kw_only=True):
     text_1: OneOrMore | None = None
     text_2: OneOrMore | None = None
     instruct: str | None = None
-    # other names
+    # aliases
     queries: Annotated[OneOrMore | None, SameAs("query")] = None
     items: Annotated[OneOrMore | None, SameAs("documents")] = None
     data_1: Annotated[OneOrMore | None, SameAs("text_1")] = None

@@ -1,4 +1,4 @@
-"""Read the texts and parameters of a body."""
+"""Read texts and parameters from bodies of the routes for vectors and scores."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .bodies import MAX_INPUTS, EmbeddingsRequest, PooledRequest, ScoreRequest
 
 
 def params_of(body: PooledRequest) -> SamplingParams:
-    """Parameters of each prompt of a body; raises `InvalidRequest`."""
+    """Return the parameters of each prompt of a body. Raises `InvalidRequest`."""
     seconds = None if body.deadline_ms is None else body.deadline_ms / 1000
     return pool_params(cache_salt=body.cache_salt, priority=body.priority, deadline=seconds)
 
 
 def cache_of(body: PooledRequest) -> CacheOptions:
-    """The use of the prefix cache that a body asks for."""
+    """Return how the body asks to use the prefix cache."""
     return read_cache(body.cache, None, None)
 
 
 def read_inputs(body: EmbeddingsRequest) -> list[Prompt]:
-    """The inputs of a body. Raises `InvalidRequest` for none, too many, and other lists."""
+    """Return the inputs of a body. Raises `InvalidRequest` for an empty or too long list."""
     if not body.input:
         raise InvalidRequest("input must not be empty", param="input")
     inputs = read_prompts(body.input, "input")
@@ -37,16 +37,16 @@ def read_inputs(body: EmbeddingsRequest) -> list[Prompt]:
 
 
 class Texts(NamedTuple):
-    """Texts of a body, and the field that has them."""
+    """Texts of a body, and the name of their field."""
 
     texts: list[str]
     param: str
 
 
 def read_pairs(body: ScoreRequest) -> tuple[Texts, Texts]:
-    """Queries, one or as many as documents, and documents.
+    """Return the queries (one, or one per document) and the documents.
 
-    Raises `InvalidRequest` for fields that are missing, doubled, empty, or of unequal lengths.
+    Raises `InvalidRequest` for fields that are missing, given twice, empty, or of unequal lengths.
     """
     queries, query_param = first = _one_of(body, "query", "text_1")
     documents, param = second = _one_of(body, "documents", "text_2")
@@ -65,7 +65,10 @@ def read_pairs(body: ScoreRequest) -> tuple[Texts, Texts]:
 
 
 def _one_of(body: ScoreRequest, name: str, other: str) -> Texts:
-    """The texts of the field that a body has of these two, and its name."""
+    """Return the texts of the one field of two that is given, and its name.
+
+    Raises `InvalidRequest` if none or both are given, or the field is empty.
+    """
     given = [each for each in (name, other) if getattr(body, each) is not None]
     if not given:
         raise InvalidRequest(f"the body needs {name} or {other}", param=name)

@@ -31,7 +31,7 @@ from .writing import embeddings_body, usage_body
 
 
 class EmbeddingsRoute(Dialect[EmbeddingsRequest]):
-    """Return a vector of each text, or of each list of token ids."""
+    """Return the embedding of each text or each list of token ids."""
 
     path = "/v1/embeddings"
     body = EmbeddingsRequest
@@ -43,7 +43,7 @@ class EmbeddingsRoute(Dialect[EmbeddingsRequest]):
         self._embedder = Embedder(service.llm)
 
     async def open(self, body: EmbeddingsRequest) -> Reply:
-        """Open all inputs; they are tokenised and computed when the answer is read."""
+        """Check all inputs. They are tokenized and computed when the reply is read."""
         inputs = read_inputs(body)
         prompts = self._embedder.open(
             inputs,
@@ -71,9 +71,9 @@ class RerankRoute(Dialect[RerankRequest]):
         self._reranker = Reranker(service.chat, service.llm)
 
     async def open(self, body: RerankRequest) -> Reply:
-        """Open all documents; their prompts are written and computed when it is read.
+        """Check all documents. Their prompts are written and computed when the reply is read.
 
-        Raises `InvalidRequest` for two instructions.
+        Raises `InvalidRequest` if both names of the instruction are given.
         """
         if None not in (body.instruct, body.instruction):
             message = "the body must not have both instruct and instruction"
@@ -110,7 +110,7 @@ class RerankRoute(Dialect[RerankRequest]):
 
 
 class ScoreRoute(Dialect[ScoreRequest]):
-    """Return the scores of pairs of a query and a document, in their order."""
+    """Return the scores of pairs of a query and a document, in the order of the request."""
 
     path = "/v1/score"
     aliases = ("/score",)
@@ -123,7 +123,7 @@ class ScoreRoute(Dialect[ScoreRequest]):
         self._reranker = Reranker(service.chat, service.llm)
 
     async def open(self, body: ScoreRequest) -> Reply:
-        """Open all pairs; their prompts are written and computed when it is read."""
+        """Check all pairs. Their prompts are written and computed when the reply is read."""
         queries, documents = read_pairs(body)
         count = len(documents.texts)
         prompts = self._reranker.open(

@@ -24,7 +24,7 @@ from .bodies import EmbeddingsRequest
 
 
 def usage_body(pooled: Sequence[Pooled]) -> PooledUsage:
-    """``usage`` of all prompts."""
+    """Return the ``usage`` of all prompts."""
     usage = batch_usage([each.usage for each in pooled])
     return PooledUsage(
         prompt_tokens=usage.prompt_tokens,
@@ -36,9 +36,10 @@ def usage_body(pooled: Sequence[Pooled]) -> PooledUsage:
 def embeddings_body(
     pooled: Sequence[Pooled], body: EmbeddingsRequest, model: str
 ) -> dict[str, object]:
-    """`protocol.EmbeddingsBody`, whose vectors are JSON already: they may be millions of numbers.
+    """Return the fields of an `EmbeddingsBody`, with each vector already encoded as JSON.
 
-    One after the other, so that other threads have a turn between two of them.
+    Vectors may have millions of numbers. They are encoded one at a time, so that other threads can
+    run in between.
     """
     data = [Raw(_vector_json(index, each, body)) for index, each in enumerate(pooled)]
     whole = EmbeddingsBody(data=[], model=model, usage=usage_body(pooled))
@@ -54,7 +55,7 @@ def _vector_json(index: int, pooled: Pooled, body: EmbeddingsRequest) -> bytes:
 
 
 def _vector_bytes(vector: NDArray[np.float32], body: EmbeddingsRequest) -> bytes:
-    """The numbers in the type and the byte order that a body asks for."""
+    """Return the numbers in the requested type and byte order."""
     endianness = body.endianness or "little"
     order = {"little": "<", "big": ">"}[sys.byteorder if endianness == "native" else endianness]
     if body.embed_dtype == "bfloat16":  # the upper half of a float32, rounded to even

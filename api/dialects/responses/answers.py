@@ -1,6 +1,6 @@
-"""Answers and events of the Responses API: the server encodes them, /openapi.json describes them.
+"""Answers and events of the Responses API, for encoding and for /openapi.json.
 
-An `UNSET` field is left out; None is null, as clients expect.
+An `UNSET` field is left out; None is encoded as null, as clients expect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputText(Struct, tag="output_text", kw_only=True):
-    """The part of a message."""
+    """The content part of a message."""
 
     text: str
     annotations: list[Free] = []
@@ -29,7 +29,7 @@ class OutputText(Struct, tag="output_text", kw_only=True):
 
 
 class ReasoningText(Struct, tag="reasoning_text", kw_only=True):
-    """The part of a reasoning item."""
+    """The content part of a reasoning item."""
 
     text: str
 
@@ -38,7 +38,7 @@ ContentPart = OutputText | ReasoningText
 
 
 class MessageItem(Struct, tag="message", kw_only=True):
-    """The content of an answer; its part is there once it is complete."""
+    """The text of an answer. Its part is present once it is complete."""
 
     id: str
     status: Status
@@ -47,7 +47,7 @@ class MessageItem(Struct, tag="message", kw_only=True):
 
 
 class ReasoningItem(Struct, tag="reasoning", kw_only=True):
-    """The reasoning before an answer: the text itself, without a summary."""
+    """The reasoning before an answer, as text without a summary."""
 
     id: str
     status: Status
@@ -56,14 +56,14 @@ class ReasoningItem(Struct, tag="reasoning", kw_only=True):
 
 
 class FunctionCallItem(Struct, tag="function_call", kw_only=True):
-    """A call; ``arguments`` is JSON text."""
+    """A function call. ``arguments`` is JSON text."""
 
     id: str
     status: Status
     call_id: str
     name: str
     arguments: str
-    namespace: str | UnsetType = UNSET  # of the function, if the request has it in one
+    namespace: str | UnsetType = UNSET  # namespace of the function, if the request has one
 
 
 class CustomCallItem(Struct, tag="custom_tool_call", kw_only=True):
@@ -78,7 +78,7 @@ class CustomCallItem(Struct, tag="custom_tool_call", kw_only=True):
 
 
 class SearchCallItem(Struct, tag="tool_search_call", kw_only=True):
-    """A search for tools, which the client does."""
+    """A tool search, which the client executes."""
 
     id: str
     status: Status
@@ -107,15 +107,15 @@ class ResponseUsage(Struct, kw_only=True):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
-    closed_early: bool  # as in chat completions
-    moves: int  # likewise
-    evicted_tokens: int | UnsetType = UNSET  # as in chat completions
+    closed_early: bool  # see chat completions
+    moves: int  # see chat completions
+    evicted_tokens: int | UnsetType = UNSET  # see chat completions
     speculation: SpeculationUsage
-    cache_explanation: Free | UnsetType = UNSET  # if asked for and known
+    cache_explanation: Free | UnsetType = UNSET  # if requested and known
 
 
 class ResponseError(Struct, kw_only=True):
-    """``error`` of a response that failed; ``code`` is one of a closed list."""
+    """``error`` of a failed response. ``code`` is one of OpenAI's values."""
 
     code: str
     message: str
@@ -124,19 +124,19 @@ class ResponseError(Struct, kw_only=True):
 
 
 class IncompleteDetails(Struct, kw_only=True):
-    """``incomplete_details``: why the answer was cut."""
+    """``incomplete_details``: why the answer was truncated."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class ReasoningSettings(ReasoningOptions, kw_only=True):
-    """``reasoning``: the effort that was asked for; there are no summaries."""
+    """``reasoning``: the requested effort. Summaries are not supported."""
 
     summary: str | None = None
 
 
 class ResponseBody(Struct, kw_only=True):
-    """Answer of /v1/responses; it repeats the fields of the request."""
+    """Answer of /v1/responses. It repeats fields of the request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -152,7 +152,7 @@ class ResponseBody(Struct, kw_only=True):
     usage: ResponseUsage | None = None
     stop_reason: int | str | UnsetType = UNSET  # the stop token id or the stop string
     prompt_cache_diagnostics: Free | UnsetType = UNSET
-    # of the request
+    # copied from the request
     instructions: str | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
@@ -165,7 +165,7 @@ class ResponseBody(Struct, kw_only=True):
     store: bool = True
     tool_choice: Literal["none", "auto", "required"] | FlatChoice = "auto"
     user: str | None = None
-    # in force, which may differ from what was asked for
+    # effective values, which may differ from the request
     parallel_tool_calls: bool = True
     service_tier: str = "default"
     temperature: float = 1.0
@@ -173,11 +173,11 @@ class ResponseBody(Struct, kw_only=True):
     tools: list[FlatTool] = []
     top_logprobs: int = 0
     top_p: float = 1.0
-    truncation: str = "disabled"  # "auto" would drop what does not fit: here that is an error
+    truncation: str = "disabled"  # "auto", which drops what exceeds the context, is not supported
 
 
 class ItemList(Struct, kw_only=True):
-    """Answer of /v1/responses/{id}/input_items; output items of earlier turns are among them."""
+    """Answer of /v1/responses/{id}/input_items. Includes output items of earlier turns."""
 
     object: Literal["list"] = "list"
     data: list[Item]
@@ -205,7 +205,7 @@ class InputTokens(Struct, kw_only=True):
 
 
 class Event(Struct, kw_only=True):
-    """The number that every event of a stream has, from 0; its writer sets it."""
+    """The sequence number of an event in its stream, from 0. Set by the writer."""
 
     sequence_number: int = 0
 
@@ -229,11 +229,11 @@ class ResponseCompleted(ResponseEvent, tag="response.completed"):
 
 
 class ResponseIncomplete(ResponseEvent, tag="response.incomplete"):
-    """The last event of an answer that a limit ended."""
+    """The last event of an answer that a limit truncated."""
 
 
 class ResponseFailed(ResponseEvent, tag="response.failed"):
-    """The last event of an answer that an error ended."""
+    """The last event of an answer that failed."""
 
 
 class OutputEvent(Event, kw_only=True):
@@ -261,7 +261,7 @@ class ItemEvent(OutputEvent, kw_only=True):
 
 
 class PartEvent(ItemEvent, kw_only=True):
-    """An event inside the content part of an item, of which there is one."""
+    """An event inside the single content part of an item."""
 
     content_index: int = 0
 
@@ -318,7 +318,7 @@ class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done", kw_o
 
 
 class InputDelta(ItemEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
-    """The input of a custom tool's call: all of it, for it is read out of the arguments."""
+    """The input of a custom tool's call, in one piece: it is parsed from the complete arguments."""
 
     delta: str
 
@@ -334,7 +334,7 @@ ENDINGS: dict[str, type[ResponseEvent]] = {
     "incomplete": ResponseIncomplete,
     "failed": ResponseFailed,
 }
-"""The last event of a stream, by the status of its response."""
+"""The last event of a stream by the status of its response."""
 
 StreamEvent = (
     ResponseCreated

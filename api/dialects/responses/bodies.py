@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses. As in `api.serving.sampling`, decoding is validation."""
+"""Bodies of /v1/responses. Decoding validates them; see `api.serving.sampling`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..openai.bodies import OpenAISampling, StreamOptions
 MAX_METADATA = 16
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-LOGPROBS = "message.output_text.logprobs"  # of ``include``
+LOGPROBS = "message.output_text.logprobs"  # value of ``include``
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
@@ -31,9 +31,9 @@ class CustomFormat(Struct, kw_only=True, omit_defaults=True):
 
 
 class FlatTool(Struct, kw_only=True):
-    """One of ``tools``: a function, a custom tool, a namespace of such, or the client's search.
+    """An entry of ``tools``: a function, a custom tool, a namespace of them, or the tool search.
 
-    Tools of other types are those of a provider, and ignored.
+    Other types are tools of a provider and are ignored.
     """
 
     known_kinds: ClassVar[frozenset[str]] = frozenset(
@@ -44,13 +44,13 @@ class FlatTool(Struct, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    format: CustomFormat | UnsetType | None = UNSET  # of a custom tool
-    tools: list[FlatTool] | UnsetType = UNSET  # of a namespace
-    execution: str | UnsetType | None = UNSET  # of ``tool_search``: "client"
+    format: CustomFormat | UnsetType | None = UNSET  # only for custom tools
+    tools: list[FlatTool] | UnsetType = UNSET  # only for namespaces
+    execution: str | UnsetType | None = UNSET  # only for ``tool_search``: "client"
 
 
 class ItemPart(Struct, kw_only=True, omit_defaults=True):
-    """A part of a message, a tool output or reasoning; `inputs` says what is read of each type."""
+    """A part of a message, a tool output or reasoning. `items` reads the fields of each type."""
 
     known_kinds: ClassVar[frozenset[str]] = frozenset(
         {*TEXT_PARTS, "refusal", "input_image", "input_file"}
@@ -62,7 +62,7 @@ class ItemPart(Struct, kw_only=True, omit_defaults=True):
     refusal: str | None = None
     file_data: str | None = None  # a data URL
     filename: str | None = None
-    annotations: Any = None  # of an earlier answer, as ``logprobs``
+    annotations: Any = None  # ignored, like ``logprobs``
     logprobs: Any = None
 
 
@@ -70,10 +70,10 @@ Parts = str | list[ItemPart]
 
 
 class Item(Struct, kw_only=True, omit_defaults=True):
-    """One input item. ``type`` decides which of the other fields it has, and of which form.
+    """One input item. ``type`` decides which other fields it has, and their types.
 
-    It is no union, since clients may leave ``type`` out, and send types that are not known yet. It
-    has all fields of output items, which are the input of the next turn.
+    This is not a tagged union, since clients may leave ``type`` out and send unknown types. It has
+    all fields of output items, which are the input of the next turn.
     """
 
     known_kinds: ClassVar[frozenset[str]] = frozenset(
@@ -81,7 +81,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
          "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
          "tool_search_call", "tool_search_output"}
     )  # fmt: skip
-    type: str | None = None  # none: a message, or with an id alone a reference
+    type: str | None = None  # missing: a message, or a reference if there is only an id
     id: str | None = None
     status: str | None = None
     role: str | None = None
@@ -89,11 +89,11 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     recipient: str | None = None
     call_id: str | None = None
     name: str | None = None
-    namespace: str | None = None  # of the function that is called
+    namespace: str | None = None  # namespace of the called function
     content: Any = None
     arguments: Any = None
-    input: Any = None  # of a custom tool's call
-    action: Any = None  # of calls with a type of their own, as ``operation`` and ``code``
+    input: Any = None  # input of a custom tool's call
+    action: Any = None  # payloads of calls with other types: ``action``, ``operation`` and ``code``
     operation: Any = None
     code: Any = None
     output: Any = None
@@ -102,17 +102,17 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     summary: Any = None
     execution: str | None = None
     tools: list[FlatTool] | None = None
-    token_ids: Any = None  # of other APIs' messages: refused
+    token_ids: Any = None  # a field of other APIs; rejected here
 
 
 class AnswerItem(Item, kw_only=True, omit_defaults=True):
-    """The first item of a stored answer, with the token ids of all of it."""
+    """The first item of a stored answer, with the token ids of the whole answer."""
 
     answer_ids: list[int]
 
 
 class ToolName(Struct, kw_only=True):
-    """One of the tools that a ``tool_choice`` allows."""
+    """A tool that a ``tool_choice`` allows."""
 
     type: str = "function"
     name: str | None = None
@@ -120,7 +120,7 @@ class ToolName(Struct, kw_only=True):
 
 
 class FlatChoice(Struct, kw_only=True, omit_defaults=True):
-    """``tool_choice`` that names a function, or lists those that may be called."""
+    """``tool_choice`` that names one function or lists allowed ones."""
 
     type: str
     name: str | None = None
@@ -130,7 +130,7 @@ class FlatChoice(Struct, kw_only=True, omit_defaults=True):
 
 
 class TextFormat(Struct, kw_only=True, omit_defaults=True):
-    """``text.format``: what `ResponseFormat` is in chat completions, in one level."""
+    """``text.format``: like `ResponseFormat` of chat completions, without nesting."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -140,19 +140,19 @@ class TextFormat(Struct, kw_only=True, omit_defaults=True):
 
 
 class TextOptions(Struct, kw_only=True):
-    """``text``; its verbosity is ignored."""
+    """``text``. Its verbosity is ignored."""
 
     format: TextFormat | None = None
 
 
 class ReasoningOptions(Struct, kw_only=True):
-    """``reasoning``: the reasoning effort, which the chat template may support."""
+    """``reasoning``: the reasoning effort, if the chat template supports it."""
 
     effort: str | None = None
 
 
 class EventOptions(StreamOptions):
-    """``stream_options``: the usage comes with the last event in any case."""
+    """``stream_options``. The last event always has the usage."""
 
     continuous_usage_stats: Off = None
 
@@ -165,7 +165,7 @@ class ResponsesRequest(OpenAISampling, kw_only=True):
     input: str | list[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = None  # as a missing one: true
+    store: bool | None = None  # true by default
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -182,9 +182,9 @@ class ResponsesRequest(OpenAISampling, kw_only=True):
     prediction: Prediction | Guess | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    # other names
+    # aliases
     max_completion_tokens: Annotated[Positive | None, SameAs("max_output_tokens")] = None
-    # known and refused
+    # recognised but not supported
     background: Off = None
     conversation: Empty = None
     prompt: Absent = None

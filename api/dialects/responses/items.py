@@ -1,4 +1,4 @@
-"""Convert input items to messages of a conversation and to stored items."""
+"""Convert input items to messages of a conversation, and to stored items."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .bodies import ROLES, TEXT_PARTS, AnswerItem, Item, ItemPart
 from .tools import flat_name, found_text
 
 Lookup = Callable[[str], Item | None]
-"""Finds a kept item by its id."""
+"""Returns a stored item by its id."""
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 HOSTED_CALLS = ("web_search_call", "file_search_call", "image_generation_call")
-"""Calls that a provider made by itself, and whose results are not in the conversation."""
+"""Calls that a provider executed and whose results the conversation does not contain."""
 
 
 def read_items(given: str | Sequence[Item] | None, lookup: Lookup) -> list[Item]:
-    """The items of an ``input``, references resolved; raises `InvalidRequest`."""
+    """Return the items of an ``input`` with references resolved. Raises `InvalidRequest`."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -46,7 +46,7 @@ def _resolved(item: Item, path: str, lookup: Lookup) -> Item:
 
 
 def kept_items(items: Sequence[Item]) -> list[Item]:
-    """The items as they are listed: with an id, a status, and parts."""
+    """Return the items as they are listed: with an id, a status and parts."""
     return [_kept(item) for item in items]
 
 
@@ -65,11 +65,11 @@ def _kept(item: Item) -> Item:
 
 
 def to_messages(items: Sequence[Item], *, first_path: int = 0) -> list[Message]:
-    """The messages of the items; raises `InvalidRequest` with the path of a bad item.
+    """Return the messages of the items. Raises `InvalidRequest` with the path of a bad item.
 
-    Reasoning, text and calls of one answer become one message again. So the conversation is
-    rendered as the model saw it, and its prefix is found in the cache.
-    ``first_path``: index of the first item of the body; those before it are from earlier turns.
+    Reasoning, text and calls of one answer are merged into one message, so that the conversation
+    renders as the model saw it and its prefix hits the cache. ``first_path``: index of the first
+    item of the body; the items before it come from earlier turns.
     """
     thread = _Thread()
     for index, item in enumerate(items):
@@ -82,15 +82,15 @@ class _Thread:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self._reasoning: list[str] = []  # wait for what they led to
-        self._open: Message | None = None  # the assistant's, that calls may still join
-        self._ids: list[int] | None = None  # of a stored answer, until its message begins
-        self._kept: KeptMessage | None = None  # the message that has them
+        self._reasoning: list[str] = []  # reasoning that belongs to the next message
+        self._open: Message | None = None  # the assistant's message that calls may still join
+        self._ids: list[int] | None = None  # token ids of a stored answer, until its message begins
+        self._kept: KeptMessage | None = None  # the message that holds these ids
 
     def add(self, item: Item, path: str) -> None:
-        """Append an item; kinds that are not known are left out."""
+        """Append an item. Unknown types are left out."""
         if item.token_ids is not None:
-            message = f"{path}.token_ids: previous_response_id brings the ids of an answer here"
+            message = f"{path}.token_ids: not supported by this API; use previous_response_id"
             raise InvalidRequest(message, param=f"{path}.token_ids")
         if isinstance(item, AnswerItem):
             self._ids, self._kept = item.answer_ids, None
@@ -105,7 +105,7 @@ class _Thread:
             case "agent_message":
                 self._close(_of_agent(item, path))
             case "additional_tools":
-                pass  # they stand with the other tools
+                pass  # read together with the other tools
             case "tool_search_output":
                 self._add_result(item, path, found_text(item.tools or ()))
             case _ if kind in HOSTED_CALLS:
@@ -129,7 +129,7 @@ class _Thread:
             self._close(NamedMessage(role=role, content=_content(content, where), path=path))
 
     def _add_call(self, item: Item, path: str) -> None:
-        """Append a call: of a function, or of what its kind is named after."""
+        """Append a call. Calls other than functions are named after their type."""
         kind = (item.type or "").removesuffix("_call")
         name = item.name or (_needed(item, "name", path) if kind == "function" else kind)
         call_id = item.call_id or item.id or f"call_{len(self.messages)}"
@@ -138,7 +138,7 @@ class _Thread:
         message.tool_calls = message.tool_calls or []
         message.tool_calls.append({"id": call_id, "type": "function", "function": function})
         results = [each for each in (item.output, item.outputs, item.error) if each is not None]
-        if results:  # the call and its result are one item
+        if results:  # the item contains both the call and its result
             text = "\n".join(_text_of(each) for each in results)
             self._close(Message(role="tool", tool_call_id=call_id, content=text))
 
@@ -148,7 +148,7 @@ class _Thread:
         self._close(message)
 
     def _begin(self, content: str | None, path: str) -> Message:
-        """A message of the assistant's."""
+        """Append and return an assistant's message."""
         reasoning = "\n".join(self._reasoning)
         message = KeptMessage(
             role="assistant",
@@ -157,7 +157,7 @@ class _Thread:
             kept_ids=self._ids,
             path=path,
         )
-        if self._kept is not None:  # an answer of two messages: the ids are those of neither
+        if self._kept is not None:  # an answer of two messages: its ids fit neither of them
             self._kept.kept_ids = None
         self._close(message)
         self._ids, self._kept = None, message
@@ -178,7 +178,7 @@ def _needed(item: Item, name: str, path: str) -> Any:  # noqa: ANN401 - whicheve
 
 
 def _arguments(item: Item) -> object:
-    """The arguments of a call: its own, the one of a custom tool, or those of a kind of its own."""
+    """Return the arguments of a function call, or the payload of another type of call."""
     if item.type == "custom_tool_call":
         return {"input": item.input or ""}
     given = (item.arguments, item.action, item.operation, item.input)
@@ -189,19 +189,19 @@ def _arguments(item: Item) -> object:
 
 
 def _of_agent(item: Item, path: str) -> Message:
-    """Return the message of another agent, as words of the user."""
+    """Return the message of another agent as a user message."""
     author = f" {item.author}" if item.author else ""
     text = _text(item.content or "", f"{path}.content")
     return NamedMessage(role="user", content=f"Message of the agent{author}:\n{text}", path=path)
 
 
 def _reasoning_text(item: Item, path: str) -> str:
-    """The reasoning of an item, or else its summary."""
+    """Return the reasoning of an item, or else its summary."""
     return _text(item.content or item.summary or [], f"{path}.content")
 
 
 def _output(output: object, path: str) -> str | list[ContentPart]:
-    """The result of a call: a text, parts, or any value as JSON."""
+    """Return the result of a call: text, parts, or another value as JSON."""
     if isinstance(output, dict) and isinstance(output.get("image_url"), str):
         output = [{**output, "type": "input_image"}]  # a screenshot
     is_parts = isinstance(output, list) and all(
@@ -218,7 +218,7 @@ def _text_of(value: object) -> str:
 
 
 def _content(content: object, path: str, *, is_result: bool = False) -> str | list[ContentPart]:
-    """One text, or parts where there are images."""
+    """Return content as one text, or as parts if it has images."""
     if isinstance(content, str):
         return content
     parts = [
@@ -232,7 +232,7 @@ def _content(content: object, path: str, *, is_result: bool = False) -> str | li
 
 
 def _text(content: object, path: str) -> str:
-    """The text of what may hold no images."""
+    """Return content as text. Raises `InvalidRequest` if it has images."""
     found = _content(content, path)
     if isinstance(found, str):
         return found
@@ -261,7 +261,7 @@ def _read_part(part: object) -> ItemPart:
 
 
 def _part(part: ItemPart, where: str, *, is_result: bool) -> ContentPart | None:
-    """A part as the model gets it; None for one that it does not get."""
+    """Return a part as the model reads it; None for an unsupported part, which is left out."""
     match part.type:
         case kind if kind in TEXT_PARTS and part.text is not None:
             return ContentPart(type="text", text=part.text)

@@ -1,4 +1,4 @@
-"""The output of a response: deltas in, items and their events out."""
+"""The output of a response: deltas are converted to items and their events."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from .tools import ServedTool
 
 NO_TOOLS: Mapping[str, ServedTool] = {}
 Spell = Callable[[Sequence[TokenLogprob]], list[TokenInfo]]
-"""Writes logprobs down."""
+"""Encodes log-probabilities."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ItemBuilder:
-    """One output item while it grows. Its events come between `opening` and `closing`.
+    """An output item that is being built. Its events come between `opening` and `closing`.
 
-    Events are encoded later: they hold the item as it was.
+    Events are encoded later, so each holds a copy of the item at that time.
     """
 
-    index: int  # in the output
+    index: int  # index in the output
     id: str
     written: GrowingText = field(default_factory=GrowingText)
     status: Status = "in_progress"
@@ -65,24 +65,24 @@ class ItemBuilder:
         return str(self.written)
 
     def item(self) -> OutputItem:
-        """The item as it is now."""
+        """Return the item in its present state."""
         raise NotImplementedError
 
     def add(self, text: str) -> list[Event]:
-        """Append the text of a step."""
+        """Append the text of a step, and return the events."""
         raise NotImplementedError
 
     def opening(self) -> list[Event]:
-        """The events that open the item."""
+        """Return the events that open the item."""
         return [ItemAdded(output_index=self.index, item=self.item())]
 
     def closing(self, status: Status) -> list[Event]:
-        """The events that close the item."""
+        """Return the events that close the item."""
         self.status = status
         return [*self._done(), ItemDone(output_index=self.index, item=self.item())]
 
     def _done(self) -> list[Event]:
-        """The complete text."""
+        """Return the events with the complete text."""
         raise NotImplementedError
 
     @property
@@ -92,14 +92,14 @@ class ItemBuilder:
 
 @dataclass(slots=True, kw_only=True)
 class TextBuilder(ItemBuilder):
-    """An item with one part of text, which the item has once it is complete."""
+    """An item with one part of text, which is added when it is complete."""
 
     def part(self, text: str) -> ContentPart:
-        """The content part with this text."""
+        """Return the content part with this text."""
         raise NotImplementedError
 
     def opening(self) -> list[Event]:
-        """An empty item, then an empty part."""
+        """Return the events of an empty item and an empty part."""
         added = super(TextBuilder, self).opening()
         return [*added, PartAdded(**self._place, part=self.part(""))]
 
@@ -111,16 +111,16 @@ class ReasoningBuilder(TextBuilder):
     id: str = field(default_factory=lambda: f"rs_{random_id()}")
 
     def part(self, text: str) -> ReasoningText:
-        """The part of a reasoning item."""
+        """Return the part of a reasoning item."""
         return ReasoningText(text=text)
 
     def item(self) -> ReasoningItem:
-        """The item as it is now."""
+        """Return the item in its present state."""
         content = [] if self.status == "in_progress" else [self.part(self.text)]
         return ReasoningItem(id=self.id, status=self.status, content=content)
 
     def add(self, text: str) -> list[Event]:
-        """Append the reasoning of a step."""
+        """Append the reasoning of a step, and return the events."""
         self.written.add(text)
         return [ReasoningTextDelta(**self._place, delta=text)]
 
@@ -137,16 +137,16 @@ class MessageBuilder(TextBuilder):
     logprobs: list[TokenInfo] = field(default_factory=list)
 
     def part(self, text: str) -> OutputText:
-        """The part of a message item."""
+        """Return the part of a message item."""
         return OutputText(text=text, logprobs=list(self.logprobs))
 
     def item(self) -> MessageItem:
-        """The item as it is now."""
+        """Return the item in its present state."""
         content = [] if self.status == "in_progress" else [self.part(self.text)]
         return MessageItem(id=self.id, status=self.status, content=content)
 
     def add(self, text: str, logprobs: Sequence[TokenInfo] = ()) -> list[Event]:
-        """Append the text of a step and the log-probabilities of its tokens."""
+        """Append the text of a step and its log-probabilities, and return the events."""
         self.written.add(text)
         self.logprobs += logprobs
         return [OutputTextDelta(**self._place, delta=text, logprobs=list(logprobs))]
@@ -158,7 +158,7 @@ class MessageBuilder(TextBuilder):
 
 @dataclass(slots=True, kw_only=True)
 class CallBuilder(ItemBuilder):
-    """A function call item; its text is the arguments."""
+    """A function call item. Its text is the arguments."""
 
     call_id: str
     name: str
@@ -166,11 +166,11 @@ class CallBuilder(ItemBuilder):
     id: str = field(default_factory=lambda: f"fc_{random_id()}")
 
     def item(self) -> OutputItem:
-        """The item as it is now."""
+        """Return the item in its present state."""
         return FunctionCallItem(arguments=self.text, **self._named)
 
     def add(self, text: str) -> list[Event]:
-        """Append the arguments of a step."""
+        """Append the arguments of a step, and return the events."""
         self.written.add(text)
         return [ArgumentsDelta(**self._place, delta=text)]
 
@@ -190,16 +190,16 @@ class CallBuilder(ItemBuilder):
 
 @dataclass(slots=True, kw_only=True)
 class CustomCallBuilder(CallBuilder):
-    """A call of a custom tool, whose input is the one argument that the model wrote."""
+    """A call of a custom tool. Its input is the only argument that the model wrote."""
 
     id: str = field(default_factory=lambda: f"ctc_{random_id()}")
 
     def item(self) -> OutputItem:
-        """The item as it is now."""
+        """Return the item in its present state."""
         return CustomCallItem(input=self._input, **self._named)
 
     def add(self, text: str) -> list[Event]:
-        """Append the arguments of a step."""
+        """Append the arguments of a step. They are sent when the item is complete."""
         self.written.add(text)
         return []
 
@@ -210,7 +210,7 @@ class CustomCallBuilder(CallBuilder):
 
     @property
     def _input(self) -> str:
-        """The argument, or what could not be read; all of the text where it is no such object."""
+        """The argument "input"; the raw text if the arguments are not such an object."""
         if self.status == "in_progress":
             return ""
         given = plain_arguments(self.text)
@@ -220,12 +220,12 @@ class CustomCallBuilder(CallBuilder):
 
 @dataclass(slots=True, kw_only=True)
 class SearchCallBuilder(CallBuilder):
-    """A search for tools."""
+    """A tool search call."""
 
     id: str = field(default_factory=lambda: f"tsc_{random_id()}")
 
     def item(self) -> OutputItem:
-        """The item as it is now."""
+        """Return the item in its present state."""
         given = {} if self.status == "in_progress" else plain_arguments(self.text)
         arguments = given if isinstance(given, dict) else {"query": self.text}
         named = self._named
@@ -233,7 +233,7 @@ class SearchCallBuilder(CallBuilder):
         return SearchCallItem(arguments=arguments, **kept)
 
     def add(self, text: str) -> list[Event]:
-        """Append the arguments of a step."""
+        """Append the arguments of a step. They are sent when the item is complete."""
         self.written.add(text)
         return []
 
@@ -246,16 +246,16 @@ BUILDERS: Mapping[str, type[CallBuilder]] = {
     "custom": CustomCallBuilder,
     "tool_search": SearchCallBuilder,
 }
-"""The item builders of calls, by the kind of tool."""
+"""The builders of call items, by type of tool."""
 
 
 class Output:
-    """Builds the output items, one a segment."""
+    """Builds the output items, one per segment."""
 
     def __init__(self, spell: Spell, served: Mapping[str, ServedTool] = NO_TOOLS) -> None:
         self._segments = Segments()
         self._builders: list[ItemBuilder] = []
-        self._served = served  # by the names that the model uses
+        self._served = served  # tools by the names that the model uses
         self.num_reasoning_tokens = 0
         self._spell = spell
 
@@ -265,14 +265,15 @@ class Output:
         return [builder.item() for builder in self._builders]
 
     def add(self, delta: TextDelta) -> list[Event]:
-        """The events of a step."""
+        """Return the events of a step."""
         if delta.reasoning:
-            # A step that ends the thinking counts for it: where in it the end lies is not known.
+            # All tokens of the step that ends the reasoning count, since its end is not known
+            # exactly.
             self.num_reasoning_tokens += len(delta.token_ids)
         return self._events(self._segments.take(delta))
 
     def end(self, *, is_whole: bool) -> list[Event]:
-        """The events of the end. An answer without text and calls gets an empty message."""
+        """Return the events of the end. An answer without text and calls gets an empty message."""
         return self._events(self._segments.end(is_whole=is_whole, needs_text=is_whole))
 
     def _events(self, changes: Sequence[Change]) -> list[Event]:

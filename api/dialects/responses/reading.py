@@ -15,14 +15,14 @@ from .bodies import LOGPROBS, Item, ResponsesRequest, TextFormat
 from .items import to_messages
 from .tools import ServedTool, read_tools, served_tools, tool_choice
 
-FORMAT_NAMES = ("json_schema", "grammar")  # what it has become on the way
+FORMAT_NAMES = ("json_schema", "grammar")  # parameters that ``text.format`` is converted to
 NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
 
 
 def make_chat_input(
     body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]
 ) -> tuple[ChatInput, list[ServedTool]]:
-    """Make the chat request, and its tools: ``items`` follow those of the ``history``."""
+    """Return the chat request and its tools. ``items`` follow the items of ``history``."""
     messages, served = _messages(body, history, items), read_tools(body, [*history, *items])
     chat = ChatInput(
         messages=plain_messages(messages),
@@ -40,7 +40,7 @@ def make_chat_input(
 
 
 def rename(error: InvalidRequest, body: ResponsesRequest) -> None:
-    """The name of a field in the bodies of this API."""
+    """Rename the field in an error to the body's field."""
     error.param = _name(error.param, body)
 
 
@@ -54,9 +54,9 @@ def _name(param: str | None, body: ResponsesRequest) -> str | None:
 
 
 def check_n(body: ResponsesRequest) -> None:
-    """Raise `InvalidRequest` for another number of answers than one."""
+    """Raise `InvalidRequest` unless ``n`` is 1 or left out."""
     if body.n not in (None, 1):
-        raise InvalidRequest("n must be 1: a response has one answer", param="n")
+        raise InvalidRequest("n must be 1: a response has a single answer", param="n")
 
 
 def _messages(

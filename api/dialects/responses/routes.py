@@ -1,4 +1,4 @@
-"""POST /v1/responses, and the routes of stored responses."""
+"""The routes of /v1/responses."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from .store import ResponseStore
 from .tools import ServedTool
 from .writing import ResponseReply, ResponseWriter, new_id
 
-STORED = ("cache_salt",)  # the parameters that name the owner of a response
+STORED = ("cache_salt",)  # query parameters that identify the owner of a response
 
 
 def response_store(service: Service) -> ResponseStore:
-    """The responses that all routes of a server share."""
+    """Return the store of responses that all routes of a server share."""
     store = ResponseStore(max_seconds=service.settings.limits.store_seconds)
     found: ResponseStore = service.shared.setdefault(ResponseStore, store)
     return found
 
 
 class ResponsesDialect(Dialect[ResponsesRequest]):
-    """Decoding, checks and names of fields, shared by the routes."""
+    """Decoding, checks and field names, shared by the routes."""
 
     body = ResponsesRequest
 
@@ -54,13 +54,13 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         check_n(body)
 
     def rename(self, error: InvalidRequest, body: ResponsesRequest) -> None:
-        """The name of a field in the bodies of this API."""
+        """Rename the field in an error to the body's field."""
         rename(error, body)
 
     async def read_chat(
         self, body: ResponsesRequest
     ) -> tuple[ChatInput, list[ServedTool], list[Item]]:
-        """The chat request with the stored history, its tools, and the new items."""
+        """Return the chat request including the stored history, its tools, and the new items."""
         owner = owner_of(body.cache_salt)
         history: list[Item] = []
         if body.previous_response_id is not None:
@@ -87,14 +87,14 @@ class ResponsesCount(ResponsesDialect):
 
 
 class ResponsesRender(ResponsesDialect):
-    """Render an input: the token ids of its prompt, which is checked and not computed."""
+    """Render an input: check it and return its prompt's token ids."""
 
     path = "/v1/responses/render"
     answer = Rendered
     statuses = READS
 
     async def open(self, body: ResponsesRequest) -> Reply:
-        """Render and check; nothing is submitted and nothing stored."""
+        """Render and check the input. Nothing is submitted or stored."""
         chat, *_ = await self.read_chat(body)
         return ReadyReply(
             await render_chat(
@@ -112,7 +112,7 @@ class ResponsesRoute(ResponsesDialect):
     in_batches = True
 
     async def open(self, body: ResponsesRequest) -> Reply:
-        """Render and submit."""
+        """Render the input and submit it."""
         chat, served, items = await self.read_chat(body)
         params = self.service.llm.built.sampling_defaults.fill(chat.params)
         owner = owner_of(body.cache_salt)
@@ -130,7 +130,7 @@ class ResponsesRoute(ResponsesDialect):
 
 
 class KeptResponses(Endpoints):
-    """GET and DELETE of stored responses."""
+    """Read and delete stored responses."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -138,9 +138,9 @@ class KeptResponses(Endpoints):
 
     @get("/v1/responses/{id}", ResponseBody, query=STORED, errors=(404,))
     async def retrieve(self, request: Request) -> Response:
-        """A stored response."""
+        """Return a stored response."""
         if request.query_params.get("stream") == "true":
-            raise InvalidRequest("stream is not supported here", param="stream")
+            raise InvalidRequest("stream is not supported by this route", param="stream")
         owner, response_id = _named(request)
         found = self.store.get(owner, response_id)
         if found is None:
@@ -162,7 +162,7 @@ class KeptResponses(Endpoints):
         errors=(404,),
     )
     async def input_items(self, request: Request) -> Response:
-        """The input items of a stored response, page by page; newest first by default."""
+        """Return the input items of a stored response, page by page; newest first by default."""
         owner, response_id = _named(request)
         items = self.store.inputs(owner, response_id)
         if items is None:
@@ -191,7 +191,7 @@ def _order(request: Request) -> Literal["asc", "desc"]:
 def _page(items: list[Item], limit: int, after: str | None) -> ItemList:
     ids = [item.id for item in items]
     if after is not None and after not in ids:
-        raise InvalidRequest(f"after: no item has the id {after}", param="after")
+        raise InvalidRequest(f"after: unknown item id {after}", param="after")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
     return ItemList(

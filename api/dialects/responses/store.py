@@ -1,4 +1,4 @@
-"""Stored responses: kept in memory for a bounded time and size, to be continued."""
+"""Stored responses: kept in memory, limited in time and size, so that clients can continue them."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from .items import kept_items
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 2**20
-MAX_SECONDS = 3600.0  # since a response was used last
-OVERHEAD = 1024  # bytes, about, of a response beside its texts
-ITEM_BYTES = 256  # about, to find an item by its id
+MAX_SECONDS = 3600.0  # seconds since the last use
+OVERHEAD = 1024  # approximate bytes per response, without its texts
+ITEM_BYTES = 256  # approximate bytes of the index entry of an item
 Place = tuple[Owner, str]
 _decode_items = msgspec.json.Decoder(list[Item]).decode
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One turn as JSON: its own input items; earlier turns are stored separately."""
+    """One turn as JSON, with its own input items. Earlier turns are stored separately."""
 
     previous_id: str | None
     response: bytes
     inputs: bytes
     outputs: bytes
-    answer_ids: bytes  # of the tokens of all outputs, int32
+    answer_ids: bytes  # int32 token ids of all outputs
     item_ids: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size in bytes, including its path."""
+        """Approximate size in bytes, including the item index."""
         texts = len(self.response) + len(self.inputs) + len(self.outputs) + len(self.answer_ids)
         return OVERHEAD + texts + sum(ITEM_BYTES + len(each) for each in self.item_ids)
 
     def items(self) -> list[Item]:
-        """The input items and those of the answer."""
+        """Return the input items followed by the output items."""
         return _decode_items(self.inputs) + _decode_items(self.outputs)
 
     def turn(self) -> list[Item]:
-        """The same; the first item of the answer has the answer's token ids."""
+        """Return input and output items. The first output item holds the answer's token ids."""
         outputs = _decode_items(self.outputs)
         if outputs and self.answer_ids:
             ids = array("i", self.answer_ids).tolist()
@@ -58,10 +58,10 @@ class Kept:
 
 
 class ResponseStore:
-    """The last responses by owner and id; the least recently used goes first, as `Shares` has it.
+    """Recent responses by owner and id. `Shares` decides which one is dropped first.
 
-    Using a response counts as using the responses before it, which are needed to continue it. A
-    single response is kept even if it exceeds ``max_bytes``. A response that was not used for
+    Using a response also counts as using the responses before it, which are needed to continue it.
+    A single response is kept even if it exceeds ``max_bytes``. A response that was not used for
     ``max_seconds`` is dropped.
     """
 
@@ -74,9 +74,10 @@ class ResponseStore:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._clock, self._max_seconds = clock, max_seconds
-        self._used: OrderedDict[Place, float] = OrderedDict()  # when; the longest ago first
+        # time of the last use; least recently used first
+        self._used: OrderedDict[Place, float] = OrderedDict()
         self._kept: dict[Place, Kept] = {}
-        self._places: dict[Place, str] = {}  # of items
+        self._places: dict[Place, str] = {}  # response id by item id
         self._shares: Shares[Place] = Shares(max_bytes, max_responses)
 
     @property
@@ -95,10 +96,10 @@ class ResponseStore:
         inputs: Sequence[Item],
         answer_ids: Sequence[int] = (),
     ) -> None:
-        """Keep a response with the items that it answers. O(items of its conversation).
+        """Store a response with its input items. O(items of its conversation).
 
-        An item whose id is there already in the conversation gets one of its own. ``answer_ids``:
-        the tokens of its output, if they can stand for it.
+        An input item whose id already occurs in the conversation gets a new id. ``answer_ids``:
+        token ids of the output, if they can be rendered in its place.
         """
         response_id, previous_id = response.id, response.previous_response_id
         inputs = _renamed(inputs, self._item_ids(owner, previous_id))
@@ -121,13 +122,15 @@ class ResponseStore:
         self._shrink()
 
     def get(self, owner: Owner, response_id: str) -> Raw | None:
-        """The response as it was sent."""
+        """Return the response as it was sent, None if it is unknown."""
         self._expire()
         found = self._kept.get((owner, response_id))
         return None if found is None else Raw(found.response)
 
     def delete(self, owner: Owner, response_id: str) -> bool:
-        """Forget a response; what follows it can no longer be continued."""
+        """Delete a response. Return whether it was stored. Later responses can no longer be
+        continued.
+        """
         kept = self._kept.pop((owner, response_id), None)
         if kept is None:
             return False
@@ -139,9 +142,9 @@ class ResponseStore:
         return True
 
     def history(self, owner: Owner, response_id: str) -> list[Item]:
-        """The items of all turns up to a response, its output included, with the answers' tokens.
+        """Return the items of all turns up to a response, including its output and token ids.
 
-        Raises `ApiError` 400 where one of them is not here.
+        Raises `ApiError` 400 if one of the turns is no longer stored.
         """
         self._expire()
         items: list[Item] = []
@@ -151,9 +154,9 @@ class ResponseStore:
         return items
 
     def inputs(self, owner: Owner, response_id: str) -> list[Item] | None:
-        """The items that a response answers, those of the turns before it included.
+        """Return the input items of a response, including earlier turns; None if it is unknown.
 
-        Turns before one that is no longer here are left out.
+        Turns before one that is no longer stored are left out.
         """
         self._expire()
         if (owner, response_id) not in self._kept:
@@ -165,7 +168,7 @@ class ResponseStore:
         return items + _decode_items(last.inputs)
 
     def item(self, owner: Owner, item_id: str) -> Item | None:
-        """An item of any kept turn."""
+        """Return an item of any stored turn, None if it is unknown."""
         self._expire()
         response_id = self._places.get((owner, item_id))
         if response_id is None:
@@ -175,7 +178,10 @@ class ResponseStore:
         return next(item for item in kept.items() if item.id == item_id)
 
     def _turns(self, owner: Owner, response_id: str) -> list[Kept]:
-        """A turn and all before it, the last first; raises `ApiError` where one is not here."""
+        """Return a turn and all turns before it, latest first.
+
+        Raises `ApiError` if one of them is no longer stored.
+        """
         turns = self._path(owner, response_id)
         missing = turns[-1].previous_id if turns else response_id
         if missing is not None:
@@ -183,7 +189,7 @@ class ResponseStore:
         return turns
 
     def _path(self, owner: Owner, response_id: str | None) -> list[Kept]:
-        """A turn and those before it that are here, the last first."""
+        """Return a turn and the stored turns before it, latest first."""
         turns: list[Kept] = []
         wanted = response_id
         while wanted is not None and (kept := self._kept.get((owner, wanted))) is not None:
@@ -204,7 +210,7 @@ class ResponseStore:
             self._used.move_to_end((owner, each))
 
     def _expire(self) -> None:
-        """Drop what was not used for too long. O(what is dropped)."""
+        """Delete responses that were not used for too long. O(deleted)."""
         oldest = self._clock() - self._max_seconds
         while self._used and (first := next(iter(self._used.items())))[1] <= oldest:
             self.delete(*first[0])
@@ -215,7 +221,7 @@ class ResponseStore:
 
 
 def _renamed(items: Sequence[Item], taken: set[str]) -> list[Item]:
-    """Items with an id that none before them has; pages of a listing go on behind an id."""
+    """Return the items with unique ids, which pagination requires."""
     renamed: list[Item] = []
     for item in items:
         if item.id in taken:

@@ -1,8 +1,8 @@
-"""The tools of a response: which functions the model gets, and how their calls go back.
+"""The tools of a response: the functions that the model sees, and the form of their calls.
 
-Agents send tools in several places and forms: in ``tools``, in items ``additional_tools``, in the
-results of a search for tools; as functions, as custom tools, in namespaces (one for each MCP
-server). The model gets functions with names of its own; a call goes back in the form of its tool.
+Agents send tools in several places (``tools``, ``additional_tools`` items, tool search results) and
+forms (functions, custom tools, namespaces with one MCP server each). The model sees them all as
+functions; a call is returned in the form of its tool.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ INPUT: Mapping[str, Any] = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""The one argument of a custom tool."""
+"""The arguments of a custom tool."""
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")
 
 
 class ServedTool(NamedTuple):
-    """A tool as the model gets it, and as the client knows it."""
+    """A tool as the model sees it and as the client knows it."""
 
     tool: Tool
     kind: Kind
@@ -48,7 +48,7 @@ class ServedTool(NamedTuple):
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """The name by which the model calls a tool of a namespace."""
+    """Return the name by which the model calls a tool in a namespace."""
     if namespace is None:
         return name
     joined = f"{namespace}{name}" if namespace.endswith("_") else f"{namespace}__{name}"
@@ -60,12 +60,12 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def served_tools(body: ResponsesRequest) -> list[FlatTool]:
-    """The entries of ``tools`` that the model gets. Agents always send tools of a provider, too."""
+    """Return the supported entries of ``tools``. Agents also send tools of their provider."""
     return [tool for tool in body.tools or () if _flattened([tool])]
 
 
 def read_tools(body: ResponsesRequest, items: Sequence[Item]) -> list[ServedTool]:
-    """All tools of a conversation; those in its items take the places of others of their names."""
+    """Return all tools of a conversation. Tools in items replace others of the same name."""
     given = _flattened(body.tools or ())
     added: dict[str, ServedTool] = {}
     for item in items:
@@ -77,7 +77,7 @@ def read_tools(body: ResponsesRequest, items: Sequence[Item]) -> list[ServedTool
 
 
 def found_text(tools: Sequence[FlatTool]) -> str:
-    """The result of a search for tools."""
+    """Return the text of a tool search result."""
     return loaded_text([each.tool for each in _flattened(tools)])
 
 
@@ -100,7 +100,7 @@ def _flattened(
 
 
 def _is_search(tool: FlatTool) -> bool:
-    """Whether a tool is the search for tools, where the client searches."""
+    """Whether the tool is a tool search that the client executes."""
     return tool.type == TOOL_SEARCH and tool.execution == "client"
 
 
@@ -120,7 +120,7 @@ def _served(tool: FlatTool, name: str, namespace: str | None, *, is_loaded: bool
 
 
 def _custom_description(tool: FlatTool) -> str | None:
-    """The description of a custom tool, with the grammar of its input."""
+    """Return the description of a custom tool, with the grammar of its input."""
     form = tool.format or None
     if form is None or not form.definition:
         return tool.description
@@ -129,7 +129,9 @@ def _custom_description(tool: FlatTool) -> str | None:
 
 
 def tool_choice(body: ResponsesRequest, served: Sequence[ServedTool]) -> ToolChoice:
-    """``tool_choice`` and ``parallel_tool_calls``; raises `InvalidRequest`."""
+    """Return ``tool_choice`` and ``parallel_tool_calls`` as a `ToolChoice`. Raises
+    `InvalidRequest`.
+    """
     choice, parallel = body.tool_choice, body.parallel_tool_calls is not False
     tools = [each.tool for each in served]
     if not isinstance(choice, FlatChoice):
@@ -148,7 +150,7 @@ def tool_choice(body: ResponsesRequest, served: Sequence[ServedTool]) -> ToolCho
 
 
 def _chosen(name: str, namespace: str | None, served: Sequence[ServedTool]) -> str:
-    """The name by which the model calls a tool that a choice names."""
+    """Return the model's name for a tool that a ``tool_choice`` names."""
     matches = [
         each.tool.name
         for each in served

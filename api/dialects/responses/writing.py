@@ -1,4 +1,4 @@
-"""Writes the answer to one request: the response object, and the events of its stream."""
+"""Writes the answer to one request: the response object and the events of its stream."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ from .output import Output
 from .tools import ServedTool, served_tools
 
 logger = logging.getLogger(__name__)
-CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # what clients know, but for the rest
+# statuses with codes that clients know; others are "server_error"
+CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 PLAIN_TEXT = TextFormat(type="text")
 
 
 class ResponseWriter(AnswerWriter[ChatAnswer]):
     """One response, from its creation to its end.
 
-    ``keep`` is called with the complete response, and with the ids of the whole answer where they
-    can stand for it, before the last event.
+    ``keep`` is called before the last event, with the complete response and with the ids of the
+    whole answer, if they can be rendered in its place.
     """
 
     def __init__(
@@ -71,16 +72,16 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
 
     @property
     def id(self) -> str:
-        """Id of the response, and of the request inside the engine."""
+        """Id of the response, and of its request in the engine."""
         return self._begun.id
 
     def begun(self) -> bytes:
-        """The events that begin every stream, sent before the prompt is read."""
+        """Return the events that begin every stream, sent before the prompt is computed."""
         kinds = (ResponseCreated, ResponseInProgress)
         return b"".join(self._encoded([kind(response=self._begun) for kind in kinds]))
 
     def take(self, delta: TextDelta) -> list[Event]:
-        """The events of a step."""
+        """Return the events of a step."""
         self._last = delta
         events = self._output.add(delta)
         if delta.finish_reason is not None:
@@ -88,15 +89,15 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         return events
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """The events of a step, numbered from 0."""
+        """Yield the events of a step, numbered from 0."""
         return self._encoded(self.take(delta))
 
     def end(self, answer: ChatAnswer) -> Iterator[bytes]:
-        """The event that ends the stream."""
+        """Yield the event that ends the stream."""
         return self.ended(self.whole(answer))
 
     def whole(self, answer: ChatAnswer) -> ResponseBody:
-        """The complete response."""
+        """Return the complete response."""
         response = self._ended("completed" if self._is_whole else "incomplete", answer.usage)
         if self._last.stop_reason is not None:
             response.stop_reason = self._last.stop_reason
@@ -105,19 +106,19 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         return response
 
     def prewarmed(self, usage: Usage) -> Reply:
-        """The response to a prompt that was only cached."""
+        """Return the response to a prompt that was only cached."""
         response = self._ended("completed", usage)
         self._explain(response)
         self._keep(response, ())
         return ReadyReply(response, [self.begun(), *self.ended(response)])
 
     def failed(self, answer: ChatAnswer, error: ResponseError) -> Iterator[bytes]:
-        """The event of a response that failed."""
+        """Yield the event of a response that failed."""
         self._output.end(is_whole=False)
         return self.ended(replace(self._ended("failed", answer.usage), error=error))
 
     def ended(self, response: ResponseBody) -> Iterator[bytes]:
-        """The event that ends a stream with this response."""
+        """Yield the event that ends a stream with this response."""
         return self._encoded([ENDINGS[response.status](response=response)])
 
     def _encoded(self, events: Iterable[Event]) -> Iterator[bytes]:
@@ -136,7 +137,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         )
 
     def _explain(self, response: ResponseBody) -> None:
-        """Add the reasons for a cache miss, if requested."""
+        """Add the explanations of cache misses that the request asked for."""
         explain = self._service.llm.explain
         if self._compare_with is not None:
             found = explain(self.id, previous_id=self._compare_with)
@@ -159,10 +160,10 @@ class ResponseReply(AnswerReply[ChatAnswer]):
     _writer: ResponseWriter
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Write the answer as events.
+        """Yield the answer as events.
 
-        The stream begins before the prompt is read. An error after that is a response that
-        failed: an event of its own would leave clients without an end.
+        The stream begins before the prompt is computed. A later error is sent as a failed response:
+        after a plain error event, clients would wait for the end of the response.
         """
         yield self._writer.begun()
         try:
@@ -175,12 +176,12 @@ class ResponseReply(AnswerReply[ChatAnswer]):
 
 
 def new_id() -> str:
-    """Id of a new response, and of its request inside the engine."""
+    """Return a new id for a response and its request in the engine."""
     return f"resp_{random_id()}"
 
 
 def new_response(body: ResponsesRequest, params: SamplingParams, model: str) -> ResponseBody:
-    """A response without output; ``params``: those in force, model's defaults included."""
+    """Return a response without output. ``params``: the effective sampling parameters."""
     format = body.text.format if body.text else None
     return ResponseBody(
         id=new_id(),
@@ -199,7 +200,7 @@ def new_response(body: ResponsesRequest, params: SamplingParams, model: str) -> 
         tool_choice=body.tool_choice or "auto",
         user=body.user,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        temperature=float(params.temperature),  # JSON's encoder refuses a `LeftOutFloat`
+        temperature=float(params.temperature),  # msgspec does not encode a `LeftOutFloat`
         text=TextOptions(format=format or PLAIN_TEXT),
         tools=served_tools(body),
         top_logprobs=params.logprobs or 0,
@@ -208,7 +209,7 @@ def new_response(body: ResponsesRequest, params: SamplingParams, model: str) -> 
 
 
 def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
-    """``usage`` of this API, with the extra fields of chat completions."""
+    """Return ``usage`` in this API's form, with the extra fields of chat completions."""
     spent = usage_body(usage)
     details = asdict(spent.completion_tokens_details)
     return ResponseUsage(
@@ -225,7 +226,7 @@ def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
 
 
 def response_error(error: Exception) -> ResponseError:
-    """``error`` of a response; its code is one of a closed list."""
+    """Return ``error`` of a response. Its code is one of OpenAI's values."""
     answer: ApiError = to_api_error(error)
     if answer.status == 500:
         logger.error("a stream failed", exc_info=error)

@@ -246,7 +246,7 @@ def _arguments(lark: Lark, tool: Tool, index: int, quote: str) -> str:
 
 
 def _of(tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any], quote: str) -> str:
-    """A value of a schema by its type; a strict tool is refused where that is not all."""
+    """Return a value of a schema by its type; a strict tool is refused where that is not all."""
     values = listed_values(schema)
     if values and all(isinstance(each, str | bool | int) or each is None for each in values):
         return " | ".join(

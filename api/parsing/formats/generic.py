@@ -43,12 +43,12 @@ def needs_text(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
 def as_text(
     messages: Sequence[Message], tools: Sequence[Tool], *, has_system_role: bool
 ) -> list[Message]:
-    """The conversation with tools, calls and results as text.
+    """Return the conversation with tools, calls and results as text.
 
-    The tools stand at the beginning of the system message, else of the first user message: a
-    prompt is cached from its beginning, and tools change less often than what follows. Results
-    become a user message, together with what the user says next. Raises `InvalidRequest` for
-    tools or calls that are nested too deeply.
+    The tools stand at the beginning of the system message, else of the first user message: a prompt
+    is cached from its beginning, and tools change less often than what follows. Results become a
+    user message, together with what the user says next. Raises `InvalidRequest` for tools or calls
+    that are nested too deeply.
     """
     written: list[Message] = []
     joins = False  # the last message holds results
@@ -87,7 +87,7 @@ def _introduced(messages: list[Message], text: str, has_system_role: bool) -> li
 
 
 def describe(tools: Sequence[Tool]) -> str:
-    """The text that tells a model which tools there are and how a call is written."""
+    """Return the text that tells a model which tools there are and how a call is written."""
     return "\n".join([INTRODUCTION, *map(_described, tools), "", INSTRUCTION])
 
 
@@ -123,7 +123,7 @@ def _json(value: object, param: str) -> str:
 
 
 def _content(message: Message) -> str:
-    """The text of a message."""
+    """Return the text of a message."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         parts = (part.get("text", "") if isinstance(part, Mapping) else part for part in content)

@@ -67,7 +67,7 @@ def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 
 
 def marked_call(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """The call of a message with a mark for its arguments.
+    """Return the call of a message with a mark for its arguments.
 
     The template refuses a result without a call before it, and writes the call's name again there.
     """
@@ -77,7 +77,9 @@ def marked_call(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def without_calls(text: str, marks: Sequence[str]) -> str:
-    """The text that the template wrote of `marked_call`, of these calls nothing but the marks."""
+    """Return the text that the template wrote of `marked_call`, of these calls nothing but the
+    marks.
+    """
     alone = "|".join(map(re.escape, marks))
     header = rf" to={re.escape(_FUNCTIONS)}[^<]*<\|channel\|>[^<]*<\|message\|>"
     return re.sub(rf'{header}"({alone})"', r"\1", text)
@@ -153,7 +155,7 @@ def _mark(source: Source, marks: Sequence[str]) -> Reading[str]:
 
 
 def _body(source: Source, wrap: Callable[[str], Event]) -> Reading[None]:
-    """The text of a message, and the mark behind it."""
+    """Yield the text of a message, and the mark behind it."""
     while (yield from source.until(_ALL_BEGIN, wrap)):
         if (yield from _mark(source, _ENDS)):
             return
@@ -215,7 +217,7 @@ class HarmonyGrammar:
     """Rules for whole answers: a thought where the model likes, then what is asked for."""
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """A call and nothing else, which ends the answer: there is never a second one."""
+        """Return a call and nothing else, which ends the answer: there is never a second one."""
         del parallel
         return lark.rule("calls", f"{_thought(lark)} {self._call(lark, tools)}")
 

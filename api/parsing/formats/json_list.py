@@ -40,7 +40,7 @@ def json_list(begin: str, end: str) -> tuple[Beginning, ...]:
 
 
 def _json_list(begin: str, end: str, each: str = '{"name": "%s", "arguments": ') -> Marked:
-    """A list of objects, ``each`` up to its arguments."""
+    """Return a list of objects, ``each`` up to its arguments."""
 
     def block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
         one = lark.each(tools, between(each, "}"))

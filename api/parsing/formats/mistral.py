@@ -74,7 +74,8 @@ _SHORT = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The conversation with call ids of 9 letters and digits, which Mistral's templates require.
+    """Return the conversation with call ids of 9 letters and digits, which Mistral's templates
+    require.
 
     Equal ids stay equal, in every turn: a growing conversation keeps its prefix.
     """

@@ -373,7 +373,7 @@ OLMO_CALLS, OLMO_CALLS_END = "<function_calls>", "</function_calls>"
 
 
 def _marked_list(begin: str, end: str) -> Marked:
-    """The calls of `PYTHONIC` between marks."""
+    """Return the calls of `PYTHONIC` between marks."""
 
     def block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
         return f"{pythonic_block(lark, tools, parallel)} {lark.mark(end)}"

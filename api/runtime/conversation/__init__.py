@@ -1,1 +1,1 @@
-"""The input of a conversation: messages, tools, images, token ids, and what earlier ones left."""
+"""The input of a conversation: messages, tools, images, token ids, and earlier prompts."""

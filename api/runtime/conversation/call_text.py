@@ -1,4 +1,4 @@
-"""Calls as text, for templates that write no calls: as the model itself writes them."""
+"""Tool calls as text in the model's own format, for templates that do not render calls."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ...parsing.families import FAMILIES
 from ...parsing.formats.generic import as_text
 from .tools import json_text
 
-JSON_LISTS = ("granite", "phi4", "hunyuan")  # formats with a list of objects between their marks
-PYTHON_LISTS = ("lfm2", "olmo3")  # with a list of Python's calls
+JSON_LISTS = ("granite", "phi4", "hunyuan")  # formats whose calls are a JSON list between two marks
+PYTHON_LISTS = ("lfm2", "olmo3")  # formats whose calls are a list of Python calls
 
 
 def with_call_text(message: Mapping[str, Any], family: str) -> Mapping[str, Any]:
-    """The message with its calls behind its words, in the format of a family of models."""
+    """Return the message with its calls after its content, as text in the format of ``family``."""
     if family not in (*JSON_LISTS, *PYTHON_LISTS):
         return as_text([message], (), has_system_role=True)[0]
     begin, end = (*FAMILIES[family].marks, "")[:2]

@@ -1,4 +1,4 @@
-"""ChatInput: a chat request, independent of the API that it came through."""
+"""ChatInput: a chat request, independent of the API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPLICE_MARK = re.compile("\ue000[0-9a-f]+[.][0-9]+\ue001")
 
 
 def splice_mark(nonce: str, index: int) -> str:
-    """The text that stands for the token ids of a message while its conversation is written."""
+    """Return the text that stands for a message's token ids while a conversation is rendered."""
     return f"\ue000{nonce}.{index}\ue001"
 
 
@@ -29,15 +29,15 @@ def is_splice_mark(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The token ids of an assistant's message, which are then rendered in place of its text."""
+    """The token ids of an assistant's message, rendered in place of its text."""
 
-    index: int  # of the message
+    index: int  # index of the message
     token_ids: Sequence[int]
-    param: str = ""  # the field of the body; "": from a store, and used only where they fit
+    param: str = ""  # field of the body; "" for ids from a store, which are optional
 
     @property
     def is_given(self) -> bool:
-        """Whether the caller gave them: ids that cannot stand for the message are an error."""
+        """Whether the caller gave the ids. Such ids must match the message, else it is an error."""
         return bool(self.param)
 
 
@@ -45,34 +45,37 @@ class Handle:
 class ChatInput:
     """A chat request.
 
-    ``messages`` are in the plain shape of chat templates, as OpenAI has it;
-    ``images``: those that marks in the messages stand for, in their order;
-    ``handles``: those that are rendered by their token ids;
-    ``params`` hold what asks for structured output (json_schema, regex, grammar, choice).
+    - ``messages``: in the plain shape of chat templates, as in OpenAI's API.
+    - ``images``: the images whose marks are in the messages, in order.
+    - ``handles``: token ids of messages, to be rendered in place of their text.
+    - ``params``: include the fields for structured output (json_schema, regex, grammar, choice).
     """
 
     messages: Sequence[Mapping[str, Any]]
     params: SamplingParams
     images: Sequence[ImageSource] = ()
     handles: Sequence[Handle] = ()
-    paths: Sequence[str] = ()  # of the messages in the body; without them their indices tell
+    paths: Sequence[str] = ()  # paths of the messages in the body; default: their indices
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     template: Mapping[str, object] = field(default_factory=dict)  # options of the chat template
     cache: CacheOptions = DEFAULT_CACHE
-    cache_key: str | None = None  # ``prompt_cache_key``: reported when a cache miss is explained
+    cache_key: str | None = None  # ``prompt_cache_key``, reported in explanations of cache misses
 
     def path(self, index: int) -> str:
-        """The place of a message in the body."""
+        """Return the path of a message in the body."""
         return self.paths[index] if self.paths else f"messages[{index}]"
 
     @property
     def shown_tools(self) -> Sequence[Tool]:
-        """The tools that stand in front of the conversation."""
+        """The tools that the template renders before the conversation."""
         return [tool for tool in self.tools if not tool.is_loaded]
 
     def note(self, thinking: Thinking | None = None) -> PromptNote:
-        """The record for explanations of later cache misses; ``thinking``: the model's marks."""
+        """Return the record of the prompt for later explanations of cache misses.
+
+        ``thinking``: the model's reasoning marks.
+        """
         parts = conversation_parts(self.messages, [tool.body for tool in self.shown_tools])
         return PromptNote(parts=parts, cache_key=self.cache_key, thinking=thinking)
 

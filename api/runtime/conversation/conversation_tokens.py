@@ -1,10 +1,10 @@
-"""The token ids of a conversation: text of the chat template, and earlier answers by their own ids.
+"""Token ids of a conversation: rendered text, with earlier answers by their original ids.
 
-A sampled answer often is not the tokens that a tokenizer makes of its text. Where its ids are
-known, the template writes the conversation with a mark in place of what was generated; the text
-around the mark is encoded, and the ids stand between. The same conversation is also written
-without marks: what stands there between the texts around a mark is the message as the template
-writes it, which says whether it keeps all of an answer, drops its thoughts, or changes it.
+The tokens of a sampled answer often differ from the encoding of its text. If the ids are known, the
+template renders the conversation with a mark in place of the answer; the text around the mark is
+encoded and the ids are spliced in. The conversation is also rendered without marks. The text found
+between the surroundings of a mark is the message as the template renders it, and shows whether the
+template keeps the whole answer, drops its reasoning, or changes it.
 """
 
 from __future__ import annotations
@@ -38,37 +38,38 @@ from .chat_input import ChatInput, Handle, splice_mark
 from .shield import NO_SHIELD, Shield
 from .token_history import Key, Place, TokenHistory, said_of
 
-TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have been opened
-MAX_ENDS = 16  # places where the text behind a message is looked for
-MAX_TRIES = 8  # times that a conversation is written with marks, but for handles of the caller's
+TAIL_IDS = 32  # tokens at the end of a prompt in which reasoning may have been opened
+MAX_ENDS = 16  # candidate places where a message may end
+MAX_TRIES = 8  # renderings with marks for ids from the history; ids from the caller are not limited
 NOT_WRITTEN = (
     "the chat template does not write this message as it was generated; leave token_ids out"
 )
 Write = Callable[[ChatInput], Awaitable[str]]
-"""Writes a conversation by the chat template."""
+"""Renders a conversation with the chat template."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """An assistant's message whose ids are known, from a handle or by its text and place."""
+    """An assistant's message whose token ids are known, from the caller or from the history."""
 
     index: int
     message: Mapping[str, Any]
     said: bytes
     handle: Handle | None = None
-    places: Mapping[bytes, bytes] = field(default_factory=dict)  # ids by the place before them
+    # token ids by the digest of the ids before them
+    places: Mapping[bytes, bytes] = field(default_factory=dict)
     mark: str = ""
 
     @property
     def has_calls(self) -> bool:
-        """Whether the message calls tools."""
+        """Whether the message has tool calls."""
         return bool(self.message.get("tool_calls"))
 
 
 class ConversationTokens:
-    """Renders the conversations for one model; ``history``: answers that are found by their text.
+    """Renders conversations for one model. ``history``: answers to look up by their text.
 
-    ``end_ids``: tokens that end an answer, which the template writes itself.
+    ``end_ids``: tokens that end an answer; the template renders them itself.
     """
 
     def __init__(
@@ -87,9 +88,10 @@ class ConversationTokens:
     async def render(
         self, chat: ChatInput, write: Write, shield: Shield = NO_SHIELD
     ) -> PromptTokens:
-        """The prompt's token ids; raises `InvalidRequest`, naming the handle that is wrong.
+        """Return the prompt's token ids.
 
-        ``shield``: the one under which ``write`` writes.
+        ``shield``: the shield that ``write`` applies. Raises `InvalidRequest`, which names the
+        field of ids that do not match their message.
         """
         text = await write(chat)
         slots = await self.tokenizer.apart(len(text), partial(self._slots, chat))
@@ -98,7 +100,7 @@ class ConversationTokens:
             splicer = Splicer(self, chat, text, slots, shield)
             try:
                 marked = await self._write_marked(chat, slots, write)
-            except InvalidRequest:  # the template wants the calls before their results
+            except InvalidRequest:  # some templates reject results without calls
                 failed: Slot | None = next((each for each in slots if each.has_calls), slots[0])
             else:
                 size = max(len(text), shield.num_chars)
@@ -112,7 +114,7 @@ class ConversationTokens:
         return PromptTokens(await shield.encode_all(self.tokenizer, text))
 
     async def can_splice(self, messages: Sequence[Mapping[str, Any]], write: Write) -> bool:
-        """Whether the template writes the second of these messages so that ids can stand there."""
+        """Whether token ids can replace the second message in the rendered text."""
         chat = ChatInput(messages=messages, params=SamplingParams())
         slot = Slot(1, messages[1], b"")
         try:
@@ -123,7 +125,7 @@ class ConversationTokens:
         return isinstance(pieces, list) and _fits_around(text, *pieces)
 
     async def _write_marked(self, chat: ChatInput, slots: Sequence[Slot], write: Write) -> str:
-        """The conversation with a mark in place of each message whose ids are known."""
+        """Render the conversation with a mark in place of each message in ``slots``."""
         if self.syntax.tool_parser != "harmony":
             return await write(_marked(chat, slots))
         text = await write(_marked(chat, slots, marked_call))
@@ -134,7 +136,7 @@ class ConversationTokens:
             self._history.touch(key)
 
     def _slots(self, chat: ChatInput) -> list[Slot]:
-        """The messages whose ids may be known, in their order."""
+        """Return the messages whose token ids may be known, in order."""
         handles = {each.index: each for each in chat.handles}
         owner = owner_of(chat.params.cache_salt)
         history = self._history
@@ -167,7 +169,7 @@ class ConversationTokens:
 
 
 class Splicer:
-    """One conversation: where its messages stand in the text, and which ids take their places."""
+    """Splices the known token ids into one conversation."""
 
     def __init__(
         self,
@@ -180,19 +182,20 @@ class Splicer:
         self._shield = shield
         self._model, self._chat, self._text, self._slots = model, chat, text, slots
         self._tokenizer = model.tokenizer
-        self._owner = owner_of(chat.params.cache_salt)  # in the thread of the work it is unknown
-        self._known_ids: dict[str, list[int]] = {}  # of texts that follow the ids so far
-        self._pending = ""  # text behind the ids, not encoded yet
-        self._place = Place()  # of the ids
-        self._looks = True  # in the history: the places so far were those that it knows
+        # the request context is not available in worker threads
+        self._owner = owner_of(chat.params.cache_salt)
+        self._known_ids: dict[str, list[int]] = {}  # encodings of texts at the present position
+        self._pending = ""  # text after the ids so far, not yet encoded
+        self._place = Place()  # digest of the ids so far
+        self._looks = True  # whether to look into the history: the prefix so far matches it
         self.token_ids: list[int] = []
         self.num_spliced = 0
         self.used: list[Key] = []
 
     def splice(self, marked: str) -> Slot | None:
-        """Put the ids together; returns the message that they cannot stand for, if there is one.
+        """Assemble the token ids. Return the message that its ids cannot replace, if there is one.
 
-        Raises `InvalidRequest` for a handle that is wrong.
+        Raises `InvalidRequest` for ids given by the caller that do not match.
         """
         pieces = _split(marked, self._slots)
         if isinstance(pieces, Slot):
@@ -222,14 +225,16 @@ class Splicer:
         return None
 
     def _given(self, slot: Slot, texts: Sequence[str]) -> str | None:
-        """Take the ids of a handle; returns the text that they stand for, if it fits."""
+        """Splice in the ids of a handle and return the text that they replace; None if they do
+        not fit.
+        """
         assert slot.handle is not None
         ids = self._checked(slot.handle)
         raw = self._read(slot, ids)
         if raw is None and slot.handle.is_given:
             message = (
-                f"{slot.handle.param} do not decode to the message's own content, reasoning and "
-                "tool calls"
+                f"{slot.handle.param} do not decode to the content, reasoning and tool calls of "
+                "their message"
             )
             raise InvalidRequest(message, param=slot.handle.param)
         if raw is None:
@@ -243,7 +248,9 @@ class Splicer:
         return None
 
     def _known(self, slot: Slot, texts: Sequence[str]) -> str | None:
-        """Take the ids of an answer that was given in this place; returns the text it stood for."""
+        """Splice in the ids of an earlier answer at this place; return the text that they
+        replace.
+        """
         if not self._looks:
             return None
         for text in texts:
@@ -279,24 +286,30 @@ class Splicer:
         return text
 
     def _stand(self, slot: Slot, text: str, raw: str) -> Stand | None:
-        """The way in which the text of an answer stands for what the template wrote."""
+        """Return how an answer's text ``raw`` matches the rendered text; None if it does not."""
         plain, marks = self._shield.plain(text), self._model.syntax.thought_marks
         found = stand(plain, raw, slot.message, marks)
         if found is None or not found.opening:
             return found
         return replace(found, opening=self._shield.head(text, len(found.opening)))
 
-    # -- handles --------------------------------------------------------------------------------
+    # -- token ids from the caller ---------------------------------------------------------------
 
     def _checked(self, handle: Handle) -> list[int]:
-        """The ids of a handle without the token that ended the answer; raises `InvalidRequest`."""
+        """Return the ids of a handle without a final end token.
+
+        Raises `InvalidRequest` for an id out of range.
+        """
         ids = list(handle.token_ids)
         param = handle.param or "token_ids"
         self._tokenizer.check_ids(ids, self._model.vocab_size, param)
         return ids[:-1] if ids and ids[-1] in self._model.end_ids else ids
 
     def _read(self, slot: Slot, ids: Sequence[int]) -> str | None:
-        """The text of ids that say what the message says, read as the model's or as plain text."""
+        """Return the text of ids that parse to the content of the message; None if they do not.
+
+        The ids are parsed in the model's format, then as plain text.
+        """
         for tools in (self._chat.tools or _called_tools(slot.message), ()):
             raw = self._raw(ids, tools=bool(tools))
             for tail in self._tails():
@@ -307,7 +320,9 @@ class Splicer:
         return raw if raw is not None and _says(PlainParser(), raw) == slot.said else None
 
     def _tails(self) -> list[str]:
-        """Ends of the prompt before the answer: as it is, and with a thought opened."""
+        """Return possible ends of the prompt before the answer: as rendered, and with reasoning
+        open.
+        """
         thinking = self._model.syntax.thinking
         if thinking is None:
             return [""]
@@ -315,9 +330,11 @@ class Splicer:
         return [tail, tail + thinking.begin + thinking.label]
 
     def _raw(self, ids: Sequence[int], *, tools: bool | None) -> str | None:
-        """The text of an answer with the marks of thoughts and, with ``tools``, of calls.
+        """Return the text of an answer with its reasoning marks and, with ``tools``, its call
+        marks.
 
-        With None without any. None if a token has no text: it could mean whatever it likes.
+        ``tools`` None: without any marks. Returns None if a token has no text, since it could then
+        stand for any message.
         """
         if self._tokenizer.has_silent(ids, self._shown(tools=tools)):
             return None
@@ -334,7 +351,7 @@ class Splicer:
         return self._tokenizer.detokenizer(context, self._shown(tools=tools))
 
     def _from(self, ids: Sequence[int], start: int, slot: Slot) -> Sequence[int] | None:
-        """The ids from a character of their text on; None if none of them begins there."""
+        """Return the ids from character ``start`` of their text; None if no token begins there."""
         if not start:
             return ids
         text = self._detokenizer(tools=slot.has_calls or bool(self._chat.tools))
@@ -348,7 +365,7 @@ class Splicer:
     # -- the prompt -----------------------------------------------------------------------------
 
     def _encoded(self, text: str) -> list[int]:
-        """Token ids of a text that follows the ids so far."""
+        """Return the token ids of a text at the present position."""
         if text not in self._known_ids:
             is_first = not self.token_ids
             ids = self._shield.encode(self._tokenizer, text, is_first=is_first)
@@ -356,12 +373,12 @@ class Splicer:
         return self._known_ids[text]
 
     def _commit(self) -> None:
-        """Encode the text so far."""
+        """Encode the pending text."""
         self._append(self._encoded(self._pending))
         self._pending = ""
 
     def _put(self, ids: Sequence[int], *, is_exact: bool = False) -> None:
-        """Append ids; a space before them that the first has itself is left out."""
+        """Append ids. A pending space is dropped if the first token begins with one."""
         has_space = ids and self._tokenizer.token_bytes(ids[0]).startswith(b" ")
         if has_space and not is_exact:
             self._pending = self._pending.removesuffix(" ")
@@ -375,7 +392,7 @@ class Splicer:
         self._known_ids.clear()
 
 
-# -- texts ------------------------------------------------------------------------------------
+# -- texts -------------------------------------------------------------------------------------
 
 
 def _marked(
@@ -383,11 +400,12 @@ def _marked(
     slots: Sequence[Slot],
     mark_call: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
 ) -> ChatInput:
-    """The conversation with a mark in place of each message whose ids are known.
+    """Return the conversation with a mark in place of each message in ``slots``.
 
-    ``mark_call``: makes a message with a call of one, where a text cannot stand for it.
+    ``mark_call``: builds the replacement for a message with calls, if text cannot replace it.
     """
-    nonce, messages = random_id(), list(chat.messages)  # no text of a caller has it
+    # random, so that no caller's text contains it
+    nonce, messages = random_id(), list(chat.messages)
     for slot in slots:
         slot.mark = splice_mark(nonce, slot.index)
         if mark_call is not None and slot.has_calls:
@@ -399,9 +417,9 @@ def _marked(
 
 
 def _split(marked: str, slots: Sequence[Slot]) -> list[str] | Slot:
-    """The texts around the marks; a message whose mark is not there or not in its place.
+    """Return the texts around the marks, or a message whose mark is missing or out of order.
 
-    A mark that is there twice stays in a text, which then is nowhere in the conversation.
+    If a mark appears twice, one stays in a text, which then does not occur in the conversation.
     """
     pieces, at = [], 0
     for slot in slots:
@@ -414,7 +432,7 @@ def _split(marked: str, slots: Sequence[Slot]) -> list[str] | Slot:
 
 
 def _ends(text: str, after: str, at: int, *, is_last: bool) -> Iterator[int]:
-    """The places from ``at`` on where a message may end: before the text behind it."""
+    """Yield the places from ``at`` on where a message may end: before the text ``after``."""
     if is_last:
         if len(text) - len(after) >= at and text.endswith(after):
             yield len(text) - len(after)
@@ -432,10 +450,11 @@ def _fits_around(text: str, before: str, after: str) -> bool:
 
 
 def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
-    """The messages that are left to be tried; raises `InvalidRequest` for a handle of the caller's.
+    """Return the messages to try next after the template did not reproduce ``failed``.
 
-    What the template makes of one message it makes of others of its shape. ``most``: False leaves
-    only those that the caller gave.
+    Raises `InvalidRequest` if the caller gave the ids of ``failed``. The template treats messages
+    of the same shape alike, so messages with the same kind of content are dropped too. ``most``
+    False: keep only messages whose ids the caller gave.
     """
     if failed.handle is not None and failed.handle.is_given:
         param = failed.handle.param
@@ -449,19 +468,20 @@ def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """The way in which the text of an answer stands for a message that a template wrote."""
+    """How the text of an answer matches the text that the template rendered."""
 
-    start: int = 0  # the first character of the answer that the template keeps
-    opening: str = ""  # what it writes before the answer, as the prompt of the answer ended
+    start: int = 0  # index of the first character of the answer that the template keeps
+    # text that the template renders before the answer, as the prompt of the answer ended
+    opening: str = ""
 
 
 def stand(
     written: str, raw: str, message: Mapping[str, Any], thinking: Thinking | None
 ) -> Stand | None:
-    """Compare what a template wrote with what was generated; None if it is something else.
+    """Compare a rendered text with a generated one; None if they differ.
 
-    White space does not count: templates trim it. Calls are compared by nothing: templates write
-    them in a form of their own.
+    White space is ignored, since templates trim it. Calls are not compared, since templates render
+    them in their own form.
     """
     if written == raw:
         return Stand()
@@ -486,7 +506,7 @@ def _stand_of_calls(
     if thinking is None or end < 0:
         return Stand()
     if thinking is HARMONY_THINK and not raw.startswith(thinking.begin):
-        return Stand()  # words before the call: no prompt opens a thought
+        return Stand()  # text before the call: no prompt opens reasoning
     if thinking.end not in written:
         rest = raw[end + len(thinking.end) :]
         return Stand(len(raw) - len(rest.lstrip("\n")))
@@ -503,7 +523,7 @@ def _squashed(text: str) -> str:
 
 
 def _suffix(text: str, count: int) -> int:
-    """The place where the last ``count`` characters begin that are no white space."""
+    """Return the index at which the last ``count`` non-space characters begin."""
     at = len(text)
     while count:
         at -= 1
@@ -512,14 +532,16 @@ def _suffix(text: str, count: int) -> int:
 
 
 def _opening(written: str, raw: str, count: int) -> str:
-    """The text before the answer, without white space that the answer begins with."""
+    """Return the text before the answer, without the white space that the answer begins with."""
     opening = written[: _suffix(written, count)]
     space = raw[: len(raw) - len(raw.lstrip())]
     return opening.removesuffix(space) if space else opening
 
 
 def _openings(written: str, thinking: Thinking | None) -> list[str]:
-    """The texts that the prompt of an answer may have ended with, beside the one before it now."""
+    """Return texts that may have ended the prompt of an answer, in addition to its present
+    prefix.
+    """
     if thinking is None or not written.startswith(thinking.begin):
         return [""]
     begin = thinking.begin + thinking.label
@@ -529,13 +551,13 @@ def _openings(written: str, thinking: Thinking | None) -> list[str]:
 
 
 def _called_tools(message: Mapping[str, Any]) -> list[Tool]:
-    """The tools that a message calls, for a conversation that has none any more."""
+    """Return the tools that a message calls, for a conversation that no longer lists them."""
     functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
     return [Tool(name=str(function.get("name"))) for function in functions]
 
 
 def _says(parser: OutputParser, raw: str) -> bytes | None:
-    """Digest of what a parser makes of a text, as a message."""
+    """Return the digest of the message that a parser reads from a text."""
     content, reasoning = [], []
     calls: list[dict[str, str]] = []
     for event in (*parser.feed(raw), *parser.end()):

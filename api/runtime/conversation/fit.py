@@ -1,9 +1,9 @@
-"""Fit: a conversation in the form that a chat template writes completely.
+"""Adapt conversations to the forms that a chat template accepts.
 
-Clients send what a template refuses or leaves out: system messages in mid-conversation, several
-messages of one role in a row, results without calls, arguments that are no object. `fit` writes
-each of these in the nearest form that the template takes, in its place, so that a growing
-conversation keeps the beginning of its prompt. What the template takes stays as it is.
+Clients send messages that some templates reject or drop: system messages in mid-conversation,
+several messages of one role in a row, results without calls, arguments that are not objects. `fit`
+replaces each by the nearest accepted form, in place, so that a growing conversation keeps its
+prompt prefix. Messages that the template accepts stay unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Message = Mapping[str, Any]
 
 LATER_SYSTEM = "<system_message>\n{}\n</system_message>"
 NO_RESULT = "This call has no result."
-NO_USER = "..."  # what the user said before an answer that has no question
-_INDEX = "foretoken_index"  # of a message, while its conversation becomes text
+NO_USER = "..."  # stands for the missing user message before a first answer
+_INDEX = "foretoken_index"  # index of a message while the conversation is converted to text
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message and its index in the conversation; None for a message that is not from there."""
+    """A message and its index in the conversation; None for an inserted message."""
 
     message: Message
     index: int | None
@@ -43,7 +43,7 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """The words of the message."""
+        """The text of the message, "" if the content is not text."""
         content = self.message.get("content")
         return content if isinstance(content, str) else ""
 
@@ -54,16 +54,19 @@ class Turn:
 
     @property
     def is_result(self) -> bool:
-        """Whether the message is the result of a call."""
+        """Whether the message is the result of a tool call."""
         return self.role == "tool"
 
     def saying(self, text: str) -> Turn:
-        """The same turn with other words."""
+        """Return the turn with another text."""
         return Turn({**self.message, "content": text}, self.index)
 
 
 def fit(messages: Sequence[Message], facts: TemplateFacts, family: str) -> list[Turn]:
-    """The turns to write. ``family``: the format in which the model calls tools. O(messages)."""
+    """Return the turns to render. ``family``: the format of the model's tool calls.
+
+    O(messages).
+    """
     turns = [Turn(message, index) for index, message in enumerate(messages)]
     if any(turn.calls or turn.is_result for turn in turns):
         turns = _with_calls(turns, facts, family)
@@ -74,7 +77,7 @@ def fit(messages: Sequence[Message], facts: TemplateFacts, family: str) -> list[
 def fit_as_text(
     messages: Sequence[Message], tools: Sequence[Tool], facts: TemplateFacts
 ) -> list[Turn]:
-    """The turns for a template that knows nothing of tools: tools, calls and results are text."""
+    """Return the turns for a template without tools: tools, calls and results become text."""
     turns = [Turn(message, index) for index, message in enumerate(messages)]
     if needs_text(messages, tools):
         turns = _as_text(turns, tools)
@@ -88,7 +91,7 @@ def _as_text(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Turn]:
         message = dict(each)
         index = message.pop(_INDEX, None)
         if index is None and found and found[-1].index is not None:
-            index = found[-1].index + 1  # the first of the results that the message holds
+            index = found[-1].index + 1  # the first of the results that the message contains
         found.append(Turn(message, index))
     return found
 
@@ -97,7 +100,7 @@ def _as_text(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Turn]:
 
 
 def _with_calls(turns: Sequence[Turn], facts: TemplateFacts, family: str) -> list[Turn]:
-    """Calls in the form that the template writes, each message with its results behind it."""
+    """Convert calls to the form that the template renders, each followed by its results."""
     found: list[Turn] = []
     at = 0
     while at < len(turns):
@@ -117,7 +120,7 @@ def _with_calls(turns: Sequence[Turn], facts: TemplateFacts, family: str) -> lis
 def _calling(
     turn: Turn, results: Sequence[Turn], facts: TemplateFacts, *, is_last: bool
 ) -> list[Turn]:
-    """A message with calls, and its results. ``is_last``: nothing stands behind them."""
+    """Return a message with calls, followed by its results. ``is_last``: no message follows."""
     calls = [_formed(call, facts) for call in turn.calls]
     results = _identified(results, calls)
     if len(results) < len(calls) and not (is_last or facts.unanswered_calls):
@@ -146,7 +149,7 @@ def _calling(
 
 
 def _formed(call: Message, facts: TemplateFacts) -> dict[str, Any]:
-    """A call with its arguments as the template writes them."""
+    """Return a call with its arguments in the form that the template renders."""
     arguments = call["function"]["arguments"]
     if isinstance(arguments, str) and not (facts.cut_arguments or is_splice_mark(arguments)):
         arguments = {INVALID: arguments}
@@ -156,7 +159,7 @@ def _formed(call: Message, facts: TemplateFacts) -> dict[str, Any]:
 
 
 def _identified(results: Sequence[Turn], calls: Sequence[Message]) -> list[Turn]:
-    """Results with the id of a call: those that have none answer the calls in their order."""
+    """Return the results with call ids. Results without an id answer the calls in order."""
     if all(isinstance(each.message.get("tool_call_id"), str) for each in results):
         return list(results)
     given = {_id_of(each.message, "tool_call_id") for each in results}
@@ -180,7 +183,7 @@ def _no_result(call: Message) -> Turn:
 
 
 def _with_results(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
-    """Results where the template takes them: others are what the user says."""
+    """Convert results that the template does not accept to user messages."""
     found: list[Turn] = []
     for turn in turns:
         follows = bool(found) and (found[-1].is_result or bool(found[-1].calls))
@@ -196,7 +199,7 @@ def _with_results(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
 
 
 def _with_systems(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
-    """System messages where the template takes them: others are what the user says."""
+    """Convert system messages that the template does not accept to user messages."""
     front = [*takewhile(lambda turn: turn.role == "system", turns)]
     rest = turns[len(front) :]
     if not facts.later_system:
@@ -216,7 +219,7 @@ def _as_user(turn: Turn) -> Turn:
 
 
 def _alternating(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
-    """The turns without those in a row that the template refuses."""
+    """Merge or separate consecutive turns that the template rejects."""
     found: list[Turn] = []
     for turn in turns:
         last = found[-1] if found else None
@@ -236,17 +239,17 @@ def _alternating(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
 
 
 def _clashes(last: Turn, turn: Turn, facts: TemplateFacts) -> bool:
-    """Whether the template refuses the second of two turns of one role."""
+    """Whether the template rejects these two consecutive turns of the same role."""
     if last.role != turn.role:
         return False
     if turn.role == "user":
         return not facts.repeated_user
-    has_calls = bool(last.calls or turn.calls)  # templates count these by themselves
+    has_calls = bool(last.calls or turn.calls)  # templates check turns with calls separately
     return turn.role == "assistant" and not facts.repeated_assistant and not has_calls
 
 
 def _joined(first: Turn, second: Turn) -> Turn:
-    """Two turns of one role as one."""
+    """Return two turns of the same role as one."""
     texts = [turn.text for turn in (first, second) if turn.text]
     message = {**first.message, **second.message}
     thoughts = [

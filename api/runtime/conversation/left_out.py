@@ -1,17 +1,20 @@
-"""Log lines about parts of a conversation that do not reach the model, one for each kind."""
+"""Warnings about parts of a conversation that do not reach the model, once per kind."""
 
 from __future__ import annotations
 
 import logging
 
 logger = logging.getLogger(__name__)
-MAX_KINDS = 256  # clients name them
+MAX_KINDS = 256  # clients choose the names, so the number of lines must be limited
 MAX_CHARS = 64
 _told: set[str] = set()
 
 
 def tell_left_out(what: str, kind: str = "") -> None:
-    """Log that parts of a conversation do not reach the model. ``kind``: as the body names it."""
+    """Warn once that parts of a conversation do not reach the model.
+
+    ``kind``: the type's name in the body.
+    """
     told = f"{what} {kind[:MAX_CHARS]!a}" if kind else what
     if told in _told or len(_told) >= MAX_KINDS:
         return

@@ -1,4 +1,4 @@
-"""OpenAI's messages as chat templates read them, for the server and the SDK alike."""
+"""Conversion of OpenAI messages to the shape of chat templates, for the server and the SDK."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...media.sources import ImageSource, Placed, join_parts, read_part
 from .tools import plain_call
 
 ROLES: Mapping[str, str] = {"developer": "system", "function": "tool"}
-"""Roles under other names than those of templates."""
+"""Roles that chat templates call differently."""
 
 
 def num_system(roles: Iterable[str]) -> int:
-    """System messages at the beginning."""
+    """Return the number of system messages at the beginning."""
     return sum(1 for _ in takewhile(lambda role: ROLES.get(role, role) == "system", roles))
 
 
 def one_system(plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """System messages at the beginning become one: many templates accept only one."""
+    """Merge the system messages at the beginning: many templates accept only one."""
     count = num_system(message["role"] for message in plain)
     if count < 2:
         return plain
@@ -31,9 +31,10 @@ def one_system(plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_message(
     message: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], list[ImageSource]]:
-    """A message with content as one text, marks in the places of images, and its images.
+    """Return a message in the shape of chat templates, and its images.
 
-    Other fields stay. Raises `InvalidRequest` naming the field under ``where``.
+    The content becomes one text with marks in place of images; other fields are kept. Raises
+    `InvalidRequest`, which names the field under ``where``.
     """
     if "content" not in message and not message.get("tool_calls"):
         raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")

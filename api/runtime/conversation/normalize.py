@@ -1,8 +1,8 @@
-"""``--normalize``: prompts without what clients change in each request.
+"""``--normalize``: remove parts of prompts that change with every request.
 
-A prompt is cached from its beginning, so one new number in its first line loses the whole cache
-hit. Each rule of `RULES` names a client and the part of a line that is removed from system
-messages; the rest stays unchanged. Of tools the order is made one.
+The prefix cache matches from the first token, so a number that changes in the first line prevents
+every hit. Each rule of `RULES` removes a known part of a line from system messages and keeps the
+rest. The mode "all" also sorts the tools.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .chat_input import ChatInput
 
 logger = logging.getLogger(__name__)
 LINE = re.MULTILINE | re.IGNORECASE
-# Marks of a list, a quotation or an emphasis. Bounded and of one line: a pattern that could go on
-# over the next ones would take time with the square of their number, and what stands there.
+# Marks of a list, a quotation or emphasis. The pattern is bounded and stays on one line: an
+# unbounded one would take time quadratic in the number of lines.
 MARKS = r"[^\w\n]{0,16}"
 TOOL_ORDER = "tool-order"
 Mode = Literal["off", "safe", "all"]
-"""``safe``: the rules that take nothing from the model which was written for it."""
+""""safe" applies only rules that remove nothing written for the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pattern of one line, its replacement, and the reason."""
+    """A pattern within one line, its replacement and its reason."""
 
     name: str
     pattern: re.Pattern[str]
@@ -42,8 +42,8 @@ RULES = (
         "billing-header",
         re.compile(r"\Ax-anthropic-billing-header:.*(?:\n|\Z)", re.IGNORECASE),
         "",
-        "Claude Code's first system block, which counts and signs a request, is meant for "
-        "Anthropic's server, which takes it away; the line goes",
+        "the first system block of Claude Code counts and signs the request for Anthropic's "
+        "server, which removes it; the line is removed",
         is_safe=True,
     ),
     Rule(
@@ -55,7 +55,7 @@ RULES = (
             LINE,
         ),
         r"\g<head>",
-        'agents write "Current time: 2026-11-21T13:34:26Z"; the date stays',
+        'agents write "Current time: 2026-11-21T13:34:26Z"; the time is removed and the date kept',
     ),
     Rule(
         "request-id",
@@ -65,13 +65,13 @@ RULES = (
             LINE,
         ),
         "",
-        "gateways stamp the id of each request; the line goes",
+        "gateways add an id that changes with every request; the line is removed",
     ),
 )
 
 
 class Normalizer:
-    """Applies the rules of a mode to conversations, and reports which have changed something."""
+    """Applies the rules of a mode to conversations and reports the rules that changed something."""
 
     def __init__(self, mode: Mode) -> None:
         self._rules = [rule for rule in RULES if mode == "all" or (mode == "safe" and rule.is_safe)]
@@ -79,7 +79,7 @@ class Normalizer:
         self._logged: set[str] = set()
 
     def apply(self, chat: ChatInput) -> tuple[ChatInput, tuple[str, ...]]:
-        """The normalized conversation, and the names of the rules that have changed it."""
+        """Return the normalized conversation, and the names of the rules that changed it."""
         names: dict[str, None] = {}
         messages = [self._message(message, names) for message in chat.messages]
         tools = sorted(chat.tools, key=_name_of) if self._sorts_tools else chat.tools
@@ -89,7 +89,7 @@ class Normalizer:
             return chat, ()
         for name in names.keys() - self._logged:
             self._logged.add(name)
-            logger.info("--normalize: the rule %s changes prompts (logged once)", name)
+            logger.info("--normalize: rule %s changes prompts (logged once)", name)
         return replace(chat, messages=messages, tools=tools), tuple(names)
 
     def _message(self, message: Mapping[str, Any], names: dict[str, None]) -> Mapping[str, Any]:
@@ -106,7 +106,7 @@ def _name_of(tool: Tool) -> str:
 
 
 def steady(text: str, rules: Sequence[Rule] = RULES) -> tuple[str, list[str]]:
-    """A system text under rules, and the names of those that have changed it."""
+    """Return the text after applying the rules, and the names of the rules that changed it."""
     names = []
     for rule in rules:
         text, count = rule.pattern.subn(rule.instead, text)

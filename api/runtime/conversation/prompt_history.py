@@ -1,4 +1,4 @@
-"""A bounded memory of recent prompts, to explain why a later one missed the cache."""
+"""A bounded log of recent prompts, which explains why later prompts missed the cache."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from ...types.shares import Owner, Shares
 
 MAX_BYTES = 32 * 2**20
 TOKEN_BYTES = 4
-MAX_COMPARED = 256  # earlier prompts that one is compared with, the latest
-MAX_ALIKE = 32  # prompts whose texts are compared, the latest
-OVERHEAD = 2048  # bytes, about, of a remembered prompt with its usage, beside tokens and texts
+MAX_COMPARED = 256  # maximum number of latest prompts to compare with
+MAX_ALIKE = 32  # maximum number of latest prompts whose texts are compared
+OVERHEAD = 2048  # approximate bytes per prompt, without its tokens and texts
 Kind = Literal["tools", "system", "messages", "format", "prompt"]
 Sliced = TypeVar("Sliced", str, "array[int]")
 _json = msgspec.json.Encoder(order="deterministic")
 
 
 class Part(NamedTuple):
-    """A part of a body that is part of the prompt."""
+    """A field of a body that contributes to the prompt."""
 
-    path: str  # as the body calls it, such as messages[3].content
+    path: str  # path in the body, such as messages[3].content
     text: str
     kind: Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptNote:
-    """The parts of a prompt that are remembered besides its tokens.
+    """Facts about a prompt that are remembered in addition to its tokens.
 
-    ``parts`` in the order of the prompt; without them differences are shown in the decoded tokens.
-    ``cache_key`` is ``prompt_cache_key``: it is compared, but isolates nothing. ``thinking``: the
-    marks of the model's thoughts.
+    ``parts`` are in prompt order; without them differences are shown in decoded tokens.
+    ``cache_key``: the request's ``prompt_cache_key``, which is compared but does not isolate
+    prompts. ``thinking``: the model's reasoning marks.
     """
 
     parts: Sequence[Part] = ()
     model: str = ""
     cache_key: str | None = None
     thinking: Thinking | None = None
-    num_bytes: int = field(init=False, repr=False, compare=False)  # about
+    num_bytes: int = field(init=False, repr=False, compare=False)  # approximate size
 
     def __post_init__(self) -> None:
-        """Count: a conversation of many messages is noted in a thread."""
+        """Compute the size here, since long conversations are recorded in a thread."""
         texts = sum(_num_bytes(part) for part in self.parts)
         names = sys.getsizeof(self.model) + sys.getsizeof(self.cache_key)
         object.__setattr__(self, "num_bytes", texts + names)
@@ -73,10 +73,9 @@ def conversation_parts(
     num_system: int = 0,
     format: object = None,
 ) -> list[Part]:
-    """The parts of a conversation; objects are written as JSON.
+    """Return the parts of a conversation. Objects are written as JSON.
 
-    The first ``num_system`` messages are those that the body has as its ``system`` or
-    ``instructions``, and not among its messages.
+    ``num_system``: number of leading messages from the body's ``system`` or ``instructions`` field.
     """
     parts = [Part("tools", _text(tools), "tools")] if tools else []
     if format is not None:
@@ -91,7 +90,7 @@ def conversation_parts(
 
 
 def text_parts(prompt: str | Sequence[int]) -> list[Part]:
-    """The parts of a prompt that is one text; none for token ids."""
+    """Return the parts of a plain prompt: its text, or no parts for token ids."""
     return [Part("prompt", prompt, "prompt")] if isinstance(prompt, str) else []
 
 
@@ -101,58 +100,60 @@ def _text(value: object) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Remembered:
-    """A prompt that is or was served; its usage grows while it is served."""
+    """A prompt that is being served or was served. Its usage grows while it runs."""
 
     response_id: str
-    caller: bytes  # hash of an API key
-    owner: Owner  # of the key and the salt
-    namespace: str | None  # of the cache salt and the adapter
-    tokens: bytes  # int32
+    caller: bytes  # hash of the API key
+    owner: Owner  # hash of the API key and the cache salt
+    namespace: str | None  # cache namespace: cache salt and adapter
+    tokens: bytes  # int32 token ids
     note: PromptNote
     time: float  # seconds, on the engine's clock
     reads: bool
     writes: bool
     serial: int  # order of arrival
     usage: Usage = field(repr=False)
-    answers: list[bytes] = field(default_factory=list, repr=False)  # int32, of those that ended
+    # int32 token ids of finished answers
+    answers: list[bytes] = field(default_factory=list, repr=False)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes that the entry occupies."""
+        """Approximate size of the entry in bytes."""
         names = sys.getsizeof(self.response_id) + sys.getsizeof(self.namespace)
         answers = sum(map(len, self.answers))
         return OVERHEAD + len(self.tokens) + self.note.num_bytes + names + answers
 
     @property
     def num_compared_bytes(self) -> int:
-        """Bytes of its tokens and texts, which a comparison reads at most."""
+        """Bytes of tokens and texts that a comparison reads at most."""
         return len(self.tokens) + self.note.num_bytes
 
     def ids(self, start: int, stop: int) -> list[int]:
-        """Token ids of a span."""
+        """Return the token ids of a range."""
         return ids_of(self.tokens[max(0, start) * TOKEN_BYTES : stop * TOKEN_BYTES])
 
     def is_of_other_salt(self, other: Remembered) -> bool:
-        """Whether only the salts keep two prompts apart: both have the same adapter, or none."""
+        """Whether two prompts differ in their cache salts but not in their adapters."""
         mine, theirs = self.namespace, other.namespace
         return salt_of(mine) != salt_of(theirs) and adapter_of(mine) == adapter_of(theirs)
 
     def common_len(self, other: Remembered) -> int:
-        """Leading tokens that two prompts share. O(tokens), at numpy's speed."""
+        """Return the number of leading tokens that two prompts share. O(tokens), vectorised."""
         length = min(len(self.tokens), len(other.tokens))
         mine = np.frombuffer(self.tokens[:length], np.int32)
         unequal = mine != np.frombuffer(other.tokens[:length], np.int32)
         return int(unequal.argmax()) if unequal.any() else length // TOKEN_BYTES
 
     def is_like(self, other: Remembered) -> bool:
-        """Whether the texts share at least half, counted from either end of each part.
+        """Whether the texts share at least half of their characters.
 
-        So a line that is new in every request does not hide the similarity. O(text).
+        Common characters are counted from both ends of each part, so a line that changes with every
+        request does not hide the similarity. O(text).
         """
         theirs = {part.path: part.text for part in other.note.parts}
         total = sum(len(part.text) for part in self.note.parts)
@@ -161,14 +162,14 @@ class Remembered:
 
 
 def _shared(first: str, second: str) -> int:
-    """Characters that two texts have in common at the beginning and at the end."""
+    """Return the number of characters in the common prefix and the common suffix."""
     front = common_len(first, second)
     bound = min(len(first), len(second)) - front
     return front + common_len(first[::-1][:bound], second[::-1][:bound])
 
 
 def common_len(first: Sliced, second: Sliced) -> int:
-    """Number of leading characters or token ids that both share, by bisection. O(len)."""
+    """Return the length of the common prefix, found by bisection. O(len)."""
     same, bound = 0, min(len(first), len(second))
     while same < bound:
         middle = (same + bound + 1) // 2
@@ -180,12 +181,14 @@ def common_len(first: Sliced, second: Sliced) -> int:
 
 
 class PromptLog:
-    """The last prompts of each owner, ``max_bytes`` in all; evicted as in `Shares`."""
+    """The latest prompts of each owner, at most ``max_bytes`` together. `Shares` chooses
+    evictions.
+    """
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
         self._shares: Shares[str] = Shares(max_bytes)
         self._prompts: dict[str, Remembered] = {}  # by response id, oldest first
-        self._by_owner: dict[Owner, dict[str, Remembered]] = {}  # those that were to be written
+        self._by_owner: dict[Owner, dict[str, Remembered]] = {}  # prompts that may be cached
         self._by_caller: dict[bytes, dict[str, Remembered]] = {}
         self._num_recorded = 0
 
@@ -193,9 +196,9 @@ class PromptLog:
         return len(self._prompts)
 
     def record(self, response_id: str, request: Request, note: PromptNote, now: float) -> None:
-        """Remember a prompt that is submitted. O(prompt).
+        """Remember a submitted prompt. O(prompt).
 
-        A prompt that is not to be written is explained only to a caller that names its response.
+        A prompt that must not be cached is explained only to a caller that names its response.
         """
         self._forget(response_id)
         self._num_recorded += 1
@@ -220,7 +223,7 @@ class PromptLog:
         self._shrink()
 
     def add_answer(self, response_id: str, token_ids: Sequence[int]) -> None:
-        """Remember an answer to a prompt that is still remembered. O(token ids)."""
+        """Remember an answer to a prompt, unless the prompt was evicted. O(token ids)."""
         prompt = self._prompts.get(response_id)
         if prompt is None:
             return
@@ -234,24 +237,23 @@ class PromptLog:
             self._forget(excess)
 
     def find(self, response_id: str) -> Remembered | None:
-        """The prompt of a response, unless it is forgotten. The caller checks who owns it."""
+        """Return the prompt of a response, None if unknown. The caller must check the owner."""
         return self._prompts.get(response_id)
 
     def earlier(self, prompt: Remembered) -> list[Remembered]:
-        """The owner's last prompts before this one of its adapter, the latest first.
+        """Return the owner's earlier prompts with the same adapter, latest first.
 
-        Among the last `MAX_COMPARED` of the owner.
-
-        O(those), beside the owner's later prompts.
+        Considers the owner's last `MAX_COMPARED` prompts before this one. O(`MAX_COMPARED` + later
+        prompts).
         """
         of_owner = _last_before(prompt, self._by_owner.get(prompt.owner, {}))
         return [each for each in of_owner if each.namespace == prompt.namespace]
 
     def has_in_other_salt(self, prompt: Remembered, num_tokens: int) -> bool:
-        """Whether the caller has an earlier prompt under another salt that begins so.
+        """Whether the caller has an earlier prompt with the same beginning under another salt.
 
-        Among the caller's last `MAX_COMPARED` prompts before it; O(those), as `earlier`. It is for
-        counts only: a caller may be a gateway, whose salts keep its tenants apart.
+        Considers the caller's last `MAX_COMPARED` prompts before this one. The result may only be
+        counted, not shown: a caller may be a gateway that separates its tenants by salts.
         """
         probe = prompt.tokens[: num_tokens * TOKEN_BYTES]
         return any(
@@ -260,7 +262,9 @@ class PromptLog:
         )
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget the prompts of these cache salts, of all when none is named. O(prompts)."""
+        """Forget the prompts of the given cache salts, or all without arguments.
+        O(prompts).
+        """
         flushed = FlushedNamespaces(namespaces)
         for prompt in list(self._prompts.values()):
             if prompt.namespace in flushed:
@@ -285,7 +289,7 @@ class PromptLog:
 
 
 def _last_before(prompt: Remembered, group: dict[str, Remembered]) -> Iterable[Remembered]:
-    """The last of a group, which is in order of arrival, that came before a prompt."""
+    """Yield the latest prompts of a group, ordered by arrival, that came before ``prompt``."""
     earlier = (other for other in reversed(group.values()) if other.serial < prompt.serial)
     return islice(earlier, MAX_COMPARED)
 
@@ -293,10 +297,10 @@ def _last_before(prompt: Remembered, group: dict[str, Remembered]) -> Iterable[R
 def most_similar(
     prompt: Remembered, earlier: Sequence[Remembered], at_least: int
 ) -> Remembered | None:
-    """The earlier prompt with the longest common prefix, the latest of equals.
+    """Return the earlier prompt with the longest common prefix; the latest one on a tie.
 
-    When none has the first ``at_least`` tokens, the latest whose texts are mostly the same.
-    O(prompts), for most differ at once, and O(prompt) for each that is nearer than the last.
+    If no prompt shares the first ``at_least`` tokens, return the latest with mostly the same text,
+    or None. O(prompts), plus O(prompt) for each better match.
     """
     best, probe = None, prompt.tokens[: at_least * TOKEN_BYTES]
     for other in earlier:
@@ -309,7 +313,7 @@ def most_similar(
 
 
 def ids_of(tokens: bytes) -> list[int]:
-    """Token ids that are kept as int32."""
+    """Return the token ids stored as int32 bytes."""
     ids: list[int] = np.frombuffer(tokens, np.int32).tolist()
     return ids
 

@@ -1,4 +1,4 @@
-"""SeenImages: the images of a conversation, from marks in its messages to rows of its prompt."""
+"""SeenImages: the images of a conversation, from marks in messages to rows of the prompt."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from .chat_input import ChatInput
 from .left_out import tell_left_out
 
 Messages = Sequence[Mapping[str, Any]]
-Parts = list[str | ImageSource]  # of a message
+Parts = list[str | ImageSource]  # parts of a message
 
 
 @dataclass(frozen=True, slots=True)
 class SeenImages:
     """Images in the order of their marks.
 
-    ``place``: the text that stands for an image in a rendered conversation. ``token_id``: of a row.
+    ``place``: the text that stands for an image in a rendered conversation. ``token_id``: the token
+    of each image row.
     """
 
     images: Sequence[ReadImage] = ()
@@ -33,7 +34,10 @@ class SeenImages:
     token_id: int = -1
 
     def messages(self, messages: Messages, *, in_parts: bool) -> Messages:
-        """Messages whose marks are parts, as templates read them; with ``in_parts`` all texts."""
+        """Return the messages with marks converted to image parts, as chat templates expect them.
+
+        ``in_parts``: convert all texts to lists of parts.
+        """
         if not self.images and not in_parts:
             return messages
         return [self._message(message, in_parts=in_parts) for message in messages]
@@ -48,31 +52,37 @@ class SeenImages:
         return {**message, "content": template_parts(parts)}
 
     def expanded(self, text: str) -> str:
-        """A rendered conversation with the place of each image become the text of its image.
+        """Return a rendered conversation with each image's place expanded to its text.
 
-        Raises `InvalidRequest` where there are more or fewer of them than images.
+        Raises `InvalidRequest` if the number of places differs from the number of images.
         """
         if not self.images:
             return text
         pieces = text.split(self.place)
         if len(pieces) != len(self.images) + 1:
             raise InvalidRequest(
-                f"the prompt has {self.place} {len(pieces) - 1} times for {len(self.images)} "
-                "images: texts may not spell it, and the chat template needs a place for each",
+                f"the prompt contains {self.place} {len(pieces) - 1} times for {len(self.images)} "
+                "images: message texts must not contain it, and the chat template must "
+                "render each image",
                 param="messages",
             )
         written = (image.placeholder.text for image in self.images)
         return "".join([pieces[0], *(a + b for a, b in zip(written, pieces[1:], strict=True))])
 
     def placed(self, token_ids: Sequence[int], salt: str | None) -> tuple[PromptImage, ...]:
-        """The images at their places in a prompt. Raises `InvalidRequest` where they do not fit."""
+        """Return the images with their positions in the prompt.
+
+        Raises `InvalidRequest` if the number of image tokens differs from the number of image rows.
+        """
         if not self.images:
             return ()
         places = [at for at, token_id in enumerate(token_ids) if token_id == self.token_id]
         if len(places) != sum(image.placeholder.num_rows for image in self.images):
             message = (
-                "the prompt has another number of image tokens than its images have rows: texts "
-                "may not spell them, and each must be one token of this tokenizer"
+                "the number of image tokens in the prompt differs from the number of "
+                "image rows: message "
+                "texts must not contain image tokens, and the tokenizer must encode each "
+                "as one token"
             )
             raise InvalidRequest(message, param="messages")
         found, begin = [], 0
@@ -93,14 +103,15 @@ UNSEEN = "[an image that this model cannot see]"
 async def with_results_seen(
     chat: ChatInput, reader: ImageReader | None, tokenizer: Tokenizer
 ) -> ChatInput:
-    """The conversation with a text for each image that cannot be served, but for those of the user.
+    """Replace images that cannot be served by a text, except in user messages.
 
-    An agent goes on with what a tool or a model returned: an error here would come back with each
-    request. Of more images than a request may have the oldest are left out. Raises `QueueFull`.
+    Agents keep sending images that tools and models returned, so an error would recur with every
+    request. If there are more images than a request may have, the oldest are replaced. Raises
+    `QueueFull`.
     """
     sources = {source.digest: source for source in chat.images}
     left = iter(chat.images)
-    all_parts: dict[int, Parts] = {}  # by the message's number
+    all_parts: dict[int, Parts] = {}  # by index of the message
     for at, message in enumerate(chat.messages):
         if isinstance(content := message.get("content"), str):
             split = split_marks(content, sources)
@@ -122,17 +133,17 @@ async def with_results_seen(
 
 
 def _num_beyond(num_images: int, most: int) -> int:
-    """Return how many of the oldest returned images to leave out.
+    """Return how many of the oldest returned images to replace.
 
-    In steps of half of ``most``: for some turns a conversation's beginning stays as it is, and with
-    it its cached prefix.
+    The number grows in steps of ``most`` / 2, so the prompt prefix and its cache hit stay unchanged
+    for several turns.
     """
     step = max(1, most // 2)
     return -(-max(0, num_images - most) // step) * step
 
 
 def _leave_out(parts: Parts, most: int) -> int:
-    """Replace up to ``most`` images of a message; returns how many are left to replace."""
+    """Replace up to ``most`` images of a message. Return how many are still to be replaced."""
     for at, part in enumerate(parts):
         if most > 0 and isinstance(part, ImageSource):
             parts[at], most = UNSEEN, most - 1
@@ -140,14 +151,14 @@ def _leave_out(parts: Parts, most: int) -> int:
 
 
 def _is_returned(message: Mapping[str, Any]) -> bool:
-    """Whether a message is of a tool or of a model."""
+    """Whether a message comes from a tool or the model."""
     return message.get("role") in ("tool", "assistant")
 
 
 async def _served(
     part: str | ImageSource, reader: ImageReader | None, tokenizer: Tokenizer
 ) -> str | ImageSource:
-    """The part, or a text for an image that cannot be served."""
+    """Return the part, or a text in place of an image that cannot be served."""
     if isinstance(part, str):
         return part
     tokens = None if reader is None else _tokens(reader, tokenizer)
@@ -161,7 +172,7 @@ async def _served(
 
 
 def _tokens(reader: ImageReader, tokenizer: Tokenizer) -> ImageTokens | None:
-    """The texts of the model's tokens for images; None where its files name none."""
+    """Return the texts of the model's image tokens; None if its files define none."""
     if reader.token_id is None:
         return None
     return reader.tokens(lambda each: tokenizer.decode([each], skip_special_tokens=False))
@@ -172,16 +183,16 @@ async def see(
 ) -> SeenImages:
     """Read the images of a conversation.
 
-    ``reader``: None for a model without images, and then ``reason``, if there is one. Raises
-    `InvalidRequest` that names the first image that is not served, and `QueueFull`.
+    ``reader``: None for a model without images; ``reason``: why, for the error. Raises `QueueFull`,
+    and `InvalidRequest` which names the first image that is not served.
     """
     if not chat.images:
         return NO_IMAGES
     if reader is None:
-        raise chat.images[0].refusal(reason or "the model takes no images")
+        raise chat.images[0].refusal(reason or "the model does not support images")
     tokens = _tokens(reader, tokenizer)
     if reader.token_id is None or tokens is None:
-        raise chat.images[0].refusal("the model's files name no image token")
+        raise chat.images[0].refusal("the model's files do not define an image token")
     sources = {source.digest: source for source in chat.images}
     order = [
         part
@@ -196,7 +207,7 @@ async def see(
 
 
 def _runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(first, count) of neighbouring places."""
+    """Return the (first, count) runs of consecutive positions."""
     runs: list[tuple[int, int]] = []
     for place in places:
         if runs and sum(runs[-1]) == place:

@@ -1,21 +1,21 @@
-"""Shield: contents are text, marks come from the template only.
+"""Shield: treat special tokens in message contents as text.
 
-What a user, a page in a tool's result or a description of a tool says may spell out a token of the
-model, such as the end of a turn, and would forge a turn. Such marks are broken before the template
-writes the conversation, and what is between the template's own marks becomes tokens by a tokenizer
-that reads none (`LiteralEncoder`). A conversation that spells out none is not touched.
+A message, a web page in a tool result or a tool description may spell out a special token, such as
+the end of a turn, and would forge a turn. Such marks are broken up before the template renders the
+conversation, and the text between the template's own marks is encoded by a tokenizer without
+special tokens (`LiteralEncoder`). Conversations without marks are not changed.
 
 ==========================================  =========================================
-contents                                    marks that are text there
+contents                                    marks treated as text
 ==========================================  =========================================
-of the user, of tools and of other roles    all
-of system messages, and of tool definitions all but the marks of answers that are not
-                                            special tokens: they tell how to answer
-of the assistant                            all but the marks of answers
+user, tool and other roles                  all
+system messages and tool definitions        all except answer marks that are not special
+                                            tokens: they may describe the answer format
+assistant messages                          all except answer marks
 ==========================================  =========================================
 
-Marks are the special tokens of the vocabulary and the other added tokens that the template writes;
-marks of answers are those of thoughts and calls.
+Marks are the special tokens of the vocabulary and the other added tokens that the template writes.
+Answer marks are the marks of reasoning and tool calls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ContentMarks:
-    """The marks of a model, by whose contents they are text in."""
+    """The marks of a model that are treated as text, by the role of the content."""
 
     user: Marks
     system: Marks
@@ -46,7 +46,9 @@ class ContentMarks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, syntax: Syntax, written: str) -> ContentMarks:
-        """The marks of a tokenizer and its template. ``written``: what the template writes."""
+        """Return the marks of a tokenizer and its template. ``written``: a rendered
+        conversation.
+        """
         added = tokenizer.added_names
         special = {name for name, is_special in added.items() if is_special}
         other = added.keys() - special
@@ -61,11 +63,11 @@ class ContentMarks:
         control = special | {name for name in other - answer if name in template}
         found = cls(Marks(control | answer), Marks(control), Marks(control - answer))
         for marks in (found.user, found.system, found.assistant):
-            marks.is_in("")  # what is made at the first look
+            marks.is_in("")  # compile the pattern now
         return found
 
     def shield(self, messages: Messages, tools: Sequence[Tool]) -> Shield:
-        """The shield of a conversation; `NO_SHIELD` if it spells out no mark. O(its texts)."""
+        """Return the shield of a conversation; `NO_SHIELD` if it contains no mark. O(text)."""
         is_spelled = any(
             marks.is_in(text)
             for marks, value in self._contents(messages, tools)
@@ -81,7 +83,7 @@ class ContentMarks:
         return Shield(breaker, self)
 
     def of_role(self, role: object) -> Marks:
-        """The marks that are text in what a role says."""
+        """Return the marks that are treated as text in messages of a role."""
         if role in ("system", "developer"):
             return self.system
         return self.assistant if role == "assistant" else self.user
@@ -97,19 +99,21 @@ class ContentMarks:
 
 @dataclass(frozen=True, slots=True)
 class Shield:
-    """The broken marks of one conversation. ``breaker``: a character that it does not have."""
+    """Breaks up the marks of one conversation. ``breaker``: a character that it does not
+    contain.
+    """
 
     breaker: str = ""
     marks: ContentMarks | None = None
 
     def messages(self, messages: Messages) -> Messages:
-        """The messages with their marks broken."""
+        """Return the messages with their marks broken up."""
         if self.marks is None:
             return messages
         return [self._broken(self.marks.of_role(each.get("role")), each) for each in messages]
 
     def tools(self, tools: Sequence[Tool]) -> Sequence[Tool]:
-        """The tools with their marks broken."""
+        """Return the tools with their marks broken up."""
         if self.marks is None:
             return tools
         system = self.marks.system
@@ -131,15 +135,15 @@ class Shield:
             raise InvalidRequest(message, param="messages") from None
 
     def written(self, text: str) -> str:
-        """Put the breaker in the places of its escape, which templates may write instead."""
+        """Return a rendered text with the breaker in place of its JSON escape."""
         return text.replace(escape(self.breaker), self.breaker) if self.breaker else text
 
     def plain(self, text: str) -> str:
-        """A text without the breaker, as it was."""
+        """Return a text without the breaker."""
         return text.replace(self.breaker, "") if self.breaker else text
 
     def head(self, text: str, num_chars: int) -> str:
-        """The beginning of a text that has so many characters beside the breaker."""
+        """Return the beginning of a text that has ``num_chars`` characters besides the breaker."""
         end = num_chars
         while self.breaker and (missing := num_chars - len(self.plain(text[:end]))):
             end += missing
@@ -147,18 +151,20 @@ class Shield:
 
     @property
     def num_chars(self) -> int:
-        """Characters of a text that takes as long as the first broken mark: more than is quick."""
+        """Number of characters that forces encoding in a thread if marks are broken up, else 0."""
         return INLINE_CHARS + 1 if self.breaker else 0
 
     async def encode_all(self, tokenizer: Tokenizer, text: str) -> list[int]:
-        """Token ids of a conversation that a template wrote; raises as `Tokenizer.encode`."""
+        """Return the token ids of a rendered conversation. Raises the errors of
+        `Tokenizer.encode`.
+        """
         if self.marks is None:
             return await tokenizer.encode(text, add_special_tokens=False)
         names = self.marks.user.names
         return await tokenizer.encode_marked(text, {self.breaker: ""}, names)
 
     def encode(self, tokenizer: Tokenizer, text: str, *, is_first: bool) -> list[int]:
-        """Token ids of a part of it. ``is_first``: nothing stands before it."""
+        """Return the token ids of a part of it. ``is_first``: the part begins the conversation."""
         if self.marks is None or self.breaker not in text:
             return tokenizer.encode_word(text) if is_first else tokenizer.encode_behind(text)
         encoder = tokenizer.literal(self.marks.user.names)
@@ -169,7 +175,7 @@ NO_SHIELD = Shield()
 
 
 def texts_of(value: object) -> Iterator[str]:
-    """All texts in a value of JSON, keys of objects included."""
+    """Yield all strings in a JSON value, including keys of objects."""
     left = [value]
     while left:
         each = left.pop()
@@ -182,7 +188,7 @@ def texts_of(value: object) -> Iterator[str]:
 
 
 def changed(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - values of JSON
-    """A copy of a value of JSON with all texts changed, keys of objects included."""
+    """Return a copy of a JSON value with all strings changed, including keys of objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
-"""TemplateFacts: what a chat template writes, found out by short conversations.
+"""TemplateFacts: what a chat template supports, found by rendering short conversations.
 
-Templates differ in what they take: a system message in mid-conversation, two messages of the user
-in a row, a result without its call. Some raise an error, others leave the message out without a
-word. So nothing is believed that a probe has not shown: each is a conversation of words that occur
-nowhere else, and the template takes it if it writes all of them in their order.
+Templates differ in what they accept: a system message in mid-conversation, two user messages in a
+row, a result without a call. Some raise an error, others silently drop the message. Each ability is
+therefore probed with a conversation of unique words: the template supports it if it renders all
+words in order.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ...text.chat_template import NULL
 
 Messages = Sequence[Mapping[str, Any]]
 Write = Callable[..., Awaitable[str]]
-"""Writes messages and ``tools`` (in OpenAI's form) by the template; "" where it fails."""
+"""Renders messages and ``tools`` (in OpenAI's form) with the template; "" if it fails."""
 
-PROBE = "foretoken"  # a text whose place in the prompt is looked for
-PROBES: dict[bool, list[dict[str, Any]]] = {  # conversations with calls and without
+PROBE = "foretoken"  # a text to find in the rendered prompt
+PROBES: dict[bool, list[dict[str, Any]]] = {  # conversations without (False) and with (True) calls
     False: [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": PROBE},
@@ -42,13 +42,13 @@ PROBES: dict[bool, list[dict[str, Any]]] = {  # conversations with calls and wit
         {"role": "user", "content": "hi"},
     ],
 }
-CALL_ID = "call00001"  # nine letters and digits, as Mistral's templates want it
+CALL_ID = "call00001"  # Mistral's templates require nine letters and digits.
 OTHER_ID = "call00002"
 NAME, OTHER_NAME, KEY, VALUE = "probe_name", "probe_other", "probe_key", "probe_value"
 OBJECT = {KEY: VALUE}
 OBJECT_TEXT = f'{{"{KEY}": "{VALUE}"}}'
 CUT_TEXT = f'{{"{KEY}": "{VALUE}'
-REPR = f"'{KEY}'"  # an object as Python writes it, which is no JSON
+REPR = f"'{KEY}'"  # the object as Python prints it, which is not JSON
 TOOL = {
     "type": "function",
     "function": {
@@ -59,34 +59,34 @@ TOOL = {
 }
 FORMS: tuple[Literal["object", "text"], ...] = ("object", "text")
 CONTENTS: tuple[Mapping[str, Any], ...] = ({"content": ""}, {"content": NULL}, {})
-"""Ways to say that a message with calls has no words."""
+"""Ways to express that a message with calls has no content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """Abilities of a chat template; messages that need one that is False take another form."""
+    """Abilities of a chat template. Messages that need a missing one are converted."""
 
-    parts_alone: bool = False  # content only as a list of parts
+    parts_alone: bool = False  # content must be a list of parts
     system: bool = False  # a system message at the beginning
-    system_alone: bool = False  # also where no message follows
-    later_system: bool = False  # also at any later place
+    system_alone: bool = False  # a system message without any other message
+    later_system: bool = False  # a system message at a later place
     assistant_first: bool = False
-    repeated_user: bool = False  # two messages of the user in a row
+    repeated_user: bool = False  # two consecutive user messages
     repeated_assistant: bool = False
-    calls: bool = False  # calls of tools
-    parallel_calls: bool = False  # several in one message
-    calls_beside_words: bool = False  # a message with both
-    lone_results: bool = False  # without a call before them
+    calls: bool = False  # tool calls
+    parallel_calls: bool = False  # several calls in one message
+    calls_beside_words: bool = False  # a message with both content and calls
+    lone_results: bool = False  # a result without a call
     unanswered_calls: bool = False
     user_behind_results: bool = False
     no_words: Mapping[str, Any]  # the content of a message that has only calls
     arguments: Literal["object", "text"] = "object"
-    cut_arguments: bool = False  # text that is no JSON, as it is
-    # Whether token ids can stand for a message of the assistant, with calls and without.
+    cut_arguments: bool = False  # arguments that are not JSON, unchanged
+    # Whether token ids can replace an assistant's message without and with calls.
     splices: Mapping[bool, bool] = field(default_factory=dict)
 
     def strictest(self) -> TemplateFacts:
-        """The same template, as if it took nothing but the plainest conversation."""
+        """Return the facts of a template that supports only the plainest conversations."""
         return TemplateFacts(
             parts_alone=self.parts_alone,
             calls=self.calls,
@@ -97,12 +97,12 @@ class TemplateFacts:
         )
 
     def without_calls(self) -> TemplateFacts:
-        """The same template where calls and results are written as text."""
+        """Return the facts without calls, so that calls and results are rendered as text."""
         return replace(self, calls=False, lone_results=False)
 
 
 async def probe(write: Write) -> TemplateFacts:
-    """Find out what a template writes."""
+    """Find out what a template supports."""
     prober = _Prober(write)
     await prober.find_parts()
     facts = await prober.find_calls()
@@ -130,14 +130,14 @@ async def probe(write: Write) -> TemplateFacts:
 
 
 class _Prober:
-    """Writes probes by one template."""
+    """Renders probe conversations with one template."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
         self.parts_alone = False
 
     async def writes(self, *messages: Mapping[str, Any], extra: Sequence[str] = ()) -> bool:
-        """Whether the template writes the words of all messages in their order."""
+        """Whether the template renders the words of all messages in order."""
         text = await self.text(messages)
         at = 0
         for message in messages:
@@ -147,27 +147,27 @@ class _Prober:
         return all(word in text for word in extra)
 
     async def shows(self, *messages: Mapping[str, Any]) -> bool:
-        """Whether the template writes the word of the first message."""
+        """Whether the template renders the word of the first message."""
         return _word(messages[0]) in await self.text(messages)
 
     async def text(self, messages: Messages) -> str:
-        """Return the text that the template writes, "" where it fails.
+        """Return the rendered text, "" if the template fails.
 
-        Some templates write nothing at all without tools.
+        Some templates render nothing without tools.
         """
         if self.parts_alone:
             messages = [_in_parts(message) for message in messages]
         return await self._write(messages) or await self._write(messages, tools=[TOOL])
 
     async def find_parts(self) -> None:
-        """Find out whether the template writes content only if it is a list of parts."""
+        """Find out whether the template requires content as a list of parts."""
         user = _user("probe-a")
         if not await self.writes(user):
             self.parts_alone = True
             self.parts_alone = await self.writes(user)
 
     async def find_calls(self) -> TemplateFacts:
-        """Find out how the template writes calls, if it writes them."""
+        """Find out whether and how the template renders calls."""
         user, result = _user("probe-a"), _result("probe-g", CALL_ID, NAME)
         other = _result("probe-h", OTHER_ID, OTHER_NAME)
         for no_words in CONTENTS:
@@ -192,7 +192,7 @@ class _Prober:
     async def _form_of_arguments(
         self, user: Mapping[str, Any], result: Mapping[str, Any], no_words: Mapping[str, Any]
     ) -> TemplateFacts | None:
-        """The form in which the template writes arguments; None if it writes no call."""
+        """Return the form of arguments that the template renders; None if it renders no calls."""
         forms = [TemplateFacts(no_words=no_words, arguments=each) for each in FORMS]
         texts = [
             await self.text([user, _calling(facts, _call(facts, CALL_ID, NAME)), result])
@@ -228,7 +228,9 @@ def _call(facts: TemplateFacts, call_id: str, name: str) -> dict[str, Any]:
 
 
 def _word(message: Mapping[str, Any]) -> str:
-    """The word of a message that its text must have: that of its content, or the name it calls."""
+    """Return the word that the rendered message must contain: its content or its function's
+    name.
+    """
     content = message.get("content")
     return content if isinstance(content, str) and content else NAME
 

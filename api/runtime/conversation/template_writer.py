@@ -1,4 +1,4 @@
-"""TemplateWriter: the text of a conversation by a model's chat template."""
+"""TemplateWriter: renders conversations with a model's chat template."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .shield import NO_SHIELD, ContentMarks, Shield
 from .template_facts import CONTENTS, PROBES, TemplateFacts, probe
 
 Messages = Sequence[Mapping[str, Any]]
-TOOL_CHARS = 512  # a tool takes about as long as so much text
+TOOL_CHARS = 512  # a tool takes about as long as so many characters
 CanSplice = Callable[[Messages, Write], Awaitable[bool]]
 
 
 class TemplateWriter:
-    """Writes conversations by the chat template of a model, in a form that the template takes.
+    """Renders conversations with a chat template, in a form that the template supports.
 
-    ``can_splice``: whether token ids can stand for the second of some messages.
+    ``can_splice``: returns whether token ids can replace the second of some messages.
     """
 
     def __init__(self, llm: EngineClient, syntax: Syntax, can_splice: CanSplice) -> None:
@@ -40,7 +40,7 @@ class TemplateWriter:
         self._finding = asyncio.Lock()
 
     async def facts(self) -> TemplateFacts:
-        """Return the abilities of the template; the first call finds them out."""
+        """Return the abilities of the template. The first call probes them."""
         async with self._finding:
             if self._facts is None:
                 self._facts = await self._found()
@@ -56,24 +56,25 @@ class TemplateWriter:
         return replace(facts, splices=splices)
 
     async def shield(self, chat: ChatInput) -> Shield:
-        """The shield under which a conversation is to be written."""
+        """Return the shield for the rendering of a conversation."""
         if self._llm.config.special_tokens_in_text:
             return NO_SHIELD
         tokenizer = self._llm.tokenizer
         if self._marks is None:
             written = await tokenizer.try_chat(PROBES[False])
             find = partial(ContentMarks.of, tokenizer, self._syntax, written)
-            self._marks = await tokenizer.apart(APART_BYTES + 1, find)  # many names take long
+            # slow for a vocabulary with many added tokens
+            self._marks = await tokenizer.apart(APART_BYTES + 1, find)
         work = partial(self._marks.shield, chat.messages, chat.shown_tools)
         return await tokenizer.apart(_size(chat), work)
 
     async def write(
         self, chat: ChatInput, seen: SeenImages = NO_IMAGES, shield: Shield = NO_SHIELD
     ) -> str:
-        """The text of a conversation, with those of its images.
+        """Return the rendered text of a conversation, with the texts of its images.
 
-        Where the template fails on it, it is written in plainer forms. Raises `InvalidRequest`
-        that names the message and the cause where the template fails on all of them.
+        If the template fails, plainer forms of the conversation are tried. If it fails on all of
+        them, raises `InvalidRequest`, which names the message and the cause.
         """
         check_messages(chat.messages)
         facts = await self.facts()
@@ -105,7 +106,7 @@ class TemplateWriter:
     def _turns(
         self, chat: ChatInput, facts: TemplateFacts, shield: Shield
     ) -> tuple[list[Turn], list[Mapping[str, Any]]]:
-        """The turns of a conversation for the template, and the tools."""
+        """Return the turns and the tools to pass to the template."""
         parser = self._syntax.tool_parser
         messages, tools = shield.messages(chat.messages), shield.tools(chat.shown_tools)
         if parser == GENERIC:
@@ -119,7 +120,7 @@ class TemplateWriter:
 
 
 def _size(chat: ChatInput) -> int:
-    """About how long it takes to go through a conversation, in characters."""
+    """Return the approximate work for a conversation, in characters."""
     contents = (message.get("content") for message in chat.messages)
     texts = sum(len(content) for content in contents if isinstance(content, str))
     return texts + MESSAGE_CHARS * len(chat.messages) + TOOL_CHARS * len(chat.tools)

@@ -1,4 +1,4 @@
-"""A bounded memory of answers: the token ids of a message, by its text and its place."""
+"""A bounded memory of answers: token ids by the message's text and its position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...text.chat_template import REASONING
 from ...types.shares import Owner, Shares
 
 MAX_BYTES = 32 * 2**20
-OVERHEAD = 768  # bytes, about, of a remembered answer beside its ids
+OVERHEAD = 768  # approximate bytes per answer, without its ids
 DIGEST_BYTES = 16
 Digest: TypeAlias = bytes
 Key: TypeAlias = tuple[Owner, Digest, Digest]
@@ -22,7 +22,7 @@ _json = msgspec.json.Encoder(order="deterministic")
 
 
 class Place:
-    """Digest of the token ids before a message, while they grow."""
+    """A digest of the token ids before a message, updated as they grow."""
 
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -33,17 +33,17 @@ class Place:
         self._hash.update(array("i", token_ids).tobytes())
 
     def behind(self, token_ids: Sequence[int]) -> Digest:
-        """The digest of all ids with these behind them, which are not kept."""
+        """Return the digest with these ids appended, without keeping them."""
         copied = self._hash.copy()
         copied.update(array("i", token_ids).tobytes())
         return copied.digest()
 
 
 def said_of(message: Mapping[str, Any]) -> Digest | None:
-    """Digest of a message of the assistant's as clients see it: content, reasoning, tool calls.
+    """Return the digest of an assistant's message as clients see it; None if it has no text.
 
-    Ids of calls, the order of their arguments and white space around the content of a message with
-    calls do not count. None for a message that no answer can equal: its content is no text.
+    Covers content, reasoning and tool calls. Call ids, the order of arguments, and white space
+    around the content of a message with calls are ignored.
     """
     content = message.get("content") or ""
     if not isinstance(content, str):
@@ -65,12 +65,13 @@ def _call(call: Mapping[str, Any]) -> tuple[object, object]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with suppress(msgspec.DecodeError, ValueError, RecursionError):
-            arguments = msgspec.json.decode(arguments)  # what is no JSON is compared as it is
+            # arguments that are not JSON are compared as text
+            arguments = msgspec.json.decode(arguments)
     return function.get("name"), arguments
 
 
 class TokenHistory:
-    """The token ids of the last answers of each owner, ``max_bytes`` in all; see `Shares`."""
+    """The token ids of each owner's latest answers, at most ``max_bytes``; see `Shares`."""
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
         self._shares: Shares[Key] = Shares(max_bytes)
@@ -89,7 +90,7 @@ class TokenHistory:
     def put(
         self, owner: Owner, salt: str | None, said: Digest, place: Digest, ids: Sequence[int]
     ) -> None:
-        """Remember an answer, in place of one of the same text in the same place. O(ids)."""
+        """Remember an answer. It replaces one with the same text at the same place. O(ids)."""
         key = (owner, said, place)
         self._forget(key)
         data = array("i", ids).tobytes()
@@ -100,17 +101,17 @@ class TokenHistory:
             self._forget(excess)
 
     def places(self, owner: Owner, said: Digest) -> Mapping[Digest, bytes]:
-        """The places where an owner was answered so, and the ids there (int32)."""
+        """Return the token ids (int32) of an owner's answers with this text, by their place."""
         return dict(self._owners.get(owner, {}).get(said, {}))
 
     def touch(self, key: Key) -> None:
-        """Make an answer the youngest, if it is still remembered."""
+        """Mark an answer as recently used, if it is still remembered."""
         owner, said, place = key
         if place in self._owners.get(owner, {}).get(said, {}):
             self._shares.touch(key)
 
     def flush(self, *salts: str | None) -> None:
-        """Forget the answers under these cache salts, all when none is named. O(answers)."""
+        """Forget the answers under these cache salts, or all without an argument. O(answers)."""
         for owner, salt in list(self._salts.items()):
             if not salts or salt in salts:
                 for said, places in list(self._owners[owner].items()):

@@ -17,8 +17,8 @@ from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import MAX_CHOICES, MAX_GRAMMAR_CHARS
 from .left_out import tell_left_out
 
-SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}  # of what keeps a prompt
-WHOLE = 2**31 - 1  # tokens: more than any prompt has
+SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}  # retention in seconds
+WHOLE = 2**31 - 1  # more tokens than any prompt has
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 
 
@@ -53,7 +53,7 @@ class FunctionSpec(Struct, kw_only=True):
 
 
 class ToolSpec(Struct, kw_only=True):
-    """One of ``tools``; those of other types than functions are left out."""
+    """An entry of ``tools``. Only functions are supported; other types are skipped."""
 
     known_kinds: ClassVar[frozenset[str]] = frozenset({"function"})
     type: str = "function"
@@ -61,27 +61,27 @@ class ToolSpec(Struct, kw_only=True):
 
 
 class FunctionName(Struct):
-    """A function, by name."""
+    """The name of a function."""
 
     name: str
 
 
 class AllowedTool(Struct, kw_only=True):
-    """One of ``allowed_tools.tools``."""
+    """An entry of ``allowed_tools.tools``."""
 
     type: str = "function"
     function: FunctionName | None = None
 
 
 class AllowedTools(Struct, kw_only=True):
-    """``tool_choice.allowed_tools``: a subset of the tools; the prompt keeps all."""
+    """``tool_choice.allowed_tools``: a subset of the tools. The prompt still lists all tools."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: list[AllowedTool] = []
 
 
 class NamedChoice(Struct, kw_only=True):
-    """``tool_choice`` that names a function, or lists those that may be called."""
+    """``tool_choice`` that names one function or lists allowed ones."""
 
     type: str = "function"
     function: FunctionName | None = None
@@ -102,18 +102,18 @@ class ResponseFormat(Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaSpec | None = None
-    schema: dict[str, Any] | None = None  # of json_object, as other servers take it
+    schema: dict[str, Any] | None = None  # schema of a json_object, as other servers accept it
 
 
 class StructuredOutputs(Struct, kw_only=True):
-    """``structured_outputs`` as vLLM's clients send it."""
+    """``structured_outputs`` in vLLM's form."""
 
     json: dict[str, Any] | str | None = None
     regex: GrammarText | None = None
     choice: Texts | None = None
     grammar: GrammarText | None = None
     json_object: bool | None = None
-    # known and refused
+    # recognised but not supported
     structural_tag: Annotated[Any, Refused("")] = None
     whitespace_pattern: Annotated[Any, Refused("")] = None
     disable_any_whitespace: Annotated[Any, Refused(False)] = None
@@ -124,9 +124,9 @@ Tools = list[ToolSpec]
 
 
 def read_tools(specs: Sequence[ToolSpec] | None) -> list[Tool]:
-    """The functions among the tools of a body; others are left out.
+    """Return the function tools of a body. Tools of other types are skipped with a warning.
 
-    Raises `InvalidRequest` for a function of which nothing is said.
+    Raises `InvalidRequest` for a function tool without a function.
     """
     tools = []
     for index, spec in enumerate(specs or ()):
@@ -154,7 +154,7 @@ def read_choice(
     *,
     parallel: bool,
 ) -> ToolChoice:
-    """``tool_choice`` and ``parallel_tool_calls``; raises `InvalidRequest`."""
+    """Return ``tool_choice`` combined with ``parallel_tool_calls``. Raises `InvalidRequest`."""
     if isinstance(choice, NamedChoice):
         if choice.allowed_tools is not None:
             specs = choice.allowed_tools.tools
@@ -176,14 +176,14 @@ def allowed_choice(
     mode: Literal["auto", "required"],
     parallel: bool,
 ) -> ToolChoice:
-    """A choice of some tools; raises `InvalidRequest` where one of these names has none."""
+    """Return a choice restricted to ``names``. Raises `InvalidRequest` for an unknown name."""
     for name in names:
         named_choice(name, tools, parallel=parallel)
     return ToolChoice(mode=mode, parallel=parallel, allowed=frozenset(names))
 
 
 def named_choice(name: str, tools: Sequence[Tool], *, parallel: bool) -> ToolChoice:
-    """A choice of one tool; raises `InvalidRequest` where there is none of that name."""
+    """Return a choice of one tool. Raises `InvalidRequest` for an unknown name."""
     if not any(tool.name == name for tool in tools):
         message = f"tool_choice names {name}, which is not among the tools"
         raise InvalidRequest(message, param="tool_choice")
@@ -193,7 +193,10 @@ def named_choice(name: str, tools: Sequence[Tool], *, parallel: bool) -> ToolCho
 def read_cache(
     spec: CacheSpec | None, retention: str | None, options: PromptCacheOptions | None
 ) -> CacheOptions:
-    """``cache``, ``prompt_cache_retention`` and ``prompt_cache_options.ttl``; the longest holds."""
+    """Return the cache options of a body; the longest requested retention applies.
+
+    ``retention``: ``prompt_cache_retention``; ``options``: ``prompt_cache_options``.
+    """
     if spec is None and retention is None and options is None:
         return DEFAULT_CACHE
     seconds = max(
@@ -205,7 +208,7 @@ def read_cache(
 
 
 def structured_outputs(given: StructuredOutputs | None) -> dict[str, object]:
-    """vLLM's form of structured output as fields of `SamplingParams`."""
+    """Return vLLM's ``structured_outputs`` as fields of `SamplingParams`."""
     if given is None:
         return {}
     is_object = ANY_OBJECT if given.json_object else None
@@ -219,7 +222,7 @@ def structured_outputs(given: StructuredOutputs | None) -> dict[str, object]:
 
 
 def format_schema(format: ResponseFormat | None) -> Mapping[str, object] | None:
-    """The JSON schema of a ``response_format``; raises `InvalidRequest`."""
+    """Return the JSON schema of a ``response_format``; None for text. Raises `InvalidRequest`."""
     if format is None or format.type == "text":
         return None
     given = format.json_schema or JsonSchemaSpec(schema=format.schema)
@@ -231,15 +234,15 @@ def format_schema(format: ResponseFormat | None) -> Mapping[str, object] | None:
 
 
 def as_strict_as(strict: bool | None, schema: Mapping[str, object]) -> Mapping[str, object]:
-    """The schema of an answer: unknown formats are refused only if it is ``strict``."""
+    """Return the schema with its strictness: only ``strict`` rejects unknown formats."""
     return with_options(schema, "strict" if strict else "exact", param="json_schema")
 
 
 def loaded_text(tools: Sequence[Tool], names: Sequence[str] = ()) -> str:
-    """The result of a search for tools: what it found can be called from here on.
+    """Return the text of a tool search result, which lists the tools that it found.
 
-    ``names``: other tools, of which no more is known. The definitions stand where they were found,
-    so that the prompt keeps its beginning.
+    ``names``: found tools without a definition. The definitions are rendered here and not with the
+    other tools, so that the prompt prefix stays unchanged.
     """
     if not tools and not names:
         return "No tools were found."
@@ -249,9 +252,10 @@ def loaded_text(tools: Sequence[Tool], names: Sequence[str] = ()) -> str:
 
 
 def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of an earlier answer as templates read it: a function with its name and arguments.
+    """Return a call of an earlier answer in the shape of templates: a function with arguments.
 
-    Calls of custom tools have one argument, ``input``; of other kinds all fields are arguments.
+    A custom tool's call has a single argument, ``input``. For other kinds all fields become
+    arguments.
     """
     function = call.get("function")
     if not isinstance(function, Mapping):
@@ -274,7 +278,7 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_text(value: object) -> str:
-    """A value in a message as JSON; raises `InvalidRequest` for what has no JSON."""
+    """Return a value of a message as JSON. Raises `InvalidRequest` if it cannot be encoded."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
@@ -283,9 +287,9 @@ def json_text(value: object) -> str:
 
 
 def plain_arguments(arguments: object) -> Any:  # noqa: ANN401 - an object, or the text of none
-    """Arguments of a call: an object, or the text of what is no JSON object.
+    """Return the arguments of a call as an object, or as text if they are not a JSON object.
 
-    A model may have written anything. Nothing and null are the empty object.
+    A model may have written any text. Missing and null arguments are an empty object.
     """
     if arguments is None or isinstance(arguments, Mapping):
         return arguments or {}

@@ -1,1 +1,1 @@
-"""Embeddings and scores: prompts that are computed for their last row, without an answer."""
+"""Embeddings and scores: prompts computed for the output of their last token."""

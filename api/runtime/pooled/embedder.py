@@ -1,4 +1,4 @@
-"""Embedder: vectors of texts, the hidden state of each text's last token."""
+"""Embedder: embeds texts with the hidden state of their last token."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HIDDEN_STATE = Pooling()
 
 
 def unit_vector(numbers: array[float], dimensions: int | None = None) -> NDArray[np.float32]:
-    """Cut a vector to its first ``dimensions`` and scale it to length 1; zeros stay zeros."""
+    """Return the first ``dimensions`` of a vector, scaled to length 1; a zero vector stays zero."""
     vector = np.frombuffer(numbers, np.float32)[:dimensions].astype(np.float64)
     length = float(np.sqrt(np.square(vector).sum())) or 1.0
     return (vector / length).astype(np.float32)
 
 
 class Embedder:
-    """Opens the texts of a call; warns once of a model that is not made for vectors."""
+    """Opens the inputs of an embedding call. Warns once if the model is not an embedding model."""
 
     def __init__(self, llm: EngineClient) -> None:
         self._llm = llm
@@ -47,13 +47,11 @@ class Embedder:
         keeps_ids: bool = False,
         is_cut: bool = False,
     ) -> PooledPrompts:
-        """Open texts or token ids; ``name``: the field of each, for errors.
+        """Return texts or token ids to embed. ``name``: returns the field of an entry, for errors.
 
-        ``is_cut``: of a text that is too long the beginning is taken.
-
-        They are tokenised and checked when they come to run. ``keeps_ids``: so that the token ids
-        are there afterwards. Raises `InvalidRequest` for one that is empty, and for a length to
-        which the model's vectors may not be cut.
+        Entries are tokenized and checked when they are about to run. ``is_cut``: truncate texts
+        that are too long. ``keeps_ids``: keep the token ids for the caller. Raises `InvalidRequest`
+        for an empty entry and for unsupported ``dimensions``.
         """
         self._check(dimensions)
         for index, each in enumerate(inputs):
@@ -83,9 +81,10 @@ class Embedder:
         if not (built.pooling.embeds or self._has_warned):
             self._has_warned = True
             logger.warning(
-                "the files of %s name no pooling (modules.json), as those of an embedding model do:"
-                " its vectors may mean little", built.name,
-            )  # fmt: skip
+                "%s is not marked as an embedding model (no pooling in modules.json): its "
+                "embeddings may be of low quality",
+                built.name,
+            )
 
     def _check(self, dimensions: int | None) -> None:
         spec = self._llm.built.pooling
@@ -98,14 +97,14 @@ class Embedder:
         elif spec.cuts == ():
             message = (
                 f"dimensions must be {spec.dimensions} or left out, not {dimensions}: the model's "
-                "config.json names no lengths to cut to (matryoshka_dimensions, is_matryoshka)"
+                "config.json does not allow truncation (matryoshka_dimensions, is_matryoshka)"
             )
         elif spec.cuts is not None and dimensions not in spec.cuts:
             others = [each for each in spec.cuts if each < spec.dimensions]
             known = ", ".join(map(str, sorted({*others, spec.dimensions})))
             message = (
-                f"dimensions must be one of {known}, which the model's config.json names "
-                f"(matryoshka_dimensions), not {dimensions}"
+                f"dimensions must be one of {known} (matryoshka_dimensions in the model's "
+                f"config.json), not {dimensions}"
             )
         else:
             return

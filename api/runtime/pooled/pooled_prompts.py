@@ -1,4 +1,4 @@
-"""PooledPrompts: the prompts of one call, each for the numbers of its last row, not for text."""
+"""PooledPrompts: the prompts of one call that wants vectors or scores."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..engine_client import EngineClient
 from ..generation import Answer
 
 PromptOf = Callable[[int], Awaitable[Sequence[int]]]
-"""Makes the prompt of an entry: its token ids, checked. Raises `InvalidRequest` that names it."""
+"""Returns the checked token ids of an entry. Raises `InvalidRequest`, which names the entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooled:
-    """The numbers of one prompt, and what they cost; its token ids where they are kept."""
+    """The vector or scores of one prompt, its usage, and its token ids if they are kept."""
 
     numbers: array[float]
     usage: Usage
@@ -37,23 +37,23 @@ def pool_params(
     priority: int | None = None,
     deadline: float | None = None,
 ) -> SamplingParams:
-    """Parameters of a request that generates nothing; ``deadline`` in seconds."""
+    """Return the parameters of a request that generates nothing. ``deadline`` is in seconds."""
     return SamplingParams(
         cache_salt=cache_salt, lora=lora, priority=priority or 0, deadline=deadline
     )
 
 
 def entry_names(param: str, count: int) -> Callable[[int], str]:
-    """Names of the entries of a field, for errors; a single one has the field's own."""
+    """Return a function that names the entries of a field in errors, without an index for one."""
     return lambda index: param if count == 1 else f"{param}[{index}]"
 
 
 class PooledPrompts:
-    """``count`` prompts; `read` computes them, some at a time. `close` it in a ``finally``.
+    """A call of ``count`` prompts, computed by `read`. Its owner must `close` it in a ``finally``.
 
-    A call makes, checks and submits no more of its prompts than may run at once: the queue is left
-    to others, and its memory does not grow with ``count``. It is refused where the queue is full
-    for the first that comes to it; later ones wait for room.
+    At most as many prompts as may run at once are prepared and submitted, so that the queue stays
+    available to other callers and memory does not grow with ``count``. A full queue refuses the
+    call only before its first prompt was accepted; later prompts wait for room.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class PooledPrompts:
         self._keeps_ids = keeps_ids
         self._id = f"pool-{random_id()}"
         self._open: dict[int, Answer] = {}
-        self._submitting = asyncio.Lock()  # one at a time tries where there is no room
-        self._is_accepted = False  # one of its prompts was
+        self._submitting = asyncio.Lock()  # only one prompt at a time retries a full queue
+        self._is_accepted = False  # whether a prompt of the call was accepted
 
     async def read(self) -> list[Pooled]:
-        """The numbers of all prompts, in order; the first failure ends the rest.
+        """Return the results of all prompts, in order. The first failure ends the others.
 
-        Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded`, `EngineDead` and what the engine
-        raises.
+        Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded`, `EngineDead` and the engine's
+        errors.
         """
         found: dict[int, Pooled] = {}
         waiting = iter(range(self._count))
@@ -104,7 +104,7 @@ class PooledPrompts:
         return max(1, self._llm.engine.limits.max_running)
 
     def close(self) -> None:
-        """Abort prompts that have not ended; may be called twice."""
+        """Abort the prompts that still run. May be called twice."""
         for index in list(self._open):
             self._forget(index)
 
@@ -116,13 +116,13 @@ class PooledPrompts:
         finally:
             self._forget(index)
         if not np.isfinite(np.frombuffer(numbers, np.float32)).all():
-            raise ForetokenError("the model computed a number that is not finite")
+            raise ForetokenError("the model computed a value that is not finite")
         return Pooled(
             numbers=numbers, usage=answer.usage, token_ids=token_ids if self._keeps_ids else ()
         )
 
     async def _submitted(self, index: int, token_ids: Sequence[int]) -> Answer:
-        """Submit a prompt; once one of the call was accepted, where there is room."""
+        """Submit a prompt. If the queue is full, wait for room once the call was accepted."""
         async with self._submitting:
             while True:
                 try:

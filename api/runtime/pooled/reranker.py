@@ -1,4 +1,4 @@
-"""Reranker: scores of documents for a query, by a model that answers yes or no."""
+"""Reranker: scores documents for a query with a model that answers yes or no."""
 
 from __future__ import annotations
 
@@ -25,36 +25,37 @@ JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
 )
-"""Both of Qwen3-Reranker's card, the recipe of rerankers that answer yes or no."""
-PROBES = ("foretokenquery", "foretokendocument")  # texts that are looked for in a prompt
+"""Prompt texts of Qwen3-Reranker, used for all models that answer yes or no."""
+PROBES = ("foretokenquery", "foretokendocument")  # texts to find in a rendered prompt
 TEMPLATE_OPTIONS = {"add_generation_prompt": True, "enable_thinking": False}
-ROLE = re.compile("""['"]query['"]""")  # in a template that knows the role
+ROLE = re.compile("""['"]query['"]""")  # marks a template that has the role "query"
 WORDS = ("no", "yes")
 
 
 def score_of(numbers: array[float]) -> float:
-    """The probability of "yes" by the logits of "no" and "yes"."""
+    """Return the probability of "yes", from the logits of "no" and "yes"."""
     no, yes = numbers
     return 1 / (1 + math.exp(min(700.0, no - yes)))
 
 
 def ranked(pooled: Sequence[Pooled], top_n: int | None = None) -> list[tuple[int, float]]:
-    """Index and score of each document, the best first; all of them, or the ``top_n`` best."""
+    """Return index and score of the ``top_n`` best documents, or of all, best first."""
     scores = [score_of(each.numbers) for each in pooled]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return [(index, scores[index]) for index in order[:top_n]]
 
 
 class Reranker:
-    """Writes the prompts of a model that says whether a document answers a query, yes or no.
+    """Writes prompts that ask whether a document answers a query.
 
-    Query and instruction stand before the document, so all documents share their pages. A template
-    with roles of its own for both writes them itself; any other gets Qwen3-Reranker's text.
+    The query and the instruction precede the document, so all documents share cached pages. A
+    template with roles for query and document is used as it is; otherwise the prompt follows
+    Qwen3-Reranker.
     """
 
     def __init__(self, chat: ChatClient, llm: EngineClient) -> None:
         self._chat, self._llm = chat, llm
-        self._has_roles: bool | None = None  # of the template, once it was tried
+        self._has_roles: bool | None = None  # whether the template has roles; None: not probed
         self._has_warned = False
 
     def open(
@@ -67,10 +68,11 @@ class Reranker:
         query_name: Callable[[int], str],
         cache: CacheOptions = DEFAULT_CACHE,
     ) -> PooledPrompts:
-        """Open pairs of a query and a document, whose prompts are written when they come to run.
+        """Return the pairs of query and document to score. Prompts are written just before they
+        run.
 
-        ``name``, ``query_name``: the fields of the document and the query of each, for errors.
-        Raises `InvalidRequest` for a model that cannot rerank.
+        ``name``, ``query_name``: return the field of an entry's document and query, for errors.
+        Raises `InvalidRequest` if the model cannot rerank.
         """
         writer = PairWriter(self, pairs, params, instruct, self.pooling(), name, query_name)
         return PooledPrompts(
@@ -78,9 +80,9 @@ class Reranker:
         )
 
     def pooling(self) -> Pooling:
-        """The logits of "no" and "yes".
+        """Return a request for the logits of "no" and "yes".
 
-        Raises `InvalidRequest` without a token for each, or without a chat template.
+        Raises `InvalidRequest` if the model has no such tokens or no chat template.
         """
         if not self._llm.tokenizer.chat_template:
             raise InvalidRequest("the model cannot rerank: no chat template", param="model")
@@ -103,7 +105,9 @@ class Reranker:
         params: SamplingParams,
         pooling: Pooling,
     ) -> Sequence[int]:
-        """Token ids of the question about one document, checked. Raises `InvalidRequest`."""
+        """Return the checked token ids of the question about a document. Raises
+        `InvalidRequest`.
+        """
         if self._has_roles is None:
             self._has_roles = await self._tries_roles()
         self._warn()
@@ -126,15 +130,16 @@ class Reranker:
         if not (is_named or self._has_warned):
             self._has_warned = True
             logger.warning(
-                "the files of %s name no LogitScore (modules.json) and no roles query and document "
-                "(chat template), as those of many rerankers do: unless it was trained to answer "
-                "yes or no, its scores may mean little", built.name,
-            )  # fmt: skip
+                "%s is not marked as a reranker (no LogitScore in modules.json, no roles query and "
+                "document in the chat template): unless it was trained to answer yes or no, its "
+                "scores may be of low quality",
+                built.name,
+            )
 
     async def _tries_roles(self) -> bool | None:
-        """Whether the template writes messages of the roles query and document.
+        """Whether the template renders messages with the roles query and document.
 
-        None where it failed: a template that took too long may answer the next time.
+        None if rendering failed: a template that timed out may succeed the next time.
         """
         if not ROLE.search(self._llm.tokenizer.chat_template):
             return False
@@ -147,7 +152,7 @@ class Reranker:
 
 @dataclass(frozen=True, slots=True)
 class PairWriter:
-    """Writes the prompts of the pairs of a call, and names the field that an error is about."""
+    """Writes the prompts of a call's pairs, and names the field of an entry in errors."""
 
     reranker: Reranker
     pairs: Sequence[tuple[str, str]]
@@ -158,7 +163,7 @@ class PairWriter:
     query_name: Callable[[int], str]
 
     async def prompt(self, index: int) -> Sequence[int]:
-        """Token ids of the question about one pair, checked. Raises `InvalidRequest`."""
+        """Return the checked token ids of the question about a pair. Raises `InvalidRequest`."""
         query, document = self.pairs[index]
         try:
             return await self._write(query, document)
@@ -182,7 +187,7 @@ class PairWriter:
 
 
 def with_roles(query: str, document: str, instruct: str | None = None) -> list[Mapping[str, str]]:
-    """Messages for a template of a reranker's own, as sentence-transformers passes them."""
+    """Return messages for a reranker's own template, as sentence-transformers passes them."""
     system = [] if instruct is None else [{"role": "system", "content": instruct}]
     return [
         *system,
@@ -192,6 +197,6 @@ def with_roles(query: str, document: str, instruct: str | None = None) -> list[M
 
 
 def as_question(query: str, document: str, instruct: str | None) -> list[Mapping[str, str]]:
-    """Messages for the template of a chat model."""
+    """Return messages for the template of a chat model."""
     text = f"<Instruct>: {instruct or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
     return [{"role": "system", "content": JUDGE}, {"role": "user", "content": text}]

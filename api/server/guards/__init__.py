@@ -1,1 +1,1 @@
-"""Checks before a route: connections and their limits, keys, origins, the path below a proxy."""
+"""Checks before routing: connections and their limits, API keys, origins, the root path."""

@@ -1,4 +1,4 @@
-"""AuthMiddleware: checks each request before its route: protocol, connections, key, origin."""
+"""AuthMiddleware: checks the protocol, the connection, the API key and the origin of requests."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from ...types.request_context import CONTEXT, NOBODY, caller_of, header
 from ..error_forms import error_response
 from .foreign_pages import PAGE_FILES, PAGE_PATHS, foreign_page
 
-OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
-IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the limit
+# load balancers must see that a server lives, even if it is full
+OPEN_PATHS = frozenset({"/health"})
+IS_SPARE = "is_spare"  # key in a scope's state: the connection exceeds the limit
 OPERATOR_PREFIX = "/debug/"
 VERSIONS = ("1.1", "1.0")
 JSON, FORM = "application/json", "multipart/form-data"
 UPLOAD_PATH = "/v1/files"
 CLOSE = {"connection": "close"}
-FIELD_BYTES = 4  # of a header field beside its name and value: ": " and the end of the line
+FIELD_BYTES = 4  # bytes of a header field besides name and value: ": " and CRLF
 
 
 class AuthMiddleware:
-    """Refuses callers without a key and pages of other origins; notes the caller of each request.
+    """Rejects callers without an API key and web pages of other origins. Records the caller.
 
-    Every path needs the key unless it is named in ``OPEN_PATHS``; the path
-    is the one of the scope, because a Host header can be forged.
+    Every path requires the key unless it is in ``OPEN_PATHS``. The path is read from the scope,
+    since the Host header can be forged.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, operator_paths: Collection[str]) -> None:
-        """``operator_paths``: those that need an admin key, beside all of `OPERATOR_PREFIX`."""
+        """Keep the digests of all keys. ``operator_paths``: paths that require an admin key."""
         self.app, self._operator_paths = app, operator_paths
         self._settings = settings
         self._limits = settings.limits
@@ -41,11 +42,11 @@ class AuthMiddleware:
         self._has_page = settings.ui
         self._admins = _digests(settings.admin_keys)
         self._callers = [*_digests(settings.api_keys), *self._admins]
-        # With several API keys and no admin key, no caller is an admin: they are different tenants.
+        # Several API keys mean different tenants, so without an admin key none of them is an admin.
         self._all_are_admins = not self._admins and len(settings.api_keys) <= 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Pass a request on or reject it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -65,15 +66,15 @@ class AuthMiddleware:
             return ApiError(505, "only HTTP/1.1 and HTTP/1.0 are supported", headers=CLOSE)
         if len(scope["headers"]) > self._limits.max_header_fields:
             most = self._limits.named("max_header_fields")
-            return ApiError(431, f"the header has more fields than {most}")
+            return ApiError(431, f"the request has more header fields than {most}")
         if _num_bytes(scope) > self._limits.max_header_bytes:
             size = self._limits.named("max_header_bytes")
-            return ApiError(431, f"the header is longer than {size} bytes")
+            return ApiError(431, f"the request headers are longer than {size} bytes")
         names = {name for name, _ in scope["headers"]}
         if b"transfer-encoding" in names and (
             b"content-length" in names or scope["http_version"] == "1.0"
         ):
-            message = "Transfer-Encoding must not come with Content-Length, nor in HTTP/1.0"
+            message = "Transfer-Encoding must not be combined with Content-Length or HTTP/1.0"
             return ApiError(400, message, headers=CLOSE)
         return None
 
@@ -87,7 +88,7 @@ class AuthMiddleware:
         is_operators = path in self._operator_paths or path.startswith(OPERATOR_PREFIX)
         is_page = path in PAGE_PATHS or (path.startswith(PAGE_FILES) and not is_operators)
         if refusal is not None or (is_page and self._has_page):
-            return refusal  # a page holds nothing but itself, and asks for the key
+            return refusal  # the page has no private content and asks for the key itself
         needs_admin = is_operators and not self._all_are_admins
         if known is None and (self._needs_key or needs_admin):
             return ApiError(
@@ -104,7 +105,7 @@ class AuthMiddleware:
         most = self._limits.named("max_connections")
         return ApiError(
             503,
-            f"the server has more connections open than {most}",
+            f"the server has more open connections than {most}",
             kind="server_error",
             code="too_many_connections",
             headers={"retry-after": "1"},
@@ -112,20 +113,18 @@ class AuthMiddleware:
 
 
 def _not_json(scope: Scope) -> ApiError | None:
-    """The error 415 for a body of another type: a page may send those without asking first."""
+    """Return a 415 error for a body of another type, which pages can send without a preflight."""
     given = header(scope, b"content-type").partition(";")[0].strip().lower()
     if scope["method"] != "POST" or given in ("", JSON) or given.endswith("+json"):
         return None
     if scope["path"] == UPLOAD_PATH and given == FORM:
-        return None  # a file that only waits there; the origin of pages is checked before
-    message = (
-        f"the header must have Content-Type: {JSON} (curl: --json in place of -d), not {given}"
-    )
+        return None  # an upload has no effect by itself, and its origin was checked
+    message = f"Content-Type must be {JSON} (curl: use --json instead of -d), not {given}"
     return ApiError(415, message)
 
 
 def needs_admin_key(what: str) -> ApiError:
-    """The error 403 for actions that concern all callers."""
+    """Return a 403 error for actions that affect all callers."""
     message = f"{what} needs an admin key (--admin-key)"
     return ApiError(403, message, kind="permission_error", code="admin_key_needed")
 
@@ -136,12 +135,12 @@ def _num_bytes(scope: Scope) -> int:
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
-    """Digests of keys, as `_offered` makes them. A key of the command line may be no UTF-8."""
+    """Return the digests of keys. A key from the command line may be invalid UTF-8."""
     return [caller_of(key.encode("utf-8", "surrogateescape")) for key in keys]
 
 
 def _offered(scope: Scope) -> list[bytes]:
-    """Digests of the keys in a request, all of one length."""
+    """Return the digests of all keys in a request. They have the same length."""
     scheme, _, token = header(scope, b"authorization").partition(" ")
     api = api_of(scope)
     shown = [token.strip() if scheme.lower() == "bearer" else ""]
@@ -153,6 +152,6 @@ def _offered(scope: Scope) -> list[bytes]:
 
 
 def _among(digests: Sequence[bytes], offered: Sequence[bytes]) -> bytes | None:
-    """The first known key in the request. All are compared, so that timing reveals none."""
+    """Return the first known key in a request, comparing all keys in constant time."""
     found = [digest for digest in digests for each in offered if hmac.compare_digest(digest, each)]
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""One client's connection: uvicorn's HTTP protocol with limits on time, size and number."""
+"""The connection of one client: uvicorn's HTTP protocol with limits on time, size and number."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from ..observation.request_log import BROKEN_OFF, refusal_of
 from .auth import IS_SPARE
 
 logger = logging.getLogger(__name__)
-NUM_OTHER_FILES = 128  # of the process, beside one for each connection
-NUM_SPARE = 64  # connections beyond the limit that get a 503; the others are dropped
-SPARE_SECONDS = 1.0  # for one of those to send its request
-DRAIN_BYTES = 64 * 2**20  # of a body that no route reads
-LINGER_SECONDS = 2.0  # for a client that was refused to read so: to close would take it from it
+NUM_OTHER_FILES = 128  # open files of the process besides connections
+NUM_SPARE = 64  # connections above the limit that get a 503; further ones are dropped
+SPARE_SECONDS = 1.0  # time for such a connection to send its request
+DRAIN_BYTES = 64 * 2**20  # bytes of an unread body to discard
+# time for a rejected client to read the answer, which closing at once would discard
+LINGER_SECONDS = 2.0
 _ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?(?P<host>[^/?#@]*)", re.IGNORECASE)
-# What is no HTTP is the client's trouble: a line for each would let anybody flood the log.
+# Invalid HTTP is not logged: any client could flood the log.
 _http_logger = logging.getLogger("uvicorn.error.connection")
 _http_logger.setLevel(logging.ERROR)
 
 
 class QuickSends(h11.Connection):
-    """h11's connection, with less work for what a server sends most.
+    """h11's connection with less overhead for streams and short answers.
 
-    It frames the pieces of a stream by itself: no piece changes the state of the connection, and
-    h11's way through its state machine took a tenth of what a streamed token costs. The header of
-    an answer whose length is known waits for the body, which its application sends at once: both
-    go out together, in one call of the kernel.
+    It frames the chunks of a stream directly: chunks do not change the connection's state, and
+    h11's state machine took a tenth of the time of a streamed token. The headers of an answer of
+    known length are held back until its body, so that one system call sends both.
     """
 
-    _header = b""  # that waits for its body
+    _header = b""  # headers held back for their body
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """The next event; requests as `origin_form` has them."""
+        """Return the next event, with requests in `origin_form`."""
         event = super().next_event()
         return origin_form(event) if isinstance(event, h11.Request) else event
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override] # deprecated ones
-        """The bytes of an event, behind those that waited for it."""
+        """Return the bytes of an event, after headers that were held back."""
         if isinstance(event, h11.Data) and event.data:
             is_chunked = isinstance(self._writer, ChunkedWriter)
             if is_chunked and self.our_state is h11.SEND_BODY:
@@ -65,10 +65,10 @@ class QuickSends(h11.Connection):
 
 
 def origin_form(request: h11.Request) -> h11.Request:
-    """The request with the path alone as its target, where it names the server, too.
+    """Return the request with only a path as its target, if the target names the server too.
 
-    Clients send such targets to proxies, and a server has to take them. The name goes before that
-    of the header Host, as HTTP wants it: all layers see one name and one path.
+    Clients send such targets to proxies, and servers must accept them. The server name replaces the
+    Host header, as HTTP requires, so all layers see the same name and path.
     """
     found = _ABSOLUTE.match(request.target)
     if found is None:
@@ -86,28 +86,29 @@ def origin_form(request: h11.Request) -> h11.Request:
 
 
 class Connection(H11Protocol):
-    """Closes when a header does not come, when the client does not read, when too many are open.
+    """A connection with time limits for headers, bodies and reading, and a limit on their number.
 
-    ``close`` would wait for the client to read the buffer. An abort is a disconnect to whatever
-    works for this client, so that its requests are aborted too.
+    It aborts slow clients: ``close`` would wait until the client has read the buffer. An abort
+    counts as a disconnect and aborts the client's requests.
     """
 
     limits: ClassVar[Limits] = Limits()
     _header_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
-    _body_cycle: RequestResponseCycle | None = None  # the request whose body it waits for
+    _body_cycle: RequestResponseCycle | None = None  # the request whose body is due
     _write_timer: asyncio.TimerHandle | None = None
     _num_drained = 0
     _is_spare = False
     _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer for the first header."""
+        """Start the timer for the first headers."""
         super().connection_made(transport)
         self.conn = QuickSends(h11.SERVER, self.limits.max_header_bytes)
         self.logger = _http_logger
         self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
-        # Else up to 64 KiB that the client does not read passes for written, as still under TLS.
+        # A larger buffer would count up to 64 KiB of unread data as written, as TLS still does. Not
+        # 0, since TLS would then pause with nothing to write.
         # Not 0: TLS would then pause with nothing to write.
         transport.set_write_buffer_limits(high=1, low=0)
         num_beyond = len(self.connections) - self.limits.max_connections
@@ -126,15 +127,15 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     async def _refuse_spare(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request: 503 since the server is full, except health checks."""
+        """Answer one request with 503, since the server is full; health checks are served."""
         scope["headers"] = [*scope["headers"], (b"connection", b"close")]
         scope["state"][IS_SPARE] = True
         await self.config.loaded_app(scope, receive, send)
 
-    # -- what the client sends ------------------------------------------------------------------
+    # -- receiving --------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Receive and drop the rest of a body that no route reads, for a bounded time."""
+        """Receive data. Discard the rest of a body that no route reads, up to a limit."""
         if self._is_answered_early:
             self._num_drained += len(data)
             if self._num_drained > DRAIN_BYTES:
@@ -143,9 +144,9 @@ class Connection(H11Protocol):
             super().data_received(data)
 
     def handle_events(self) -> None:
-        """Set the timer for the next data of the client; none while the server works."""
+        """Set the timer for the client's next data; no timer runs while the server works."""
         super().handle_events()
-        if self._is_refused:  # its timer is set
+        if self._is_refused:  # the timer is already set
             return
         self._expect_body()
         if self.conn.their_state is not h11.IDLE:
@@ -156,7 +157,7 @@ class Connection(H11Protocol):
             self._listen_on()
 
     def _expect_body(self) -> None:
-        """Set the timer for a body that did not come with its header, whether it is read or not."""
+        """Set the timer for the rest of a body, whether or not a route reads it."""
         is_due = self.conn.their_state is h11.SEND_BODY
         if not is_due or self.cycle is not self._body_cycle:
             self._forget_body()
@@ -165,13 +166,16 @@ class Connection(H11Protocol):
             self._body_timer = self.loop.call_later(self.limits.body_seconds, self._end_body)
 
     def _end_body(self) -> None:
-        """Answer 408, or close if an answer has begun."""
+        """Answer 408, or close the connection if an answer has begun."""
         seconds = self.limits.named("body_seconds")
         self._refuse(ApiError(408, f"the body did not arrive within {seconds} seconds"))
 
     def _expect_next(self) -> None:
-        """Half a header is due too; uvicorn ends the silence behind an answer, but not that behind
-        a body which came after its answer."""
+        """Set the timer for the next request, or for the rest of its headers.
+
+        uvicorn closes idle connections after an answer, but not after a body that ended later than
+        its answer.
+        """
         if self.conn.trailing_data[0]:
             self._expect_header()
         elif self.timeout_keep_alive_task is None and self.conn.our_state is h11.IDLE:
@@ -180,12 +184,13 @@ class Connection(H11Protocol):
             )
 
     def _listen_on(self) -> None:
-        """Read while a request is worked for, though another stands behind it.
+        """Keep reading while a request is processed, even if another request was received.
 
-        uvicorn pauses until the answer is complete. A client that leaves would then not be noticed,
-        and its request run to its end for nobody.
+        uvicorn would pause until the answer is complete. The disconnect of the client would go
+        unnoticed, and its request would run to the end.
         """
-        num_waiting = len(self.conn._receive_buffer)  # `trailing_data` copies it, for each packet
+        # `trailing_data` would copy the buffer for each packet
+        num_waiting = len(self.conn._receive_buffer)
         if num_waiting > self.limits.max_header_bytes + self.limits.max_body_bytes:
             self.transport.abort()
         else:
@@ -195,31 +200,31 @@ class Connection(H11Protocol):
     def _is_answered_early(self) -> bool:
         """Whether the request was answered while its body is still being sent.
 
-        It is false for the next request, whose body may come together with the end of this one.
+        False for the next request, whose body may arrive together with the end of this one.
         """
         is_sending = self.conn.their_state is h11.SEND_BODY
         return is_sending and self.cycle.response_complete
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words
-        """Answer invalid HTTP with a JSON body; nothing behind it is read."""
-        error = sys.exception()  # uvicorn calls this while it handles it
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's message is not used
+        """Answer invalid HTTP with a JSON error. Nothing after it is read."""
+        error = sys.exception()  # uvicorn calls this method in an exception handler
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
-            refusal = ApiError(431, f"the header is longer than {self._max_header()}")
+            refusal = ApiError(431, f"the request headers are longer than {self._max_header()}")
         elif isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 501:
-            refusal = ApiError(501, "only the transfer coding chunked is supported")
+            refusal = ApiError(501, "chunked is the only supported transfer coding")
         else:
             refusal = ApiError(400, "the request is not valid HTTP/1.1")
         self._refuse(refusal)
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answer and close; only close if an answer has begun."""
+        """Send an error and close; only close if an answer has begun."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        begun = self.conn.our_state is h11.SEND_RESPONSE  # a request whose path is known
+        begun = self.conn.our_state is h11.SEND_RESPONSE  # the path of the request is known
         answer = self._broken_off(refusal) if begun else refusal.response()
         headers = [*answer.raw_headers, (b"connection", b"close")]
         events = (
@@ -229,17 +234,19 @@ class Connection(H11Protocol):
         )
         for event in events:
             self.transport.write(self.conn.send(event))
-        if self.transport.can_write_eof():  # TLS cannot
+        if self.transport.can_write_eof():  # TLS does not support this
             self.transport.write_eof()
         self._is_refused = True
         self._forget_body()
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _broken_off(self, refusal: ApiError) -> Response:
-        """The answer to a request whose body is invalid HTTP; notes it in the request's context."""
+        """Return the answer to a request whose body is invalid HTTP, and record it in the
+        context.
+        """
         scope = cast("Scope", self.scope)
         scope["state"][BROKEN_OFF] = refusal
-        # Outside of any context: the one at hand may be that of the request before.
+        # Run outside the current context, which may belong to the previous request.
         return Context().run(refusal_of, scope, refusal)
 
     def _max_header(self) -> str:
@@ -252,13 +259,13 @@ class Connection(H11Protocol):
         self._header_timer = self.loop.call_later(seconds, self._end_header)
 
     def _end_header(self) -> None:
-        """Answer 408 if a request was begun; close a silent connection without an answer."""
+        """Answer 408 if a request has begun; close a silent connection."""
         self._header_timer = None
         if not self.conn.trailing_data[0]:
             self.transport.abort()
             return
         seconds = self.limits.named("header_seconds")
-        self._refuse(ApiError(408, f"the header did not arrive within {seconds} seconds"))
+        self._refuse(ApiError(408, f"the request headers did not arrive within {seconds} seconds"))
 
     def _forget_header(self) -> None:
         if self._header_timer is not None:
@@ -270,15 +277,15 @@ class Connection(H11Protocol):
             self._body_timer.cancel()
             self._body_timer, self._body_cycle, self._num_drained = None, None, 0
 
-    # -- the client's reading -------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """Start the timer: the client does not read."""
+        """Start the timer of a client that does not read."""
         super().pause_writing()
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        """Stop the timer: the client has read all."""
+        """Stop the timer: the client has read everything."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
@@ -290,24 +297,24 @@ class Connection(H11Protocol):
         self._write_timer = self.loop.call_later(seconds, self._check_reading, size)
 
     def _check_reading(self, size_before: int) -> None:
-        """Close if the client read nothing since the last check; a slow reader is served."""
+        """Close if the client has read nothing since the last check; slow readers are served."""
         if self.transport.get_write_buffer_size() < size_before:
             self._expect_reading()
             return
         logger.warning(
-            "connection closed: the client read nothing for %s s (--write-seconds)",
+            "closing connection: the client read nothing for %s s (--write-seconds)",
             self.limits.write_seconds,
         )
         self.transport.abort()
 
 
 def connection_class(limits: Limits) -> type[Connection]:
-    """`Connection` with these limits: uvicorn makes the instances itself."""
+    """Return a `Connection` class with these limits, for uvicorn to instantiate."""
     return type("Connection", (Connection,), {"limits": limits})
 
 
 def reserve_files(limits: Limits) -> None:
-    """Raise the limit on open files to one per connection, as far as the system allows."""
+    """Raise the soft limit on open files to fit all connections, as far as the system allows."""
     wanted = limits.max_connections + NUM_SPARE + NUM_OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -316,5 +323,6 @@ def reserve_files(limits: Limits) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < wanted:
         logger.warning(
-            "the process may open %s files, too few for --max-connections: raise ulimit -n", allowed
+            "the process may open at most %s files, too few for --max-connections: raise ulimit -n",
+            allowed,
         )

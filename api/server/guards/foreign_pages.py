@@ -1,9 +1,9 @@
-"""Refuse requests that a web page of another origin makes in its reader's browser.
+"""Reject requests that web pages of other origins make in a user's browser.
 
-A server without API keys is protected by its address alone, and a browser on the same machine
-reaches that address for every page that it shows. Three things give such a page away. It sends its
-``Origin``; browsers add ``Sec-Fetch-Site`` to requests that carry none; and a page whose name was
-made to resolve to this machine (DNS rebinding) sends that name as ``Host``.
+A server without API keys is protected only by its address, and a browser on the same machine can
+reach that address from any page. Three headers reveal such a page: its ``Origin``;
+``Sec-Fetch-Site``, which browsers add to requests without an Origin; and ``Host``, if the page's
+name was made to resolve to this machine (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from ...serving.errors import ApiError
 from ...serving.settings import Settings
 from ...types.request_context import header
 
-PAGE_PATHS = frozenset({"/", "/docs"})  # a link on any page may lead here
-PAGE_FILES = "/ui/"  # what these pages load, and the events of the former
-# Docker's name for the host of a container, whose loopback it reaches, and names of loopback
+PAGE_PATHS = frozenset({"/", "/docs"})  # a link on any page may lead to these paths
+PAGE_FILES = "/ui/"  # path prefix of the pages' files and of the live page's events
+# names of loopback, and Docker's name for the host as seen from a container
 LOCAL_SUFFIXES = (".localhost", "host.docker.internal")
-OTHER_SITES = ("cross-site", "same-site")  # another port of this machine is the same site
+OTHER_SITES = ("cross-site", "same-site")  # another port of this machine counts as the same site
 
 
 def foreign_page(scope: Scope, settings: Settings) -> ApiError | None:
-    """The error 403 for a request of another origin's page to a server without keys, else None."""
+    """Return a 403 error for a request from a page of another origin, None if it is allowed.
+
+    Only for servers without API keys.
+    """
     if settings.api_keys:
-        return None  # a page does not have the key
+        return None  # a page does not know the key
     host = header(scope, b"host")
     checks_host = settings.loopback_only or bool(settings.allowed_hosts)
     if checks_host and not _is_allowed(host, settings.allowed_hosts):
         return ApiError(
             403,
-            f"Host '{host}' is not this machine; start the server with --allowed-host"
+            f"Host '{host}' is not a name of this machine; start the server with --allowed-host"
             f" {_name(host) or 'NAME'} or an --api-key",
             kind="permission_error",
             code="foreign_host",
@@ -42,7 +45,8 @@ def foreign_page(scope: Scope, settings: Settings) -> ApiError | None:
         origin = header(scope, b"origin") or "'*'"
         return ApiError(
             403,
-            "pages of another origin may not use this server; to permit it, start the server with"
+            "web pages of other origins must not use this server; to allow it, start the "
+            "server with"
             f" --cors-origin {origin}",
             kind="permission_error",
             code="foreign_origin",
@@ -51,7 +55,7 @@ def foreign_page(scope: Scope, settings: Settings) -> ApiError | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or an IP address is this machine's alone."""
+    """Whether a host name or IP address is a loopback one."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -59,7 +63,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """The name or address of a Host header, in lower case and without its port; "" if malformed."""
+    """Return the name or address in a Host header, in lower case without port; "" if malformed."""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
@@ -67,7 +71,7 @@ def _name(host: str) -> str:
 
 
 def _is_allowed(host: str, allowed: tuple[str, ...]) -> bool:
-    """Whether requests for ``host``, with or without a port, are served; browsers send one."""
+    """Whether requests with this Host header are accepted. Browsers always send one."""
     if not host or "*" in allowed:
         return True
     name = _name(host)
@@ -75,9 +79,9 @@ def _is_allowed(host: str, allowed: tuple[str, ...]) -> bool:
 
 
 def _is_foreign(scope: Scope, host: str, allowed: tuple[str, ...]) -> bool:
-    """Whether a page of another origin than this server's own sent a request."""
+    """Whether a request comes from a page of another origin."""
     site, origin = header(scope, b"sec-fetch-site"), header(scope, b"origin")
-    if site == "same-origin" or "*" in allowed:  # a page cannot set the former
+    if site == "same-origin" or "*" in allowed:  # pages cannot set Sec-Fetch-Site
         return False
     if origin:
         is_own = origin.lower() in (f"http://{host}".lower(), f"https://{host}".lower())

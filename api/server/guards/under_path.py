@@ -1,4 +1,4 @@
-"""``--root-path``: the application under a path of its proxy."""
+"""``--root-path``: the application below a path of its proxy."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class UnderPath:
-    """Takes the path off the requests that have it, where the proxy leaves it on.
+    """Removes the root path from requests if the proxy has not done so.
 
-    All layers below see the paths of the routes, by which they decide what needs a key. With
-    ``root_path`` of ASGI each of them would have to take it off.
+    All inner layers see the paths of the routes, from which they decide whether a key is required.
+    With ASGI's ``root_path`` each layer would have to remove it.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
@@ -18,7 +18,9 @@ class UnderPath:
         self._root = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on. Links of the page are relative: without a slash they go wrong."""
+        """Pass a request on. The root path without a slash is redirected, since links are
+        relative.
+        """
         if scope["type"] == "http" and scope["path"] == self._root:
             location = {"location": f"{self._root}/"}
             await Response(status_code=308, headers=location)(scope, receive, send)

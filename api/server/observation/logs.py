@@ -1,6 +1,6 @@
-"""The server's log: plain lines or JSON, each with the id of the request it belongs to.
+"""The server's log: text or JSON lines, each with the id of its request.
 
-Lines have tokens and times of requests, never prompts, keys or salts.
+Lines have token counts and times of requests, never prompts, keys or salts.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from ....core.interface.request import Usage
 from ...types.request_context import CONTEXT, EngineAnswer, RequestContext
 
 LogFormat = Literal["text", "json"]
-_FIELDS = "fields"  # the attribute of a record that holds what its line tells beside the message
+_FIELDS = "fields"  # attribute of a log record that holds additional fields
 logger = logging.getLogger("foretoken.access")
 
 
 def configure(level: str, log_format: LogFormat) -> None:
-    """Log to stderr. Does nothing if the program has configured logging already."""
+    """Log to stderr, unless the program has already configured logging."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def announcement(text: str, log_format: LogFormat) -> str:
-    """A line that is written at every level."""
+    """Return a line that is printed at every log level."""
     record = logging.makeLogRecord({"name": "foretoken", "levelname": "INFO", "msg": text})
     return JsonFormatter().format(record) if log_format == "json" else text
 
 
 class TextFormatter(logging.Formatter):
-    """``date time LEVEL logger message``, then what else is known as ``name=value``."""
+    """``date time LEVEL logger message``, followed by additional fields as ``name=value``."""
 
     def __init__(self) -> None:
         line = "%(asctime)s %(levelname)s %(name)s %(message)s"
         super().__init__(line, datefmt="%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """The line without a traceback."""
+        """Return the line without a traceback."""
         fields = " ".join(f"{name}={value}" for name, value in _fields(record))
         line = super().formatMessage(record)
         return f"{line} {fields}" if fields else line
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; the time is UTC."""
+    """One JSON object per line, with the time in UTC."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The whole line."""
+        """Return the whole line."""
         time = datetime.fromtimestamp(record.created, UTC)
         line = {
             "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -66,9 +66,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
-    """Fields of a log line besides its message.
+    """Yield the additional fields of a log line.
 
-    Lines are written where they are logged: the request, if any, is the context variable's.
+    Records are formatted where they are logged, so the context variable holds the line's request.
     """
     request = CONTEXT.get()
     if request is not None and request.request_id:
@@ -80,7 +80,7 @@ def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
 
 
 def log_request(request: RequestContext, seconds: float) -> None:
-    """One line for a request that is over; for those of probes only at the level debug."""
+    """Log a finished request in one line; probes only at level debug."""
     level = logging.DEBUG if request.is_probe else logging.INFO
     if logger.isEnabledFor(level):
         fields = {
@@ -96,7 +96,7 @@ def log_request(request: RequestContext, seconds: float) -> None:
 
 
 def _cost(answers: Sequence[EngineAnswer]) -> dict[str, object]:
-    """Tokens and times of the engine's answers; empty where none was started."""
+    """Return tokens and times of a request's generations; empty if none was started."""
     started = [answer for answer in answers if answer.finish_reasons]
     if not started:
         return {}
@@ -115,7 +115,7 @@ def _cost(answers: Sequence[EngineAnswer]) -> dict[str, object]:
 
 
 def _times(usages: Sequence[Usage]) -> dict[str, object]:
-    """Times that are known: a request whose caller left may not have ended in the engine yet."""
+    """Return the known times. After a disconnect, the request may not have ended in the engine."""
     seconds = {
         "queue_ms": max(usage.queue_time for usage in usages),
         "ttft_ms": min(usage.time_to_first_token for usage in usages),

@@ -44,7 +44,7 @@ class Observing:
     request_recorder: RequestRecorder | None = None
 
     def around(self, app: ASGIApp, service: Service) -> ASGIApp:
-        """Wrap the application with its observers."""
+        """Return the application wrapped with its observers."""
         self.metrics.is_ready = lambda: service.unready is None
         self.metrics.is_draining = lambda: service.draining
         return RequestLog(
@@ -56,7 +56,7 @@ class Observing:
 
     @asynccontextmanager
     async def serving(self, llm: EngineClient, model: str) -> AsyncIterator[None]:
-        """Observe this engine and the running loop inside the block."""
+        """Observe this engine and the running event loop inside the block."""
         if self.telemetry is not None:
             self.telemetry.watch(llm.engine, model)
         if self.recorder is not None:
@@ -78,13 +78,13 @@ class Observing:
 
 
 class _Recording(EngineObserver):
-    """Passes requests to a recorder, with the caller that each is served for."""
+    """Passes finished requests to a recorder, with their callers."""
 
     def __init__(self, recorder: Recorder[Any]) -> None:
         self._recorder = recorder
 
     def begin(self, request: Request, now: float) -> None:  # noqa: ARG002
-        if request.sampling.generates:  # else there is no answer to learn from
+        if request.sampling.generates:  # other requests have no answer to record
             self._recorder.expect(request, caller())
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:  # noqa: ARG002
@@ -93,10 +93,10 @@ class _Recording(EngineObserver):
 
 
 def make_observing(options: ObservingOptions, listen: Listen) -> Observing:
-    """The observers that the options name.
+    """Return the observers that the options ask for.
 
-    Callers with API keys opt in to be recorded, each by its key. Raises `InvalidRequest` where the
-    extra for traces is missing or no collector is known.
+    With API keys, only requests with a ``record_key`` are recorded. Raises `InvalidRequest` if the
+    extra for tracing or the address of a collector is missing.
     """
     has_keys, traffic, requests = bool(listen.settings.api_keys), None, None
     if options.record_traffic is not None:
@@ -127,11 +127,14 @@ def _recorder(kind: type[R], folder: str, options: ObservingOptions, *, has_keys
 
 
 def _telemetry(options: ObservingOptions) -> Telemetry | None:
-    """Traces over OTLP, to the endpoint or to where OpenTelemetry's own variables say."""
+    """Return the tracing observer; None without tracing.
+
+    The endpoint comes from the options or OpenTelemetry's own variables.
+    """
     if options.otlp_endpoint is None and not options.tracing:
         return None
     if options.otlp_endpoint is None and not any(name in os.environ for name in ENDPOINTS):
-        message = f"--tracing needs {ENDPOINTS[1]}, or else --otlp-endpoint"
+        message = f"--tracing needs --otlp-endpoint or the variable {ENDPOINTS[1]}"
         raise InvalidRequest(message, param="tracing")
     try:
         telemetry = importlib.import_module(".tracing", __package__)

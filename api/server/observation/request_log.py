@@ -1,6 +1,4 @@
-"""RequestLog: the outermost layer. It makes the context of a request, names its answer, tells
-those who count, log and trace it.
-"""
+"""RequestLog: the outermost layer, which creates the context of a request and reports it."""
 
 from __future__ import annotations
 
@@ -22,46 +20,46 @@ if TYPE_CHECKING:
 
     from ...serving.errors import ApiError
 
-CLIENT_CLOSED = 499  # as proxies log it: the client closed before it was answered
+CLIENT_CLOSED = 499  # status that proxies log if the client disconnects before the answer
 SERVER_ERROR = 500
-BROKEN_OFF = "broken_off"  # in a scope's state: the answer that the connection itself sent
+BROKEN_OFF = "broken_off"  # key in a scope's state: an error that the connection sent itself
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
 class Counts(Protocol):
-    """Counter of requests."""
+    """Counts requests."""
 
     def began(self) -> None:
-        """One more is under way."""
+        """Count a request that begins."""
 
     def responded(self, context: RequestContext) -> None:
-        """The header of its answer goes out."""
+        """Count an answer whose headers are being sent."""
 
     def ended(self, context: RequestContext, seconds: float) -> None:
-        """The answer is sent whole, or the client has left."""
+        """Count a request whose answer was sent or whose client has left."""
 
 
 def no_span(_context: RequestContext) -> AbstractContextManager[None]:
-    """Span of a server that traces nothing."""
+    """Return a span that records nothing, for a server without tracing."""
     return contextlib.nullcontext()
 
 
 class RequestLog:
-    """Gives each answer its ``x-request-id`` and reports the request."""
+    """Adds ``x-request-id`` to each answer and reports requests to counters, log and traces."""
 
     def __init__(
         self,
         app: ASGIApp,
         counts: Counts,
         *,
-        log: Callable[[RequestContext, float], None] | None = None,  # with the seconds it took
+        log: Callable[[RequestContext, float], None] | None = None,  # gets the duration in seconds
         span: Callable[[RequestContext], AbstractContextManager[None]] = no_span,
     ) -> None:
         self.app = app
         self._counts, self._log, self._span = counts, log, span
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Pass a request on and report it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -77,7 +75,8 @@ class RequestLog:
             seconds = time.perf_counter() - began
             self._counts.ended(context, seconds)
             if self._log is not None:
-                self._log(context, seconds)  # within the context, so that the line has its id
+                # inside the context, so that the line has the request's id
+                self._log(context, seconds)
             CONTEXT.reset(token)
 
     async def _pass_on(self, context: RequestContext, receive: Receive, send: Send) -> None:
@@ -102,7 +101,7 @@ class RequestLog:
 
 
 def refusal_of(scope: Scope, error: ApiError) -> Response:
-    """Answer a request that no other layer has seen."""
+    """Return the answer to a request that no other layer has seen."""
     identify(scope)
     answer = error_response(scope, error)
     answer.raw_headers += _names(scope)
@@ -110,7 +109,7 @@ def refusal_of(scope: Scope, error: ApiError) -> Response:
 
 
 def identify(scope: Scope) -> str:
-    """The id of a request: the client's ``x-request-id`` if valid, else a new one."""
+    """Return the id of a request: a valid ``x-request-id`` of the client, else a new id."""
     state: dict[str, str] = scope.setdefault("state", {})
     if "request_id" not in state:
         given = header(scope, b"x-request-id")
@@ -120,7 +119,7 @@ def identify(scope: Scope) -> str:
 
 
 def _names(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Header fields of the answer that carry the request's id."""
+    """Return the header fields with the request's id."""
     request_id = identify(scope).encode("latin-1")
     fields = [(b"x-request-id", request_id)]
     if (name := api_of(scope).id_header) is not None:

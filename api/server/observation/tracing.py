@@ -1,7 +1,8 @@
-"""Traces by OpenTelemetry: a span per HTTP request, below it one per request of the engine.
+"""OpenTelemetry traces: a span per HTTP request, with a child span per request of the engine.
 
-The only file that imports OpenTelemetry; imported only with ``--tracing``. Names of attributes
-follow its conventions for generative AI and HTTP. Spans contain no text of requests or answers.
+This is the only file that imports OpenTelemetry, and it is imported only with tracing enabled.
+Attribute names follow OpenTelemetry's conventions for generative AI and HTTP. Spans never contain
+text of requests or answers.
 """
 
 from __future__ import annotations
@@ -32,22 +33,18 @@ from ...runtime.serving_engine import ServingEngine
 from ...types.request_context import CONTEXT, RequestContext
 from ...types.sampling_params import SamplingParams
 
-MAX_CHUNKS = 32  # spans of one prompt; the last of them covers all later chunks
+MAX_CHUNKS = 32  # spans per prompt; the last one covers all later chunks
 NANO = 1e9
 SEND_SECONDS = 3.0
 TRACES_PATH = "/v1/traces"
 
-
-# What spans say of a request: names as OpenTelemetry's conventions for generative AI have them.
-#
-# Numbers and ids only: no text of anybody's.
 
 Value = str | bool | int | float | list[str]
 _COMPLETIONS = "/v1/completions"
 
 
 def operation_of(request: Request, http: RequestContext | None) -> str:
-    """The name of the operation."""
+    """Return the operation's name in OpenTelemetry's conventions."""
     if request.sampling.pooling is not None:
         return "embeddings"
     is_text = http is None or http.route == _COMPLETIONS
@@ -55,7 +52,7 @@ def operation_of(request: Request, http: RequestContext | None) -> str:
 
 
 def asked_of(request: Request) -> dict[str, Value]:
-    """The numeric parameters of a request, as attributes."""
+    """Return the numeric parameters of a request as attributes."""
     params = request.sampling.params
     asked: dict[str, Value | None] = {
         "gen_ai.provider.name": "foretoken",
@@ -72,13 +69,13 @@ def asked_of(request: Request) -> dict[str, Value]:
 
 
 def _fitting(params: TokenSamplingParams) -> int | None:
-    """The caller's own seed, if OTLP can hold it: it has 64 bits with a sign."""
+    """Return the caller's seed if it fits OTLP's signed 64-bit integers."""
     seed = params.seed if isinstance(params, SamplingParams) else None
     return seed if seed is not None and seed < 2**63 else None
 
 
 def cost_of(request: Request, delta: Delta) -> dict[str, Value]:
-    """Usage and finish reason, as attributes."""
+    """Return usage and finish reason as attributes."""
     usage = request.usage
     cost: dict[str, Value] = {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -97,7 +94,10 @@ def cost_of(request: Request, delta: Delta) -> dict[str, Value]:
 
 
 def decoding_of(request: Request, seconds: Mapping[str, float]) -> dict[str, Value]:
-    """All steps of its decoding in one; their parts were shared with those who ran beside it."""
+    """Return the counts and times of all decoding steps of a request as attributes.
+
+    Concurrent requests share the steps, so their times include work for other requests.
+    """
     usage = request.usage
     told: dict[str, Value] = {
         "foretoken.decode.steps": usage.verify_steps,
@@ -110,9 +110,10 @@ def decoding_of(request: Request, seconds: Mapping[str, float]) -> dict[str, Val
 
 
 def otlp_provider(endpoint: str | None) -> TracerProvider:
-    """Sends spans in batches, from a thread of its own; None: where OTEL_EXPORTER_* say.
+    """Return a provider that exports spans in batches, from a thread of its own.
 
-    ``endpoint`` is the collector's, with or without the path of traces.
+    ``endpoint``: address of the collector, with or without the path of traces; None: from
+    OTEL_EXPORTER_*.
     """
     if endpoint is not None and not endpoint.rstrip("/").endswith(TRACES_PATH):
         endpoint = endpoint.rstrip("/") + TRACES_PATH
@@ -125,14 +126,17 @@ def otlp_provider(endpoint: str | None) -> TracerProvider:
 
 
 def _timeout() -> float | None:
-    """Seconds for a batch; None where the operator says. The exit waits for the last one."""
+    """Return the seconds to send a batch; None if the environment sets it.
+
+    The default is short, since the exit of the process waits for the last batch.
+    """
     names = ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
     return None if any(name in os.environ for name in names) else SEND_SECONDS
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Tokens of a prompt that one step computed, and when (seconds)."""
+    """Prompt tokens that one step computed, with start and end in seconds."""
 
     start: int
     stop: int
@@ -142,24 +146,25 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Live:
-    """A request of the engine under way."""
+    """A running request of the engine."""
 
     span: trace.Span
-    context: Context  # in which its span is the current one
+    context: Context  # context with its span as the current one
     http: RequestContext | None
     arrival: float  # seconds on the engine's clock
-    offset: int  # nanoseconds from there to the time of day
+    offset: int  # nanoseconds from the engine's clock to the wall clock
     chunks: list[_Chunk] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)  # of steps that decoded for it, by part
+    # seconds of its decoding steps, by part
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def at(self, seconds: float) -> int:
-        """The time of day in nanoseconds."""
+        """Return the wall-clock time in nanoseconds."""
         return self.offset + int(seconds * NANO)
 
     def take_part(
         self, scheduled: ScheduledRequest, output: StepOutput, began: float, ended: float
     ) -> None:
-        """Add the request's share of a step."""
+        """Add a step in which the request took part."""
         if scheduled.stop - scheduled.start == 1:
             for part, seconds in output.times.items():
                 self.seconds[part] = self.seconds.get(part, 0.0) + seconds
@@ -172,8 +177,8 @@ class _Live:
 class Telemetry(EngineObserver):
     """The spans of an engine's requests and steps, and of HTTP requests.
 
-    A request of the engine is one span with a child for its wait, one for each chunk of its prompt
-    and one for all its decoding. With ``step_rate`` that share of the steps has a trace of its own.
+    A request of the engine has a span, with child spans for the queue, for each prefill chunk and
+    for all decoding together. ``step_rate``: fraction of the steps that get a trace of their own.
     """
 
     def __init__(self, provider: TracerProvider, *, step_rate: float = 0.0) -> None:
@@ -186,12 +191,12 @@ class Telemetry(EngineObserver):
         self._live: dict[str, _Live] = {}
 
     def watch(self, engine: ServingEngine, model: str) -> None:
-        """Trace this engine."""
+        """Trace the requests of this engine."""
         engine.metrics.observers.append(self)
         self._model = model
 
     def close(self) -> None:
-        """Send what is left; blocking."""
+        """Send the remaining spans. Blocking."""
         for live in self._live.values():
             live.span.end()
         self._live.clear()
@@ -201,7 +206,7 @@ class Telemetry(EngineObserver):
 
     @contextlib.contextmanager
     def span(self, http: RequestContext) -> Iterator[None]:
-        """The current span inside the block, below the caller's if it named one."""
+        """Make a span current inside the block, as a child of the caller's span if it sent one."""
         if http.is_probe:
             yield
             return
@@ -217,7 +222,7 @@ class Telemetry(EngineObserver):
                 self._describe_http(span, http)
 
     def _describe_http(self, span: trace.Span, http: RequestContext) -> None:
-        if http.answered_ns:  # the engine was done: what follows is text, and the network
+        if http.answered_ns:  # the rest is text processing and the network
             self._child(None, "emit", http.answered_ns, time.time_ns())
         span.update_name(f"{http.method} {http.route}")
         span.set_attributes(
@@ -236,7 +241,7 @@ class Telemetry(EngineObserver):
     # -- the engine -----------------------------------------------------------------------------
 
     def begin(self, request: Request, now: float) -> None:
-        """A request was taken; the current span is its caller's."""
+        """Start the span of an accepted request, below the span of its HTTP request."""
         http = CONTEXT.get()
         operation = operation_of(request, http)
         offset = time.time_ns() - int(now * NANO)
@@ -254,11 +259,11 @@ class Telemetry(EngineObserver):
     def observe_step(
         self, plan: StepPlan, output: StepOutput, *, began: float, ended: float
     ) -> None:
-        """Note whose step it was, and trace it if it is drawn."""
+        """Add a step to its requests' spans, and trace it if sampling selects it."""
         if self._live:
             for scheduled in plan.requests:
                 live = self._live.get(scheduled.request_id)
-                if live is not None and live.arrival <= began:  # else it is whose id that was
+                if live is not None and live.arrival <= began:  # an earlier request had the same id
                     live.take_part(scheduled, output, began, ended)
         self._steps_due += self._step_rate
         if self._steps_due >= 1:
@@ -266,7 +271,7 @@ class Telemetry(EngineObserver):
             self._trace_step(plan, output, began, ended)
 
     def _trace_step(self, plan: StepPlan, output: StepOutput, began: float, ended: float) -> None:
-        """Parts follow one another; the host's is what is left at the end."""
+        """Trace one step: its parts in sequence, then the remaining time as "host"."""
         end = time.time_ns()
         at = end - int((ended - began) * NANO)
         span = self._tracer.start_span("step", Context(), start_time=at)
@@ -286,7 +291,7 @@ class Telemetry(EngineObserver):
         span.end(max(at, end))
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
-        """The end is what matters: the parts are told then."""
+        """End the span of a finished request, with its child spans."""
         if not delta.terminal:
             return
         live = self._live.pop(request.request_id, None)
@@ -317,7 +322,7 @@ class Telemetry(EngineObserver):
 
     def _child(
         self,
-        context: Context | None,  # None: the current one
+        context: Context | None,  # None: the current context
         name: str,
         began: int,
         ended: int,

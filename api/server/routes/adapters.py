@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters while the server runs."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters at runtime."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class LoadAdapter(Struct, kw_only=True):
-    """Body of /v1/load_lora_adapter; ``lora_path``: a folder below that of ``--lora-dir``."""
+    """Body of /v1/load_lora_adapter. ``lora_path``: a folder below ``--lora-dir``."""
 
     lora_name: AdapterName
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -38,7 +38,7 @@ class UnloadAdapter(Struct, kw_only=True):
 
 
 class AdapterLoaded(Struct, kw_only=True):
-    """Answer of /v1/load_lora_adapter: the adapter's largest rank, and its bytes in memory."""
+    """Answer of /v1/load_lora_adapter: the adapter's largest rank and its size in bytes."""
 
     lora_name: str
     rank: int
@@ -55,16 +55,16 @@ decode_load, decode_unload = decoder(LoadAdapter), decoder(UnloadAdapter)
 
 
 class AdapterRoutes(Endpoints):
-    """Routes that load and unload adapters; they exist where there is an admin key."""
+    """Routes that load and unload adapters. They exist only if admin keys are configured."""
 
     @classmethod
     def is_served(cls, settings: Settings) -> bool:
-        """Whether there is an admin key."""
+        """Whether admin keys are configured."""
         return bool(settings.admin_keys)
 
     @post("/v1/load_lora_adapter", AdapterLoaded, body=LoadAdapter, errors=(403, 408, 413, 503))
     async def load(self, request: Request) -> Response:
-        """Load a LoRA adapter, in the place of one that has the name."""
+        """Load a LoRA adapter. It replaces an adapter with the same name."""
         body = decode_load(await self._read(request, "loading an adapter"))
         if body.lora_name in self.service.names:
             message = f"{body.lora_name} is a name of the model itself"
@@ -88,7 +88,7 @@ class AdapterRoutes(Endpoints):
         errors=(403, 404, 408, 413, 503),
     )
     async def unload(self, request: Request) -> Response:
-        """Unload a LoRA adapter: new requests get 404, and the answer waits for those it has."""
+        """Unload a LoRA adapter after its running requests; new requests for it get 404."""
         body = decode_unload(await self._read(request, "unloading an adapter"))
         try:
             async with self.service.wanted(request.receive):
@@ -107,23 +107,23 @@ class AdapterRoutes(Endpoints):
 
 
 def adapter_folder(root: str | None, given: str) -> AdapterFolder:
-    """The folder of an adapter below ``root``, relative to it or absolute. Blocking.
+    """Return the folder of an adapter below ``root``, relative to it or absolute. Blocking.
 
-    Raises `ApiError` 403 for a path outside, one with ``..``, and one with a link: what a link
-    leads to may be anywhere.
+    Raises `ApiError` 403 for a path outside ``root`` or with ``..`` or a symbolic link, which could
+    lead outside.
     """
     if root is None:
-        raise _forbidden("adapters are loaded below the folder of --lora-dir, which is not set")
+        raise _forbidden("adapters can only be loaded from --lora-dir, which is not set")
     if "\0" in given or ".." in Path(given).parts:
-        raise _forbidden("lora_path must not have .. or a NUL")
+        raise _forbidden("lora_path must not contain .. or a NUL")
     base = Path(os.path.abspath(Path(root).expanduser()))
     path = base / given
     if not path.is_relative_to(base) or path == base:
         raise _forbidden("lora_path must be below the folder of --lora-dir")
     try:
         if leads_over_link(path, base):
-            raise _forbidden("lora_path must not lead over a link")
-    except (OSError, ValueError) as error:  # as a part that is too long
+            raise _forbidden("lora_path must not contain a symbolic link")
+    except (OSError, ValueError) as error:  # for example a path component that is too long
         raise _forbidden("lora_path cannot be read") from error
     return AdapterFolder(path, base)
 

@@ -23,9 +23,9 @@ from .protocol import CacheBody, Flushed
 
 
 class FlushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of /cache/flush: without fields it flushes everything, so unknown ones are refused.
+    """Body of /cache/flush. Without fields it flushes everything, so unknown ones are rejected.
 
-    ``prefix`` is a text, token ids, or messages; it belongs to ``cache_salt``, or to the default.
+    ``prefix``: text, token ids or messages, cached under ``cache_salt`` or without a salt.
     """
 
     cache_salt: str | None = None
@@ -37,11 +37,13 @@ decode_flush = decoder(FlushRequest)
 
 
 class CacheRoutes(Endpoints):
-    """Routes of the cache for operators and tenants."""
+    """Cache routes for operators and tenants."""
 
     @get("/cache", CacheBody, query=SALTED, errors=(403,), is_operators=True)
     async def show(self, request: Request) -> Response:
-        """Occupancy, why prompts missed, and the pins of ``cache_salt`` or of the default."""
+        """Return occupancy, causes of cache misses, and pins of ``cache_salt`` or without a
+        salt.
+        """
         salt = request.query_params.get("cache_salt")
         _check_salt(salt)
         llm = self.service.llm
@@ -69,7 +71,7 @@ class CacheRoutes(Endpoints):
             for namespace in (salt, *llm.adapters.namespaces(salt)):
                 dropped += await llm.engine.flush_prefix(tokens, namespace)
                 llm.prompts.flush_prefix(tokens, namespace)
-            self._flush_history(salt)  # it knows no prefixes
+            self._flush_history(salt)  # the history is not indexed by prefix
         else:
             salts = () if salt is None else (salt,)
             namespaces = () if salt is None else (salt, *llm.adapters.namespaces(salt))
@@ -79,7 +81,7 @@ class CacheRoutes(Endpoints):
         return JsonResponse(Flushed(flushed_pages=dropped))
 
     def _flush_history(self, *salts: str | None) -> None:
-        """Forget the token ids of answers under these salts, all when none is named."""
+        """Forget the token ids of answers under these salts, or all without arguments."""
         if self.service.chat.history is not None:
             self.service.chat.history.flush(*salts)
 
@@ -87,7 +89,7 @@ class CacheRoutes(Endpoints):
         llm = self.service.llm
         if isinstance(prefix, str):
             return await llm.tokenizer.encode(prefix)
-        kinds = {*map(type, prefix)}  # a loop over a million ids would hold the event loop
+        kinds = {*map(type, prefix)}  # a Python loop over a million ids would block the event loop
         if Message not in kinds:
             token_ids = cast("list[int]", prefix)
             llm.tokenizer.check_ids(token_ids, llm.built.vocab_size, "prefix")
@@ -101,14 +103,14 @@ class CacheRoutes(Endpoints):
 
     @get("/cache/explain", query=("response_id!", "previous_id", *SALTED), errors=(404,))
     async def explain(self, request: Request) -> Response:
-        """Explain a cache miss; needs the API key and ``cache_salt`` of the request.
+        """Explain a cache miss. Requires the API key and ``cache_salt`` of the request.
 
-        ``previous_id`` names the response to compare with; by default it is the most similar.
+        ``previous_id`` names the response to compare with; default: the most similar one.
         """
         asked = request.query_params
         response_id = asked.get("response_id")
         if not response_id:
-            raise InvalidRequest("response_id is needed", param="response_id")
+            raise InvalidRequest("response_id is required", param="response_id")
         return JsonResponse(
             self._explain(response_id, asked.get("previous_id"), asked.get("cache_salt")).body()
         )
@@ -116,7 +118,8 @@ class CacheRoutes(Endpoints):
     def _explain(self, response_id: str, previous_id: str | None, salt: str | None) -> Explanation:
         llm = self.service.llm
         prompt = llm.prompts.find(response_id)
-        if prompt is None or prompt.owner != owner_of(salt):  # it is not told which of the two
+        # the error does not reveal which one it is
+        if prompt is None or prompt.owner != owner_of(salt):
             raise _unknown(response_id, "response_id")
         found = llm.explain(response_id, previous_id=previous_id)
         if found is None:
@@ -125,11 +128,11 @@ class CacheRoutes(Endpoints):
 
 
 def _check_salt(salt: str | None) -> None:
-    """Raise `InvalidRequest` for one that could name the namespaces of an adapter."""
+    """Raise `InvalidRequest` for a salt that could name an adapter's namespace."""
     if salt is not None and salt.startswith("\0"):
         raise InvalidRequest("cache_salt must not begin with a NUL", param="cache_salt")
 
 
 def _unknown(response_id: str, param: str) -> ApiError:
-    message = f"no prompt is remembered for the response {response_id}"
+    message = f"no prompt is stored for response {response_id}"
     return ApiError(404, message, code="response_not_found", param=param)

@@ -1,7 +1,7 @@
-"""GET /ui/events: what the live page shows of the engine.
+"""GET /ui/events: the state of the engine, for the live page.
 
-The events have counts, sizes and ids of requests, never a text or a token. The engine is observed
-only while a page is open.
+Events have counts, sizes and request ids, never text or tokens. The engine is observed only while a
+page is open.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from ...types.results import Body
 
 EVENTS = "text/event-stream"
 PERIOD_SECONDS = 1.0
-STEPS_SECONDS = 0.25  # between two events with the steps since the last one
-MAX_STEPS = 256  # in one event
+STEPS_SECONDS = 0.25  # interval between events with the latest steps
+MAX_STEPS = 256  # per event
 
 
 class Watched(EngineObserver):
-    """The latest steps and the latest requests that ended. Belongs to the event loop."""
+    """The latest steps and finished requests. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self.num_steps = 0  # with tokens, of all replicas
+        self.num_steps = 0  # steps with tokens, of all replicas
         self.finished: deque[RecentRequest] = deque(maxlen=MAX_REQUESTS)
         self._steps: deque[dict[str, int]] = deque(maxlen=MAX_STEPS)
-        self._replicas: deque[int] = deque(maxlen=MAX_STEPS)  # by step; empty without a front
-        self._step: dict[str, int] = {}  # tokens by drafter; "" for the target's own
+        # replica of each step; empty without a front
+        self._replicas: deque[int] = deque(maxlen=MAX_STEPS)
+        self._step: dict[str, int] = {}  # tokens by draft source; "" for the target model's own
 
     def observe_delta(self, request: EngineRequest, delta: Delta, now: float) -> None:  # noqa: ARG002
-        """Count the tokens of the last step; keep what ended."""
+        """Count the tokens of the last step, and keep a finished request."""
         for source in delta.token_sources:
             self._step[source] = self._step.get(source, 0) + 1
         if delta.terminal:
@@ -56,18 +57,19 @@ class Watched(EngineObserver):
         began: float,  # noqa: ARG002
         ended: float,  # noqa: ARG002
     ) -> None:
-        """End the step before this one: a step's tokens are delivered while the next one runs."""
+        """Finish the previous step, whose tokens arrive while the next one runs."""
         self._end_step()
 
     def observe_replica_step(self, replica: int) -> None:
-        """End a step of a replica: its tokens are delivered together."""
+        """Finish a step of a replica, whose tokens arrive together."""
         if self._end_step():
             self._replicas.append(replica)
 
     def since(self, num_steps: int) -> Body:
-        """The steps after the first ``num_steps``, `MAX_STEPS` at most; of a front, whose they are.
+        """Return the steps after the first ``num_steps``, at most `MAX_STEPS`, with their
+        replicas.
 
-        Empty without any.
+        Empty if there are none.
         """
         self._end_step()
         if not (count := min(self.num_steps - num_steps, len(self._steps))):
@@ -76,7 +78,9 @@ class Watched(EngineObserver):
         return body | ({"replicas": [*self._replicas][-count:]} if self._replicas else {})
 
     def _end_step(self) -> bool:
-        """Whether there was one: a step without tokens is none."""
+        """Store the current step. Return whether it had tokens; steps without tokens are
+        ignored.
+        """
         if not self._step:
             return False
         self.num_steps += 1
@@ -86,11 +90,11 @@ class Watched(EngineObserver):
 
 
 class Dashboard(Endpoints):
-    """The events of the page. One snapshot a period serves all watchers."""
+    """The events of the live page. All watchers share one snapshot per period."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        self._watched: Watched | None = None  # while somebody watches
+        self._watched: Watched | None = None  # None without watchers
         self._num_watchers = 0
         self._latest: tuple[float, bytes] = (float("-inf"), b"")
 
@@ -101,7 +105,7 @@ class Dashboard(Endpoints):
 
     @get("/ui/events", media=EVENTS, errors=(403,), is_operators=True)
     async def events(self, _request: Request) -> Response:
-        """The state of the engine, once a second, and its steps four times a second."""
+        """Stream the state of the engine every second, and its steps every quarter of a second."""
         limits = self.service.settings.limits
         return EventStream(self._events(), close=_nothing, ping_seconds=limits.ping_seconds)
 
@@ -120,7 +124,7 @@ class Dashboard(Endpoints):
             self.unwatch()
 
     def watch(self) -> Watched:
-        """Observe the engine, from the first watcher to the last."""
+        """Register a watcher and return the observed data. The first one attaches the observer."""
         if self._watched is None:
             self._watched = Watched()
             self.service.llm.engine.metrics.observers.append(self._watched)
@@ -128,7 +132,7 @@ class Dashboard(Endpoints):
         return self._watched
 
     def unwatch(self) -> None:
-        """End what one `watch` began."""
+        """Unregister a watcher. The last one detaches the observer."""
         self._num_watchers -= 1
         if not self._num_watchers and self._watched is not None:
             self.service.llm.engine.metrics.observers.remove(self._watched)

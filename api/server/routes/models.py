@@ -1,4 +1,4 @@
-"""GET /v1/models: one object that OpenAI's and Anthropic's clients both read."""
+"""GET /v1/models: one object that clients of OpenAI and Anthropic can both read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import protocol
 
 
 class ModelRoutes(Endpoints):
-    """The model by each of its names, and its adapters."""
+    """Lists and describes the served model and its adapters."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -23,14 +23,14 @@ class ModelRoutes(Endpoints):
 
     @get("/v1/models", protocol.ModelList)
     async def index(self, request: Request) -> Response:
-        """The model, once by each of its names, and its adapters."""
+        """Return the model under each of its names, and its adapters."""
         entries = [self._entry(name) for name in self.service.names]
         entries += map(self._adapter, self.service.llm.adapters.served)
         return JsonResponse(protocol.model_page(entries, request.query_params))
 
     @get("/v1/models/{name:path}", protocol.Model, errors=(404,))
     async def retrieve(self, request: Request) -> Response:
-        """The model or an adapter, by any name that requests may use; it may contain slashes."""
+        """Return the model or an adapter by any of its names, which may contain slashes."""
         name = request.path_params["name"]
         self.service.check_model(name)
         names = self.service.names
@@ -66,5 +66,5 @@ class ModelRoutes(Endpoints):
 
 
 def default_sampling(service: Service) -> protocol.SamplingValues:
-    """The sampling values of requests that leave them out."""
+    """Return the sampling values for fields that a request leaves out."""
     return protocol.SamplingValues(**service.llm.built.sampling_defaults.in_force)

@@ -1,8 +1,8 @@
-"""GET /openapi.json: the routes and the types of their bodies, as the code has them.
+"""GET /openapi.json: the routes and the types of their bodies, generated from the code.
 
-Request bodies are the very structs that the routes decode, answers those that the routes encode, as
-each route declares them. What stands in neither is free. The few things that a route checks beyond
-its types are the tables below; tests/fuzz compares document and server.
+The schemas are derived from the structs that each route decodes and encodes. A route without a
+struct has a free body. The tables below describe checks beyond the types; tests/fuzz compares the
+document with the server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...types.results import Body
 JSON = "application/json"
 REF = "#/components/schemas/{name}"
 SECURITY: list[Body] = [{"bearer": []}, {"header": []}]
-OPEN = frozenset({"/health"})  # need no key
+OPEN = frozenset({"/health"})  # paths that need no key
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
@@ -37,7 +37,7 @@ Schema = dict[str, Any]
 ONE_OF: Mapping[str, tuple[str, str]] = {
     "TokenizeRequest": ("prompt", "messages"),
 }
-"""Bodies that take one of two fields and never both; null is as good as nothing."""
+"""Bodies that require exactly one of two fields. Null counts as missing."""
 
 TEXT_FIELD: Schema = {"type": "string"}
 QUERY: Mapping[str, Schema] = {
@@ -50,29 +50,29 @@ QUERY: Mapping[str, Schema] = {
     "previous_id": TEXT_FIELD,
     "response_id": {"type": "string", "minLength": 1},
 }
-"""Parameters of a query, by name."""
+"""Query parameters by name."""
 
-STATUSES: Mapping[int, str] = {  # those of a connection, before any route, are not here
-    400: "A header, a parameter or a field of the body is wrong; the error names it.",
+STATUSES: Mapping[int, str] = {  # without the errors of the connection, which precede any route
+    400: "A header, a parameter or a field of the body is invalid; the error names it.",
     401: "The API key is missing or wrong.",
-    403: "An admin key is needed, or the path is not one that may be read.",
-    404: "There is no such model, response or prompt.",
+    403: "An admin key is required, or the path must not be read.",
+    404: "The model, response or prompt does not exist.",
     408: "The body did not arrive in time.",
-    409: "Replicas are being replaced; the change has to wait for the end of that.",
+    409: "Replicas are being replaced; try again afterwards.",
     413: "The body is too large.",
     429: "The queue is full.",
     431: "The header is too large.",
     500: "The server failed.",
-    503: "The server starts, ends or is out of order, or the request's deadline passed.",
+    503: "The server is starting, shutting down or failed, or the request's deadline passed.",
     507: "The disk of files and batches is full.",
 }
 UNLOCKED = (400, 431, 500)
 ALWAYS = (*UNLOCKED, 401)
-RETRIED = frozenset({409, 429, 503})  # tell when to come back
+RETRIED = frozenset({409, 429, 503})  # have a retry-after header
 
 
 def one_of(schema: Schema, names: tuple[str, str]) -> None:
-    """Say in place that one of these is there and the other is not."""
+    """Add to a schema that exactly one of two fields is present."""
     something, nothing = {"not": {"type": "null"}}, {"type": "null"}
     schema["oneOf"] = [
         {"required": [one], "properties": {one: something, other: nothing}}
@@ -81,7 +81,7 @@ def one_of(schema: Schema, names: tuple[str, str]) -> None:
 
 
 class OpenApi(Endpoints):
-    """The document of an application, made when it is first asked for."""
+    """The OpenAPI document of the application, generated at the first request."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -89,7 +89,7 @@ class OpenApi(Endpoints):
 
     @get("/openapi.json")
     async def show(self, request: Request) -> Response:
-        """The OpenAPI description of all routes."""
+        """Return the OpenAPI description of all routes."""
         if self._document is None:
             document = describe(request.app.routes)
             if root_path := self.service.settings.root_path:
@@ -99,7 +99,10 @@ class OpenApi(Endpoints):
 
 
 def describe(routes: Sequence[BaseRoute]) -> Body:
-    """The OpenAPI 3.1 document of these routes; raises `AttributeError` for an undeclared one."""
+    """Return the OpenAPI 3.1 document of the given routes.
+
+    Raises AttributeError for a route without a declared operation.
+    """
     known = [(each, operation_of(each)) for each in routes if isinstance(each, Route)]
     shapes = _Shapes([operation for _, operation in known])
     paths: dict[str, dict[str, Body]] = {}
@@ -126,19 +129,19 @@ def describe(routes: Sequence[BaseRoute]) -> Body:
 
 
 def operation_of(route: Route) -> Operation:
-    """Return what a route declares."""
+    """Return the operation that a route declares."""
     endpoint: Any = route.endpoint
     declared: Operation | Mapping[str, Operation] = endpoint.operation
     return declared if isinstance(declared, Operation) else declared[route.path]
 
 
 def template(path: str) -> str:
-    """The path without the converters of its parameters."""
+    """Return the path without the types of its parameters."""
     return _PARAMETER.sub(r"{\1}", path)
 
 
 class _Shapes:
-    """JSON schemas of all structs that the operations name."""
+    """JSON schemas of all structs that the operations use."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         named = (s for each in operations for s in (each.body, each.answer, each.events))
@@ -150,7 +153,7 @@ class _Shapes:
         self._say_the_rest()
 
     def _mark(self, structs: Iterable[type[Struct]], done: set[type[Struct]]) -> None:
-        """Leave out fields that are refused; those that are other names come last."""
+        """Remove refused fields from the schemas, and move aliases to the end."""
         for struct in structs:
             if struct in done:
                 continue
@@ -162,7 +165,7 @@ class _Shapes:
                 del self.components[struct.__name__]["properties"][written_name(struct, name)]
             for name, other in marks.same:
                 fields = self.components[struct.__name__]["properties"]
-                about = {"description": f"Another name of `{other.name}`."}
+                about = {"description": f"Alias of `{other.name}`."}
                 fields[name] = fields.pop(name) | about
             hints = get_type_hints(struct, include_extras=True)
             self._mark([s for hint in hints.values() for s in structs_in(hint)], done)
@@ -173,7 +176,7 @@ class _Shapes:
                 one_of(self.components[name], pair)
 
     def of(self, struct: object) -> Body:
-        """A reference to it; of what is free, the schema of an object."""
+        """Return a reference to the schema of a struct; for a free body, an object schema."""
         return self._refs.get(struct, {"type": "object"})
 
 
@@ -198,7 +201,7 @@ def _operation(route: Route, known: Operation, shapes: _Shapes) -> Body:
 def _responses(path: str, known: Operation, shapes: _Shapes) -> Body:
     schema = shapes.of(known.answer) if known.media == JSON else {"type": "string"}
     content: Body = {known.media: {"schema": schema}}
-    if known.events is not None:  # the schema is that of one event's data
+    if known.events is not None:  # the schema describes the data of one event
         content[known.events_media] = {"schema": shapes.of(known.events)}
     answer = {"description": "The answer.", "headers": _headers(path), "content": content}
     statuses = sorted({*(ALWAYS if path not in OPEN else UNLOCKED), *known.errors})

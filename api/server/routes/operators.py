@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server, and for the probes and routers around it."""
+"""Routes for operators, health probes and routers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATHS = (
     "chat_template",
     "kv_disk",
     "lora",
-)  # options that are names of files of this machine
+)  # options that are paths on the server
 decode_change = decoder(protocol.ReplicaChange)
 
 
@@ -34,7 +34,7 @@ class OperatorRoutes(Endpoints):
 
     @get("/health", protocol.Status, errors=(503,), outage=protocol.Status)
     async def health(self, _request: Request) -> Response:
-        """200 while the engine lives, however long a step takes."""
+        """Return 200 while the engine runs, however long a step takes."""
         alive = self.service.llm.engine.alive
         return JsonResponse(
             protocol.Status(status="ok" if alive else "dead"), 200 if alive else 503
@@ -42,7 +42,7 @@ class OperatorRoutes(Endpoints):
 
     @get("/ready", protocol.Status, errors=(503,))
     async def ready(self, _request: Request) -> Response:
-        """200 while the server should receive new requests, else 503."""
+        """Return 200 while the server should receive new requests, else 503."""
         reason = self.service.unready
         if reason is not None:
             raise unavailable(reason)
@@ -50,12 +50,14 @@ class OperatorRoutes(Endpoints):
 
     @post("/debug/audit", protocol.Audit, errors=(403, 503), is_operators=True)
     async def audit(self, _request: Request) -> Response:
-        """Owners of all KV pages, and the violated rule, if any; 200 in either case."""
+        """Return the owners of all KV pages and the violated rule, if any; always with status
+        200.
+        """
         return JsonResponse(await self.service.llm.engine.audit())
 
     @get("/replicas", protocol.ReplicaList, errors=(403,), is_operators=True)
     async def replicas(self, _request: Request) -> Response:
-        """The replicas that serve, each with its load; none where this process computes."""
+        """Return the replicas with their load; empty if this process computes."""
         return JsonResponse(self.service.llm.replicas())
 
     @post(
@@ -66,7 +68,7 @@ class OperatorRoutes(Endpoints):
         is_operators=True,
     )
     async def change_replicas(self, request: Request) -> Response:
-        """Change how many replicas there are."""
+        """Change the number of replicas."""
         if not request.state.is_admin:
             raise needs_admin_key("changing replicas")
         body = decode_change(await self.service.read_bytes(request))
@@ -82,12 +84,12 @@ class OperatorRoutes(Endpoints):
 
     @get("/version", protocol.Version)
     async def version(self, _request: Request) -> Response:
-        """The version of foretoken."""
+        """Return the version of foretoken."""
         return JsonResponse(protocol.Version(version=__version__))
 
     @get("/server_info", protocol.ServerInfo)
     async def server_info(self, _request: Request) -> Response:
-        """The model, its default sampling parameters, and the settings in force."""
+        """Return the model, its default sampling parameters, and the effective settings."""
         built = self.service.llm.built
         info = protocol.ServerInfo(
             **_model_facts(self.service),
@@ -100,7 +102,7 @@ class OperatorRoutes(Endpoints):
 
     @get("/model_info", protocol.ModelInfo)
     async def model_info(self, _request: Request) -> Response:
-        """The model and its KV pool, for routers."""
+        """Return the model and its KV pool, for routers."""
         built, limits = self.service.llm.built, self.service.llm.engine.limits
         info = protocol.ModelInfo(
             **_model_facts(self.service),
@@ -115,7 +117,7 @@ class OperatorRoutes(Endpoints):
 
     @get("/metrics", media="text/plain")
     async def metrics(self, _request: Request) -> Response:
-        """Prometheus text."""
+        """Return metrics in the Prometheus text format."""
         ours = self.service.llm.engine.metrics
         await ours.refresh()
         body, content_type = ours.render()
@@ -126,7 +128,7 @@ class OperatorRoutes(Endpoints):
 
 
 def _model_facts(service: Service) -> dict[str, Any]:
-    """Fields of `protocol.ModelFacts`."""
+    """Return the fields of `protocol.ModelFacts`."""
     llm = service.llm
     fingerprint = llm.built.fingerprint
     return {
@@ -142,7 +144,7 @@ def _model_facts(service: Service) -> dict[str, Any]:
 
 
 def _without_paths(settings: Mapping[str, object]) -> dict[str, object]:
-    """The engine's options for callers, to whom folders of the server's machine are of no use."""
+    """Return the engine's options without paths on the server, which are of no use to callers."""
     known = {name: value for name, value in settings.items() if name not in PATHS}
     if isinstance(draft := known.get("draft"), str):
         known["draft"] = ",".join(each.rpartition("/")[2] for each in draft.split(","))

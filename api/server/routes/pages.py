@@ -1,7 +1,7 @@
-"""GET / and GET /docs: pages of static files, without a build step; GET /ui/...: their files.
+"""GET / and GET /docs: static pages without a build step; GET /ui/...: their files.
 
-The pages need no key themselves: they ask the user for one, keep it in the browser and send it.
-They load nothing from elsewhere, and their policy permits no script and no style inside of them.
+The pages need no key: they ask the user for one, store it in the browser and send it. They load
+nothing from other servers, and their policy forbids inline scripts and styles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...serving.settings import Settings
 HTML = "text/html"
 FOLDER = Path(__file__).parent / "ui"
 PREFIX = "/ui"
-# Not mimetypes': a system may call scripts otherwise, and with nosniff browsers then refuse them.
+# mimetypes depends on the system, and with nosniff browsers reject other types.
 MEDIA = {".html": HTML, ".css": "text/css", ".js": "text/javascript"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -36,12 +36,12 @@ HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # a browser asks whether they changed: modules must match
+    "cache-control": "no-cache",  # browsers revalidate, so that the versions of modules match
 }
 
 
 class PageFiles(StaticFiles):
-    """The files of the pages, with their media types and the policy."""
+    """The files of the pages, with media types and the content security policy."""
 
     def __init__(self) -> None:
         super().__init__(directory=FOLDER)
@@ -53,7 +53,7 @@ class PageFiles(StaticFiles):
         scope: Scope,
         status_code: int = 200,
     ) -> Response:
-        """A file, or 304 for the one that the browser has."""
+        """Return a file, or 304 if the browser has it already."""
         answer = super().file_response(full_path, stat_result, scope, status_code)
         answer.headers.update(HEADERS)
         if answer.status_code == status_code:
@@ -63,15 +63,15 @@ class PageFiles(StaticFiles):
 
 
 class PagePartFiles(PageFiles):
-    """The same without the pages, whose links hold from their own routes alone."""
+    """The files without the HTML pages, whose relative links work only at their own routes."""
 
     def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
-        """A file's path and state; the latter is None where there is no such file."""
+        """Return path and status of a file; the status is None if it does not exist."""
         return super().lookup_path(path) if Path(path).suffix != ".html" else ("", None)
 
 
 class Pages(Endpoints):
-    """The live page, the API viewer, and the words that the former has for names of the engine."""
+    """The live page, the API viewer, and the live page's names for parts of the engine."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -84,22 +84,24 @@ class Pages(Endpoints):
 
     @property
     def routes(self) -> list[BaseRoute]:
-        """The routes, and the files under `PREFIX`."""
+        """The routes, and the files below `PREFIX`."""
         return [*super().routes, Mount(PREFIX, PagePartFiles())]
 
     @get("/", media=HTML)
     async def show(self, request: Request) -> Response:
-        """The live page."""
+        """Return the live page."""
         return await self._files.get_response("index.html", request.scope)
 
     @get("/docs", media=HTML)
     async def show_api(self, request: Request) -> Response:
-        """A page with all routes, their fields and an example of each."""
+        """Return a page with all routes, their fields and examples."""
         return await self._files.get_response("docs.html", request.scope)
 
     @get(f"{PREFIX}/words.js", media=MEDIA[".js"])
     async def words(self, _request: Request) -> Response:
-        """A module with words for the engine's drafters, causes of misses and parts of a step."""
+        """Return a module with names of draft sources, causes of cache misses and parts of a
+        step.
+        """
         words = {"drafters": DRAFTERS, "losses": LOSSES, "parts": PARTS}
         module = b"export const words = %s;\n" % msgspec.json.encode(words)
         return Response(module, media_type=MEDIA[".js"], headers=HEADERS)

@@ -10,11 +10,11 @@ from msgspec import Struct
 from ....core.errors import InvalidRequest
 from ...serving.answers import Free
 
-MAX_MODELS = 1000  # of a page
+MAX_MODELS = 1000  # models per page
 
 
 class SamplingValues(Struct, kw_only=True):
-    """``default_sampling_params``: values of a request that leaves these fields out."""
+    """``default_sampling_params``: values for fields that a request leaves out."""
 
     temperature: float
     top_p: float
@@ -24,13 +24,15 @@ class SamplingValues(Struct, kw_only=True):
 
 
 class Model(Struct, kw_only=True):
-    """A served model; ``max_model_len``: limit on prompt and answer together, in tokens.
+    """A served model.
 
-    ``exact``: whether logits have the same bits in any batch. ``model_path``: the implementation
-    of the layers, ``own`` or ``transformers``. ``root``: the first name of the served model.
-    ``parent``: the model that an adapter changes.
-    ``drafters``: names of what drafts, grammars and predictions aside; ``no_self_draft``: why
-    ``--draft auto`` does without the model's own drafts.
+    - ``max_model_len``: limit on prompt and answer together, in tokens.
+    - ``exact``: whether logits have the same bits in any batch.
+    - ``model_path``: the implementation of the layers, ``own`` or ``transformers``.
+    - ``root``: the first name of the served model.
+    - ``parent``: the base model of an adapter.
+    - ``drafters``: names of the draft sources, except grammars and predictions.
+    - ``no_self_draft``: why ``--draft auto`` does not use the model's own drafts.
     """
 
     id: str
@@ -48,9 +50,9 @@ class Model(Struct, kw_only=True):
     display_name: str
     created_at: str
     lifecycle: str = "active"
-    tool_parser: str  # how the model writes calls: one of `--tool-parser`
+    tool_parser: str  # format of tool calls, a value of `--tool-parser`
     default_sampling_params: SamplingValues
-    default_sampling_origin: str  # where the model's values come from; "": it has none
+    default_sampling_origin: str  # source of the model's values; "" if it has none
 
 
 class ModelList(Struct, kw_only=True):
@@ -64,15 +66,15 @@ class ModelList(Struct, kw_only=True):
 
 
 def model_page(models: Sequence[Model], query: Mapping[str, str]) -> ModelList:
-    """The page of a query as Anthropic's clients send it; all models without one.
+    """Return the page that a query asks for in Anthropic's form; all models without a query.
 
-    Raises `InvalidRequest` for a limit or an id that is none.
+    Raises `InvalidRequest` for an invalid limit or an unknown id.
     """
     start, stop = 0, len(models)
     ids = [each.id for each in models]
     for name in ("after_id", "before_id"):
         if name in query and query[name] not in ids:
-            raise InvalidRequest(f"{name}: there is no model {query[name]}", param=name)
+            raise InvalidRequest(f"{name}: unknown model {query[name]}", param=name)
     if "after_id" in query:
         start = ids.index(query["after_id"]) + 1
     if "before_id" in query:
@@ -126,21 +128,21 @@ class Status(Struct, kw_only=True):
 class Audit(Struct, kw_only=True, omit_defaults=True):
     """Answer of /debug/audit: owners of all KV pages, and the violated rule, if any.
 
-    ``states``: owners of the slots for recurrent states, of models that have them.
+    ``states``: owners of the slots for recurrent states, for models that have them.
     """
 
     ok: bool
     pages: dict[str, int] = {}
     states: dict[str, int] = {}
     requests: dict[str, int] = {}
-    replicas: list[dict[str, Any]] = []  # of each, over a front
+    replicas: list[dict[str, Any]] = []  # the audit of each replica, for a front
 
 
 class Replica(Struct, kw_only=True):
-    """A replica that serves. It has sent its load last; the front counts requests and tokens.
+    """A replica. It reports its load; the front counts its requests and tokens.
 
-    ``state``: ready, or why it takes no requests now. ``seconds``: since it joined. ``served``:
-    requests that ended there. ``owed_tokens``: left to compute for its ``requests``.
+    ``state``: "ready", or why it accepts no requests. ``seconds``: time since it joined.
+    ``served``: finished requests. ``owed_tokens``: tokens still to compute for its ``requests``.
     """
 
     number: int
@@ -162,7 +164,7 @@ class Replica(Struct, kw_only=True):
 
 
 class ReplicaChange(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Body of POST /replicas: one number, or bounds within which it follows the load."""
+    """Body of POST /replicas: a fixed number, or the bounds of a number that follows the load."""
 
     replicas: int | None = None
     min: int | None = None
@@ -170,25 +172,25 @@ class ReplicaChange(Struct, kw_only=True, forbid_unknown_fields=True, omit_defau
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Fewest and most replicas. Raises `InvalidRequest` for what are none."""
+        """Minimum and maximum number of replicas. Raises `InvalidRequest` for invalid fields."""
         if self.replicas is not None and (self.min is not None or self.max is not None):
-            raise InvalidRequest("replicas cannot be given with min and max", param="replicas")
+            raise InvalidRequest("replicas cannot be combined with min and max", param="replicas")
         if (self.min is None) != (self.max is None):
             missing = "min" if self.min is None else "max"
-            raise InvalidRequest("min and max are given together", param=missing)
+            raise InvalidRequest("min and max must be given together", param=missing)
         least = self.replicas if self.min is None else self.min
         most = self.replicas if self.max is None else self.max
         if least is None or most is None:
             raise InvalidRequest("replicas, or min and max, is required", param="replicas")
         if not 1 <= least <= most:
             param = "min" if self.replicas is None else "replicas"
-            message = f"{param} must be at least 1, and not above max"
+            message = f"{param} must be at least 1 and not above max"
             raise InvalidRequest(message, param=param)
         return least, most
 
 
 class ReplicaList(Struct, kw_only=True):
-    """Answer of GET /replicas: none where the server itself computes."""
+    """Answer of GET /replicas; empty if the server itself computes."""
 
     replicas: list[Replica]
 
@@ -198,7 +200,7 @@ class ModelFacts(Struct, kw_only=True):
 
     ``max_model_len``: limit on prompt and answer together, in tokens. The KV pool has
     ``total_pages`` pages of ``page_size`` tokens. ``fingerprint``: equal for servers whose KV pages
-    have the same bits; null where it is not known.
+    have the same bits; null if unknown.
     """
 
     version: str
@@ -214,8 +216,8 @@ class ModelFacts(Struct, kw_only=True):
 class ModelInfo(ModelFacts, kw_only=True):
     """Answer of /model_info: the model and its KV pool, for routers.
 
-    ``names``: those that requests may use. ``max_running`` requests run at once, ``max_queued``
-    more may wait.
+    ``names``: names that requests may use. At most ``max_running`` requests run at once and
+    ``max_queued`` more are queued.
     """
 
     names: list[str]
@@ -227,14 +229,14 @@ class ModelInfo(ModelFacts, kw_only=True):
 
 
 class ServerInfo(ModelFacts, kw_only=True):
-    """Answer of /server_info: the model, its sampling, and the settings in force.
+    """Answer of /server_info: the model, its sampling defaults, and the effective settings.
 
-    ``settings``: options of the engine, those left open as they were chosen, without paths of the
-    server's machine. ``limits``: of connections and requests.
+    ``settings``: the engine's options, automatic ones with the chosen values, without paths.
+    ``limits``: limits on connections and requests.
     """
 
     default_sampling_params: SamplingValues
-    default_sampling_origin: str  # where the model's values come from; "": it has none
+    default_sampling_origin: str  # source of the model's values; "" if it has none
     settings: Free
     limits: Free
 
@@ -246,9 +248,9 @@ class Version(Struct, kw_only=True):
 
 
 class CacheBody(Struct, kw_only=True):
-    """Answer of /cache. Pages are of ``page_size`` tokens.
+    """Answer of /cache. A page has ``page_size`` tokens.
 
-    ``causes``: prompts that were computed, by why they missed the cache, since the start.
+    ``causes``: number of prompts by cause of their cache miss, since the start.
     """
 
     page_size: int
@@ -263,4 +265,4 @@ class CacheBody(Struct, kw_only=True):
     usage: float
     queried_tokens: int
     hit_tokens: int
-    evicted_answer_tokens: int = 0  # of answers: their KV was given up (--kv-evict)
+    evicted_answer_tokens: int = 0  # answer tokens whose KV was evicted (--kv-evict)

@@ -20,11 +20,11 @@ decode_detokenize = decoder(DetokenizeRequest)
 
 
 class TokenRoutes(Endpoints):
-    """Token ids of a text, and the text of token ids."""
+    """Tokenize and detokenize texts."""
 
     @post("/tokenize", protocol.Tokens, body=TokenizeRequest, errors=READS)
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a prompt or of messages."""
+        """Return the token ids of a prompt or of messages."""
         body = await self.service.read(request, decode_tokenize)
         self.service.check_model(body.model)
         async with self.service.wanted(request.receive):
@@ -47,13 +47,13 @@ class TokenRoutes(Endpoints):
             return [*(await self.service.chat.render(chat)).token_ids]
         if body.prompt is None or body.messages is not None:
             raise InvalidRequest(
-                "the body needs either prompt or messages, not both", param="prompt"
+                "the body needs either prompt or messages, but not both", param="prompt"
             )
         return await llm.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
 
     @post("/detokenize", protocol.Detokenized, body=DetokenizeRequest, errors=READS)
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         body = await self.service.read(request, decode_detokenize)
         self.service.check_model(body.model)
         llm = self.service.llm

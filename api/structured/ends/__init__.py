@@ -1,1 +1,1 @@
-"""The shortest ends of structured output, and which tokens leave room for them."""
+"""The shortest completions of structured output, and tokens that leave room for them."""

@@ -1,4 +1,4 @@
-"""The shortest ends of the outputs of one grammar: searched for, and guessed from known ones."""
+"""The shortest completions of one grammar's outputs: searched for, or derived from known ones."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .spelling import Speller, text_of
 from .token_table import MARKS, TokenTable
 
 Ids = Sequence[int]
-FIRST_NODES, WIDE_NODES = 2000, 300  # of the search for the shortest answer
-NODES = 600  # of a search on the way
-LEAST_ZONE = 24  # tokens above the growth from which on every token is looked at
-COSTLY = 4  # tokens of one byte that one token of an end may stand for, on the average
+FIRST_NODES, WIDE_NODES = 2000, 300  # node limits of the search for the shortest answer
+NODES = 600  # node limit of later searches
+LEAST_ZONE = 24  # spare tokens, besides the growth, below which every token is judged
+COSTLY = 4  # average number of bytes per token of a completion, at most
 
 
 @dataclass(frozen=True, eq=False)
 class Closer:
-    """Finds the shortest completions of the outputs of one grammar.
+    """Finds the shortest completions of one grammar's outputs.
 
-    ``growth``: tokens by which an end may grow behind one token.
+    ``growth``: maximum number of tokens by which a completion may grow after one token.
     """
 
     tokens: Tokens
@@ -35,17 +35,17 @@ class Closer:
 
     @property
     def zone(self) -> int:
-        """Tokens to spare from which on every token is looked at."""
+        """Number of spare tokens below which every token is judged."""
         return self.growth + LEAST_ZONE
 
     @cached_property
     def longest_hint(self) -> int:
-        """Tokens of the longest value that the schemas give as a hint."""
+        """Number of tokens of the longest value among the hints."""
         return max(map(len, self.hints.values), default=0)
 
     @cached_property
     def may_end_words(self) -> NDArray[np.bool_]:
-        """Tokens that may complete a mark: behind them, a free text may have ended, [vocab]."""
+        """Tokens after which free text may have ended, since they may complete a mark, [vocab]."""
         found = np.zeros(self.tokens.size, dtype=np.bool_)
         found[self.table.special] = True
         lasts = {text[-1:] for ids in self.hints.marks if (text := text_of(self.tokens, ids))}
@@ -54,17 +54,17 @@ class Closer:
         return found
 
     def shortest(self, matcher: Matcher) -> list[int] | None:
-        """The shortest answer, for a matcher at its beginning, which is given away."""
+        """Return the shortest answer. Consumes the matcher, which must be at its beginning."""
         search = EndSearch(matcher, self.tokens, self.table, self.hints)
         end = search.find(FIRST_NODES, NARROW)
         most = None if end is None else len(end) - 1
         return search.find(WIDE_NODES, WIDE, most) or end
 
     def end(self, matcher: Matcher, guesses: Sequence[Ids], most: int) -> Ids | None:
-        """The end of an answer from where the matcher is: the shortest guess that is one.
+        """Return a completion from the matcher's position: the shortest valid guess.
 
-        A new one is looked for if no guess has ``most`` tokens or fewer. The matcher comes back to
-        where it was.
+        A new one is searched for if no guess has at most ``most`` tokens. The matcher's position is
+        restored.
         """
         ends = (self.written(matcher, guess) for guess in sorted(guesses, key=len))
         known = next((end for end in ends if end is not None), None)
@@ -76,16 +76,17 @@ class Closer:
     def searched(
         self, matcher: Matcher, most_nodes: int, most: int | None = None
     ) -> tuple[list[int] | None, int]:
-        """Search from here; return what is found, and the number of nodes that it took.
+        """Search from the matcher's position. Return the completion, if any, and the nodes used.
 
-        ``most``: tokens that an end may have to be of use.
+        ``most``: maximum number of tokens of a useful completion.
         """
         search = EndSearch(matcher.deep_copy(), self.tokens, self.table, self.hints)
-        cost = None if most is None else COSTLY * most + COSTLY  # before it is spelt in few tokens
+        # before it is encoded in fewer tokens
+        cost = None if most is None else COSTLY * most + COSTLY
         return search.find(most_nodes, NARROW, cost), search.num_nodes
 
     def written(self, matcher: Matcher, end: Ids) -> list[int] | None:
-        """The same text as an end here, in the tokens that are allowed here; None if it is none."""
+        """Return a completion in tokens that are allowed here; None if it does not complete."""
         if not self.completes(matcher, end):
             return None
         ids = Speller(matcher, self.tokens).rewritten(end)
@@ -95,25 +96,27 @@ class Closer:
         return ids if is_whole else None
 
     def completes(self, matcher: Matcher, end: Ids) -> bool:
-        """Whether these tokens complete the answer from here."""
+        """Whether these tokens complete the answer from the matcher's position."""
         whole = [*end, self.tokens.end]
         return bool(matcher.validate_tokens(whole) == len(whole) if end else matcher.is_accepting())
 
     def behind(self, end: Ids, token_id: int) -> list[Ids]:
-        """The rests of an end that may be left behind a token: all, or what it does not write."""
+        """Return candidates for a completion after a token: the known one without a written
+        part.
+        """
         text, said = text_of(self.tokens, end), self.tokens.texts[token_id]
         found = [end[1:]] if end and end[0] == token_id else []
-        first = _first_mark(text)  # the token may also end the text that stands before it
+        first = _first_mark(text)  # the token may also end the preceding text
         for part in dict.fromkeys((said, said[_first_mark(said) :])):
             for at in dict.fromkeys((0, first)):
                 if part and text.startswith(part, at) and at + len(part) < len(text):
                     found.append(self._without(end, at + len(part)))
         if said and len(said) < len(text):
-            found.append(self._without(end, len(said)))  # of a text whose length counts
+            found.append(self._without(end, len(said)))  # a text whose length is limited
         return [*found, end]
 
     def _without(self, end: Ids, num_bytes: int) -> Ids:
-        """An end without its first bytes, or without those before a special token."""
+        """Return a completion without its first bytes, at most up to a special token."""
         ids, texts = list(end), self.tokens.texts
         while ids and num_bytes > 0 and texts[ids[0]]:
             text = texts[ids.pop(0)]
@@ -124,5 +127,5 @@ class Closer:
 
 
 def _first_mark(text: bytes) -> int:
-    """Index of the first byte with a meaning inside a string; the length without any."""
+    """Return the index of the first byte with a meaning inside a string, or the length."""
     return next((index for index, byte in enumerate(text) if byte in MARKS), len(text))

@@ -1,7 +1,7 @@
-"""Bounds on how many more tokens the end of an answer may need behind a single token.
+"""Bounds on how many tokens the completion of an answer may grow by after a single token.
 
-A token may begin a value that takes hundreds more: an object of many required properties, behind a
-comma. The closer looks at tokens from so far before the limit on that any such value still fits.
+A token may begin a value that takes hundreds of tokens, such as an object with many required
+properties after a comma. The closer judges tokens early enough that any such value still fits.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ LEAST_GROWTH = 8
 FRAME = 32  # tokens around a call, besides the texts of its rule
 MOST = 2**16
 OF_NUMBER = 12
-ENOUGH = 2.0  # characters of a key or a listed value that a token has, or more
+ENOUGH = 2.0  # minimum number of characters per token of a key or listed value
 _RULE_NUMBER = re.compile(r"^[a-z_]*?_?(\d+)?(?:_\w+)?(?:\[\w+\])?:")
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"')
 
 
 def growth_of(field: str, source: str, least_text: Callable[[str], int]) -> int:
-    """The most tokens that the shortest end may grow by at once, as a rule.
+    """Return a bound, valid in most cases, on the growth of the shortest completion, in tokens.
 
-    ``least_text``: characters of the shortest JSON of a small schema that is no object and no list.
+    ``least_text``: returns the length of the shortest JSON of a schema without objects and lists.
     """
     try:
         if field == "json_schema":
@@ -38,7 +38,7 @@ def growth_of(field: str, source: str, least_text: Callable[[str], int]) -> int:
 
 
 def _of_grammar(source: str, least_text: Callable[[str], int]) -> int:
-    """The largest of the schemas, and of the rules that belong to one tool."""
+    """Return the size of the largest schema, or of the largest set of rules of one tool."""
     totals: dict[str, float] = defaultdict(float)
     most, rest, end = LEAST_GROWTH, [], 0
     for schema, begin, after in json_blocks(source):
@@ -54,7 +54,7 @@ def _of_grammar(source: str, least_text: Callable[[str], int]) -> int:
 
 
 class _Sizes:
-    """Tokens that the shortest value of each schema within one has, from above."""
+    """Upper bounds on the tokens of the shortest value of each schema in a document."""
 
     def __init__(self, root: object, least_text: Callable[[str], int]) -> None:
         self._root = root
@@ -62,13 +62,13 @@ class _Sizes:
         self._known: dict[int, float] = {}
 
     def most(self) -> int:
-        """The largest of them that is finite."""
+        """Return the largest finite bound."""
         self.of(self._root)
         finite = [size for size in self._known.values() if size < MOST]
         return int(max([LEAST_GROWTH, *finite]))
 
     def of(self, schema: object) -> float:
-        """The size of one schema; infinite where it is under way: a value that holds itself."""
+        """Return the bound of one schema; infinite for a schema that contains itself."""
         if not isinstance(schema, Mapping):
             return float("inf") if schema is False else 1
         if id(schema) not in self._known:

@@ -1,4 +1,4 @@
-"""Hints of a grammar's schemas about its ends: short values, and how long an end may become."""
+"""Hints from a grammar's schemas about its completions: short values, and their endings."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .token_table import TokenTable
 
 Ids = Sequence[int]
 Schema = Mapping[str, object]
-MAX_LEAVES = 48  # schemas of one grammar of which a short value is looked for
-MAX_VALUES = 512  # short values and ends of them
+MAX_LEAVES = 48  # maximum number of schemas per grammar for which a short value is searched
+MAX_VALUES = 512  # maximum number of short values and their endings
 MAX_MARKS = 48
-MAX_SUFFIXES = 40  # of one value
+MAX_SUFFIXES = 40  # per value
 LEAF_NODES, WIDE_NODES = 500, 200
-NUM_KEPT = 2048  # short values of leaves that are kept: schemas share them
+NUM_KEPT = 2048  # cached short values, which schemas share
 MAX_NUMBER = 1e15
-MAX_SAMPLES = 4  # texts of one pattern
+MAX_SAMPLES = 4  # texts per pattern
 OF_TEXT = ("pattern", "format", "minLength", "maxLength")
 OF_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LAZY = re.compile(r"^\w+\[lazy\]: /\(\?s:\.\*\)((?:\\.|[^\\/])+)/$", re.MULTILINE)
@@ -52,7 +52,7 @@ class HintFinder:
         self.short_text = lru_cache(NUM_KEPT)(self._short_text)
 
     def hints(self, field: str, source: str) -> Hints:
-        """Hints for a grammar by its source."""
+        """Return the hints for a grammar by its source."""
         leaves = (leaf for schema in schemas_of(field, source) for leaf in _leaves(schema))
         texts: set[bytes] = set()
         for leaf in islice(leaves, MAX_LEAVES):
@@ -68,7 +68,7 @@ class HintFinder:
         )
 
     def _named(self, field: str, source: str) -> Iterator[int]:
-        """The tokens that a grammar names though they have a text of their own."""
+        """Yield the tokens with text that a grammar refers to by number."""
         if field == "grammar":
             for token_id in sorted(named_tokens(source)):
                 if token_id < self._tokens.size and self._tokens.texts[token_id]:
@@ -79,7 +79,7 @@ class HintFinder:
         return ids if text_of(self._tokens, ids) == text else []
 
     def _short_text(self, leaf: str) -> bytes:
-        """The shortest JSON that a small schema allows, as far as a short search shows; or b""."""
+        """Return the shortest JSON of a small schema that a short search finds, or b""."""
         schema = json.loads(leaf)
         parts = dict.fromkeys(part for text in _guesses(schema) for part in _parts(text))
         values = [ids for text in parts if (ids := self._spelt(text))]
@@ -103,7 +103,7 @@ class HintFinder:
         return [] if quote is None else [[quote]]
 
     def _marks(self, field: str, source: str) -> Iterator[Ids]:
-        """The ends of a free text: a quotation mark, and the marks of a grammar's text."""
+        """Yield the endings of a free text: a quotation mark, and marks in the grammar."""
         yield from self._text_ends()
         if field != "grammar":
             return
@@ -114,7 +114,7 @@ class HintFinder:
 
 
 def _leaves(schema: object) -> Iterator[Schema | bytes]:
-    """Schemas of texts and numbers that are not free, and the shortest of listed values."""
+    """Yield schemas of restricted strings and numbers, and the shortest of listed values."""
     for each in walk(schema):
         values = each.get("enum")
         if isinstance(values, list) and len(values) > 1:
@@ -131,7 +131,7 @@ def _leaves(schema: object) -> Iterator[Schema | bytes]:
 
 
 def _near_bounds(leaf: Schema) -> list[bytes]:
-    """Numbers that a schema may allow, next to its bounds."""
+    """Return numbers next to a schema's bounds, as JSON."""
     multiple = leaf.get("multipleOf")
     step = multiple if isinstance(multiple, int) and multiple > 0 else 1
     found: list[float] = []
@@ -151,7 +151,7 @@ def _written(value: object) -> bytes:
 
 
 def _anchored(schema: Schema) -> Iterator[Schema]:
-    """The schema with its pattern for the whole of a text, which is found faster; then itself."""
+    """Yield the schema with its pattern anchored, which is faster to search, then unchanged."""
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         yield {**schema, "pattern": f"^(?:{pattern})$"}
@@ -159,7 +159,7 @@ def _anchored(schema: Schema) -> Iterator[Schema]:
 
 
 def _guesses(leaf: Schema | bytes) -> list[bytes]:
-    """Values that the schema may allow: numbers next to its bounds, texts of its pattern."""
+    """Return values that the schema may allow: numbers near its bounds, texts of its pattern."""
     if isinstance(leaf, bytes):
         return []
     if not isinstance(pattern := leaf.get("pattern"), str):
@@ -168,6 +168,6 @@ def _guesses(leaf: Schema | bytes) -> list[bytes]:
 
 
 def _parts(text: bytes) -> Iterator[bytes]:
-    """A text and its last bytes."""
+    """Yield a text and its endings."""
     yield text
     yield from (text[at:] for at in range(max(1, len(text) - MAX_SUFFIXES), len(text) - 1))

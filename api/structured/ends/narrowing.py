@@ -1,4 +1,4 @@
-"""Find tokens that come too late: behind them, the answer could not be completed by its limit."""
+"""Find tokens that come too late: after them the answer cannot be completed within its limit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .protocols import Matcher
 from .spelling import text_of
 
 Ids = Sequence[int]
-TOKEN_NODES, PLACE_NODES = 60, 160  # of searches behind one token, and behind all of one place
-FEW = 256  # allowed tokens that are tried one by one; of more, those of a kind together
-FEWER = 64  # that many of a kind are tried where some of them come too late
-NUM_ENDS = 4  # short ones and long ones of a kind that stand for the others
-NUM_FREE = 3  # that stand for all of a text that may be any
-NUM_FIRSTS = 12  # of a kind that begin differently
-NUM_BYTES = 3  # tokens that complete a character, at most
-TIGHT = 4  # with fewer tokens to spare, some do not stand for all of a kind
-ROOMY = 32  # with more tokens to spare than that above the longest hint, plain text is harmless
-NUM_KNOWN = 8  # ends that are tried behind every token
+# node limits of searches after one token, and of all searches at one position
+TOKEN_NODES, PLACE_NODES = 60, 160
+FEW = 256  # up to this number of allowed tokens, each is tried; above, groups are sampled
+FEWER = 64  # number of tokens of a group to try if some of its samples are too late
+NUM_ENDS = 4  # shortest and longest tokens of a group to sample
+NUM_FREE = 3  # samples of an unrestricted text
+NUM_FIRSTS = 12  # samples with different first bytes
+NUM_BYTES = 3  # maximum number of tokens to complete a character
+TIGHT = 4  # with fewer spare tokens, samples are not representative
+ROOMY = 32  # with this many more spare tokens than the longest hint, plain text is harmless
+NUM_KNOWN = 8  # completions to try after every token
 
 
 class Narrowing:
-    """Judges the tokens of one place. ``matcher`` is there, is its own, and comes back there.
+    """Judges the tokens at one position. The matcher's position is restored.
 
-    ``end``: the shortest end that is known here. ``most``: tokens that an end may have behind the
-    next token. ``known``: ends that were found behind tokens of the place before, and then those
-    that are found here.
+    ``end``: the shortest known completion here. ``most``: maximum number of tokens after the next
+    one. ``known``: completions found at the previous position, then the ones found here.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Narrowing:
         self.known = known
 
     def late(self, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The tokens of a mask [vocab] behind which every known end is too long."""
+        """Return the tokens of a mask [vocab] after which every known completion is too long."""
         allowed, is_free = np.flatnonzero(mask), self._table.is_free(mask)
-        if not self._end and is_free:  # words, which may be cut anywhere
+        if not self._end and is_free:  # free text, which may be truncated anywhere
             return self._late(allowed[self._closer.may_end_words[allowed]])
         if len(allowed) <= FEW:
             return self._late(allowed)
@@ -65,7 +65,7 @@ class Narrowing:
         return np.concatenate(banned)
 
     def _late_groups(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Late tokens with marks; of those with the same marks and the same behind, the longest."""
+        """Return late tokens with marks. Of tokens with equal marks, only the longest is tried."""
         groups = self._table.groups[token_ids]
         by_length = np.lexsort((self._table.lengths[token_ids], groups))
         last = by_length[np.flatnonzero(np.diff(groups[by_length], append=0))]
@@ -74,12 +74,12 @@ class Narrowing:
         return found
 
     def _late_plain(self, token_ids: NDArray[np.int64], *, is_free: bool) -> NDArray[np.int64]:
-        """Late tokens among those without marks."""
+        """Return late tokens without marks."""
         if self._spare > ROOMY + self._closer.longest_hint:
             return token_ids[:0]
         if is_free and self._spare >= TIGHT:
             some = token_ids[:: max(1, len(token_ids) // NUM_FREE)]
-        else:  # a pattern may want other ends behind some of the texts that it allows
+        else:  # a pattern may require other completions after some of its texts
             some = self._some(token_ids)
         if (is_free or self._spare >= TIGHT) and not len(self._late(some)):
             return token_ids[:0]
@@ -89,13 +89,13 @@ class Narrowing:
         return np.concatenate([self._late(token_ids[tried]), token_ids[~tried]])
 
     def _beginnings(self) -> list[int]:
-        """Tokens that the text of the end begins with."""
+        """Return the tokens that begin the completion's text."""
         text = text_of(self._closer.tokens, self._end)
         found = (self._closer.tokens.id_of(text[:length]) for length in range(1, len(text) + 1))
         return [token_id for token_id in found if token_id is not None]
 
     def _some(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The shortest and the longest, and some that begin differently."""
+        """Return the shortest and longest tokens, and some with different first bytes."""
         lengths, firsts = self._table.lengths[token_ids], self._table.firsts[token_ids]
         by_length = token_ids[np.argsort(lengths, kind="stable")]
         _, places = np.unique(firsts, return_index=True)
@@ -109,7 +109,7 @@ class Narrowing:
         return np.array(late, dtype=np.int64)
 
     def _is_in_time(self, token_id: int) -> bool:
-        """Whether the answer can be completed in time behind this token."""
+        """Whether the answer can be completed in time after this token."""
         if self._matcher.is_error() or self._matcher.try_consume_tokens([token_id]) != 1:
             return False
         try:
@@ -129,14 +129,14 @@ class Narrowing:
         return self._closer.completes(self._matcher, end)
 
     def _fits(self, end: Ids) -> bool:
-        """Whether an end is short enough in the tokens that it has here."""
+        """Whether a completion is short enough in the tokens that are allowed here."""
         if len(end) < self._most:
-            return True  # one more token may come of another spelling
+            return True  # another encoding may take one more token
         written = self._closer.written(self._matcher, end) if len(end) == self._most else None
         return written is not None and len(written) <= self._most
 
     def _has_new_end(self) -> bool:
-        """Whether a search finds an end that is short enough."""
+        """Whether a search finds a completion that is short enough."""
         if self._nodes_left <= 0 or self._most <= 0:
             return False
         most_nodes = min(TOKEN_NODES, self._nodes_left)

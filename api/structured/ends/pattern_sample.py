@@ -1,4 +1,4 @@
-"""Short texts that a regular expression probably matches: guesses, which a grammar then checks."""
+"""Short texts that a regular expression probably matches. The grammar checks them later."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MAX_CHARS, MAX_DEPTH = 2000, 32
 
 
 class _NoSampleError(Exception):
-    """The expression looks around, or is none."""
+    """Raised for an invalid expression or one with look-around."""
 
 
 def samples(pattern: str) -> list[str]:
-    """A text for each alternative, the shortest first; none for what looks around."""
+    """Return a text for each alternative, shortest first; empty for look-around."""
     reader = _Reader(pattern)
     try:
         found = reader.alternatives(0)
@@ -28,7 +28,7 @@ def samples(pattern: str) -> list[str]:
 
 @dataclass
 class _Reader:
-    """Reads a pattern from left to right, and returns text for what it has read."""
+    """Reads a pattern from left to right and returns a matching text."""
 
     pattern: str
     at: int = 0
@@ -49,7 +49,7 @@ class _Reader:
         return text
 
     def alternatives(self, depth: int) -> list[str]:
-        """Texts of all branches, up to the end of the group."""
+        """Return a text of each branch, up to the end of the group."""
         if depth > MAX_DEPTH:
             raise _NoSampleError
         found = [self._sequence(depth)]
@@ -133,7 +133,7 @@ class _Reader:
         return self._escape(in_set=True) if char == "\\" else char
 
     def _times(self) -> int:
-        """The least number of times."""
+        """Return the minimum number of repetitions."""
         times = 1
         while (char := self._peek()) and char in "*+?{":
             if char == "{":

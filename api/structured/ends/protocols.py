@@ -1,4 +1,4 @@
-"""The parts of a vocabulary and of a matcher that closing needs."""
+"""The parts of a vocabulary and of a matcher that closing uses."""
 
 from __future__ import annotations
 
@@ -9,62 +9,62 @@ from numpy.typing import NDArray
 
 
 class Tokens(Protocol):
-    """The operations on a vocabulary that closing needs."""
+    """A vocabulary, as far as closing uses it."""
 
     size: int
-    end: int  # the token that stands for the end of the answer
+    end: int  # stands for the end of the answer
     special_token_ids: NDArray[np.int64]
-    tokens: list[bytes]  # by token id, special ones by name
-    texts: list[bytes]  # the same, empty for special tokens
+    tokens: list[bytes]  # by token id; special tokens by name
+    texts: list[bytes]  # by token id; empty for special tokens
 
     def __call__(self, text: str, /) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
 
     def id_of(self, text: bytes) -> int | None:
-        """The id of the token with exactly these bytes."""
+        """Return the id of the token with exactly these bytes."""
 
     def spell(self, text: bytes) -> list[int]:
-        """Token ids of these bytes, greedily by the longest token."""
+        """Return ids that spell the bytes, greedily by the longest token."""
 
     def longest(self, text: bytes) -> int | None:
-        """The longest token that the text begins with."""
+        """Return the longest token that the text begins with, None without one."""
 
 
 class Matcher(Protocol):
-    """Follows one output by a grammar, as llguidance's `LLMatcher` does.
+    """Follows one output by a grammar, with the interface of llguidance's `LLMatcher`.
 
-    One that fails stays failed. None of its methods raises an error.
+    A failed matcher stays failed. No method raises an error.
     """
 
     def deep_copy(self) -> Self:
         """Copy the matcher with its state."""
 
     def try_consume_tokens(self, tokens: list[int], /) -> int:
-        """Consume tokens as far as they are allowed; how many were."""
+        """Consume tokens as far as they are allowed. Return the number consumed."""
 
     def rollback(self, num_tokens: int, /) -> bool:
-        """Go back over the last tokens."""
+        """Undo the last tokens."""
 
     def validate_tokens(self, tokens: list[int], /) -> int:
         """Count the leading tokens that are allowed."""
 
     def compute_bitmask(self) -> bytes:
-        """Compute the mask of the next token, one bit a token."""
+        """Return the mask of the next token, one bit per token."""
 
     def compute_ff_tokens(self) -> list[int]:
-        """Compute the tokens that are sure to follow."""
+        """Return the tokens that must follow."""
 
     def compute_ff_bytes(self) -> bytes:
-        """Compute the bytes that are sure to follow."""
+        """Return the bytes that must follow."""
 
     def is_accepting(self) -> bool:
         """Whether the answer may end here."""
 
     def is_stopped(self) -> bool:
-        """Whether nothing may follow but the end."""
+        """Whether only the end may follow."""
 
     def is_error(self) -> bool:
         """Whether the matcher has failed."""
 
     def get_error(self) -> str:
-        """Why the matcher has failed."""
+        """Return why the matcher has failed."""

@@ -1,11 +1,10 @@
-"""The shortest end of an answer: a search over what the grammar allows.
+"""Search for the shortest completion of an answer.
 
-A node of the search is what was written since its beginning. Nodes are taken up by their length in
-tokens. Of nodes that look alike, some only are followed: those at the same place of the answer with
-the same tokens allowed behind them, for what is inside a value seldom matters for what may come
-behind it. So an object of a hundred required properties takes some hundred nodes, and a string of a
-pattern some tens. The work is bounded by a number of nodes and never by time: the same state has
-the same end.
+A node of the search is the text written since its start. Nodes are expanded in order of their
+length in tokens. Of similar nodes, with the same position in the answer and the same allowed
+tokens, only some are expanded, since the content of a value seldom affects what may follow it. An
+object with a hundred required properties thus takes some hundred nodes, and a string with a pattern
+some tens. The effort is limited in nodes and not in time, so equal states have equal results.
 """
 
 from __future__ import annotations
@@ -21,37 +20,38 @@ from .spelling import Speller, text_of
 from .token_table import Allowed, TokenTable
 
 Ids = Sequence[int]
-NUM_ENDS = 3  # that are compared: fewer bytes are not always fewer tokens
-NUM_MORE = 24  # nodes that are taken up behind the first end
+NUM_ENDS = 3  # completions to compare: fewer bytes are not always fewer tokens
+NUM_MORE = 24  # nodes to expand after the first completion
 OPENING, CLOSING = b"[{(", b"]})"
 COMMA, COLON, QUOTE = b',:"'
 STRUCTURE = frozenset(b'[{(]}),"')
 ENDS_OF_VALUES, BETWEEN_VALUES = b'}])"<', b",\n"
 OF_NUMBERS = b"0123456789.eE+-"
-BEHIND_VALUES = frozenset(b",:]}) \n\r\t")  # one of these follows a value, or its key
-BEGINNINGS = frozenset(b'"{[-0123456789tfn \n\r\t')  # of values and keys, with blanks before them
+BEHIND_VALUES = frozenset(b",:]}) \n\r\t")  # a value or its key is followed by one of them
+# first bytes of values and keys, including blanks
+BEGINNINGS = frozenset(b'"{[-0123456789tfn \n\r\t')
 LINE_BREAK, BLANKS = b"\n"[0], frozenset(b" \n\r\t")
-BOTH_BLANKS = frozenset(b" \n")  # allowed where JSON has layout, and never inside a string
-LAYOUT = BEGINNINGS | BEHIND_VALUES  # what else may be allowed there
-BLANK_COST = 1024  # tokens that a needless blank counts for, in the order
+BOTH_BLANKS = frozenset(b" \n")  # allowed between JSON elements and never inside a string
+LAYOUT = BEGINNINGS | BEHIND_VALUES  # other bytes that may be allowed there
+BLANK_COST = 1024  # tokens that an unnecessary blank counts for, when nodes are ordered
 DIGITS, LETTERS, CAPITALS = range(0x30, 0x3A), range(0x61, 0x7B), range(0x41, 0x5B)
 KINDS = (DIGITS, LETTERS, CAPITALS)
-SAME = frozenset(b"0123456789anzANZ")  # stand for all of a kind where all are allowed
-HIGH = 0x80  # from here on a byte is a part of a character
+SAME = frozenset(b"0123456789anzANZ")  # representatives of a kind, if the whole kind is allowed
+HIGH = 0x80  # bytes from here on are parts of a character
 OTHERS = frozenset(range(HIGH)).difference(*KINDS)
 ESCAPE = b"\\"[0]
 OBJECT, WORD = b"{"[0], frozenset(b"w")
 WORDS = bytes(0x77 if chr(byte).isalnum() or byte >= HIGH else byte for byte in range(256))
-MOST_SHAPE = 8  # bytes of a shape that are told apart
+MOST_SHAPE = 8  # number of bytes of a shape that are compared
 
 
 class Place(NamedTuple):
-    """The place of a node in the answer, seen from the beginning of the search.
+    """The position of a node in the answer, relative to the start of the search.
 
-    ``stack``: open brackets, each with the commas behind it, or a number for the key behind it; the
-    first stands for those that were open before. ``forced``: the last text that was forced and had
-    structure, the key of a property for example. ``run``: tokens since then, or since the last
-    bracket or comma; ``shape``: what is written there, with one letter for each word.
+    ``stack``: open brackets, each with the number of commas after it or a hash of its key; the
+    first entry stands for brackets opened before. ``forced``: the last forced text with structure,
+    such as a key. ``run``: tokens since then, or since the last bracket or comma. ``shape``: the
+    text written there, with each word reduced to one letter.
     """
 
     stack: tuple[tuple[int, int], ...] = ((0, 0),)
@@ -61,7 +61,7 @@ class Place(NamedTuple):
     shape: bytes = b""
 
     def behind(self, text: bytes, num_tokens: int, *, is_forced: bool = False) -> Place:
-        """The place behind a text of so many tokens."""
+        """Return the position after a text of ``num_tokens`` tokens."""
         stack, num_closed = list(self.stack), self.num_closed
         if STRUCTURE.isdisjoint(text):
             if COLON in text and stack[-1][0] == OBJECT:
@@ -79,7 +79,7 @@ class Place(NamedTuple):
                 bracket, num_commas = stack[-1]
                 stack[-1] = (bracket, num_commas + 1)
         if is_forced and COLON in text and stack[-1][0] == OBJECT:
-            # Behind a key, properties before it do not matter; inside its value, the key does.
+            # After a key, earlier properties do not matter; inside its value, the key does.
             stack[-1] = (OBJECT, zlib.crc32(text))
         return Place(tuple(stack), num_closed, text if is_forced else self.forced)
 
@@ -92,10 +92,10 @@ def _shape(shape: bytes, text: bytes) -> bytes:
 
 
 class Node(NamedTuple):
-    """Tokens that were written, how many of them count, and where that leads.
+    """Tokens that were written, their cost, and their position.
 
-    ``parent``: the node before, and a number for what was allowed there; ``step``: the last tokens.
-    ``num_blanks``: blanks that were chosen though something else was allowed.
+    ``parent``: the previous node. ``allowed``: a hash of the tokens allowed there. ``step``: the
+    last tokens. ``num_blanks``: blanks that were chosen although other tokens were allowed.
     """
 
     cost: int
@@ -109,11 +109,11 @@ class Node(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """Texts that are worth trying, though the tokens that are allowed do not show it.
+    """Texts worth trying that the allowed tokens do not suggest.
 
-    ``marks``: what may end a free text, such as the end of a thought. ``values``: short values of
-    the schemas in the grammar, and ends of them, shortest first. ``named``: tokens with a text that
-    the grammar asks for by their numbers.
+    ``marks``: texts that may end a free text, such as the end of reasoning. ``values``: short
+    values of the grammar's schemas and their endings, shortest first. ``named``: tokens with text
+    that the grammar refers to by number.
     """
 
     marks: Sequence[Ids] = ()
@@ -122,9 +122,9 @@ class Hints(NamedTuple):
 
 
 class Width(NamedTuple):
-    """The number of nodes that look alike and are followed: of one shape, and of all shapes.
+    """The number of similar nodes to expand, of one shape and of all shapes.
 
-    ``learns``: bytes that led to the same tokens once are taken for the same from then on.
+    ``learns``: steps that once led to the same tokens are treated as equal from then on.
     """
 
     one_shape: int
@@ -137,22 +137,22 @@ WIDE = Width(24, 192, False)
 
 
 class EndSearch:
-    """One search, on a matcher that is given away."""
+    """One search. It consumes its matcher."""
 
     def __init__(self, matcher: Matcher, tokens: Tokens, table: TokenTable, hints: Hints) -> None:
         self._matcher = matcher
         self._tokens = tokens
         self._table = table
         self._hints = hints
-        self._path: tuple[int, ...] = ()  # where the matcher is
-        self.num_nodes = 0  # taken up so far
+        self._path: tuple[int, ...] = ()  # the matcher's position
+        self.num_nodes = 0  # nodes expanded so far
 
     def find(
         self, most_nodes: int, width: Width = NARROW, most: int | None = None
     ) -> list[int] | None:
-        """The shortest end that so many nodes show, of ``most`` tokens at most, where given.
+        """Return the shortest completion found within ``most_nodes`` nodes, None without one.
 
-        None where they show none.
+        ``most``: maximum number of its tokens, if given.
         """
         self._begin(width)
         ends: list[list[int]] = []
@@ -174,8 +174,9 @@ class EndSearch:
         self._width = width
         self._heap: list[tuple[int, int, Node]] = []
         self._alike: Counter[tuple[Place, int]] = Counter()
-        self._closed: set[int] = set()  # nodes with a child behind which the value may end
-        self._led: dict[int, dict[tuple[int, ...], int]] = {}  # by what was allowed: to what
+        self._closed: set[int] = set()  # nodes with a child after which the value may end
+        # by hash of the allowed tokens, then by step: hash of the resulting state
+        self._led: dict[int, dict[tuple[int, ...], int]] = {}
         self._num_pushed = 0
         self._push(Node(0, (), Place(), -1, 0, (), b""))
 
@@ -189,7 +190,7 @@ class EndSearch:
         heappush(self._heap, (price, order, node))
 
     def _take_up(self, node: Node, order: int) -> list[int] | None:
-        """Push what may follow the node; the end, where it is one."""
+        """Push the successors of a node. Return the completion, if the node is one."""
         if not self._goto(node.path) or (along := self._along(node)) is None:
             return None
         is_last = along.cost == node.cost
@@ -216,7 +217,7 @@ class EndSearch:
             text = text_of(self._tokens, ids)
             is_blank = has_layout and bool(text) and BLANKS.issuperset(text)
             if is_blank and self._width.learns:
-                continue  # no end is shorter for it
+                continue  # a blank never shortens a completion
             self._push(
                 Node(
                     along.cost + len(ids),
@@ -232,7 +233,7 @@ class EndSearch:
         return None
 
     def _is_new(self, place: Place, number: int, parent: int) -> bool:
-        """Whether so few nodes like this one were met before that it is followed."""
+        """Whether few enough similar nodes were met that this one should be expanded."""
         kinds = (place, self._width.one_shape), (place._replace(shape=b"*"), self._width.all_shapes)
         siblings = Place(run=parent, shape=b"siblings"), self._width.one_shape
         is_new = True
@@ -242,7 +243,7 @@ class EndSearch:
         return is_new
 
     def _unlike(self, number: int, steps: Iterator[Ids]) -> Iterator[Ids]:
-        """Steps without those that led where others did when the same was allowed."""
+        """Yield the steps except ones that are known to lead to the same state as others."""
         known = self._led.get(number, {}) if self._width.learns else {}
         counts: Counter[int] = Counter()
         for ids in steps:
@@ -258,7 +259,7 @@ class EndSearch:
     # -- the way ----------------------------------------------------------------------------------
 
     def _goto(self, path: tuple[int, ...]) -> bool:
-        """Be behind these tokens; False where that is not possible."""
+        """Move the matcher after these tokens. Return False if they are not allowed."""
         same = 0
         for ours, theirs in zip(self._path, path, strict=False):
             if ours != theirs:
@@ -277,7 +278,7 @@ class EndSearch:
         return count == len(ids)
 
     def _along(self, node: Node) -> Node | None:
-        """Go on as far as the grammar leaves nothing to choose; None where that fails."""
+        """Follow forced tokens as far as possible. Return the node there, None on failure."""
         while not self._matcher.is_accepting():
             ids = self._forced()
             if not ids:
@@ -289,7 +290,7 @@ class EndSearch:
         return None if self._matcher.is_error() else node
 
     def _forced(self) -> Ids:
-        """Tokens that are sure to follow, or that spell what is."""
+        """Return the tokens that must follow, or tokens that spell the bytes that must."""
         ids: Ids = self._tokens.spell(self._matcher.compute_ff_bytes())
         if ids and self._matcher.validate_tokens(list(ids)) == len(ids):
             return ids
@@ -305,7 +306,7 @@ class EndSearch:
     # -- what may follow --------------------------------------------------------------------------
 
     def _value_ends(self, allowed: Allowed) -> Iterator[Ids]:
-        """Tokens that end a text, a value or a list: nothing shorter comes of anything else."""
+        """Yield tokens that end a text, a value or a list, which no other choice can beat."""
         if allowed.is_free:
             yield from (ids for ids in self._hints.marks if self._leads(ids, is_free=True))
             return
@@ -323,7 +324,7 @@ class EndSearch:
             yield from self._special(allowed)
 
     def _hinted(self, allowed: Allowed) -> Iterator[Ids]:
-        """The first hint that makes a whole value here, or the rest of one."""
+        """Yield the first hint that makes a complete value here, or completes one."""
         firsts = allowed.by_byte
         for ids in self._hints.values:
             is_possible = self._table.firsts[ids[0]] in firsts
@@ -332,7 +333,7 @@ class EndSearch:
                 return
 
     def _leads(self, ids: Ids, *, is_free: bool = False, is_sure: bool = False) -> bool:
-        """Whether these tokens end a free text, or a value."""
+        """Whether these tokens end a free text or a value."""
         if self._matcher.validate_tokens(list(ids)) < len(ids):
             return False
         num = self._matcher.try_consume_tokens(list(ids))
@@ -347,7 +348,7 @@ class EndSearch:
                 self._matcher.rollback(num)
 
     def _is_behind(self, *, is_free: bool, is_sure: bool) -> bool:
-        """Whether a free text, or a value, has ended here; ``is_sure``: if anything is forced."""
+        """Whether a free text or value has ended here. ``is_sure``: any forced text proves it."""
         forced = self._matcher.compute_ff_bytes()
         if forced:
             return is_free or is_sure or forced[0] in BEHIND_VALUES
@@ -362,7 +363,7 @@ class EndSearch:
         return bool(found) and BEHIND_VALUES.issuperset(found)
 
     def _choices(self, allowed: Allowed) -> Iterator[Ids]:
-        """One token for every kind of text that may follow."""
+        """Yield a token for each kind of text that may follow."""
         found = allowed.by_byte
         yield from self._special(allowed)
         kinds = {kind: [byte for byte in kind if byte in found] for kind in KINDS}
@@ -373,7 +374,7 @@ class EndSearch:
             yield from ([found[b]] for b in some if len(some) < len(kind) or b in SAME)
         others = [byte for byte in found if byte in OTHERS]
         if self._width.learns and any(kinds.values()) and ESCAPE in others:
-            others.remove(ESCAPE)  # which makes one character of several
+            others.remove(ESCAPE)  # the backslash would take several characters for one
         yield from ([found[byte]] for byte in others)
         high = [token_id for byte, token_id in found.items() if byte >= HIGH]
         if high and len(high) == len(found):
@@ -386,11 +387,11 @@ class EndSearch:
                 yield [token_id]
 
     def _parts(self, allowed: Allowed, runs: Ids) -> list[int]:
-        """Long tokens of letters or digits, for texts that have to be long."""
+        """Return long tokens of letters or digits, for texts with a minimum length."""
         long = [token_id for token_id in runs if allowed.has(token_id)]
         return [long[index] for index in sorted({0, len(long) // 2, len(long) - 1})] if long else []
 
 
 def _has_layout(found: Collection[int]) -> bool:
-    """Whether these bytes are what JSON allows between two of its parts, blanks among them."""
+    """Whether exactly the bytes that JSON allows between elements are allowed, with blanks."""
     return BOTH_BLANKS.issubset(found) and LAYOUT.issuperset(found)

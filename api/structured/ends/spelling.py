@@ -1,4 +1,4 @@
-"""Writing a text in tokens that a grammar allows: the tokenizer's own where the text is forced."""
+"""Encoding a text in tokens that a grammar allows: the tokenizer's own for forced text."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from .protocols import Matcher, Tokens
 
 Ids = Sequence[int]
-AT_ONCE = 128  # bytes of a forced text: only the first 256 are in the tokenizer's own tokens
+# bytes of a forced text per query, of which only the first 256 use the tokenizer's tokens
+AT_ONCE = 128
 
 
 class Speller:
-    """Writes texts on a matcher, which is behind what it has written then."""
+    """Encodes texts with a matcher, which is after the encoded text then."""
 
     def __init__(self, matcher: Matcher, tokens: Tokens) -> None:
         self._matcher = matcher
         self._tokens = tokens
 
     def rewritten(self, ids: Ids) -> list[int]:
-        """The text of these tokens again, in few tokens; shorter where the grammar refuses them."""
+        """Return the same text in few tokens; truncated where the grammar rejects it."""
         written: list[int] = []
         for piece in self._pieces(ids):
             rest = piece if isinstance(piece, bytes) else b""
@@ -33,7 +34,7 @@ class Speller:
         return written
 
     def _pieces(self, ids: Ids) -> Iterator[bytes | int]:
-        """Texts, and the special tokens between them."""
+        """Yield texts, and the special tokens between them."""
         text = b""
         for token_id in ids:
             if self._tokens.texts[token_id]:
@@ -44,9 +45,10 @@ class Speller:
         yield text
 
     def _next(self, text: bytes) -> Ids:
-        """Tokens that the text begins with: at least one, where there is one.
+        """Return one or more tokens that begin the text; empty if there are none.
 
-        Of a long forced text many are taken at once, for each question about it costs its length.
+        Several tokens of a long forced text are taken at once, since each query about it costs time
+        proportional to its length.
         """
         begun: list[int] = []
         length = 0
@@ -64,5 +66,5 @@ class Speller:
 
 
 def text_of(tokens: Tokens, ids: Iterable[int]) -> bytes:
-    """The bytes of these tokens, without special ones."""
+    """Return the bytes of the given tokens. Special tokens have none."""
     return b"".join(tokens.texts[token_id] for token_id in ids)

@@ -1,4 +1,4 @@
-"""Facts about a vocabulary that a search for ends needs, read once."""
+"""Properties of a vocabulary that a search for completions needs, computed once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .protocols import Tokens
 
 MARKS = frozenset(b'"\\')  # bytes with a meaning inside a JSON string
 NO_BYTE = 256
-FREE = b"qQ <!;"  # a text is free where all of these may follow
+FREE = b"qQ <!;"  # if all of them may follow, any text may
 
 
 class TokenTable:
-    """Arrays over a vocabulary, by token id; `bytes` and `byte_ids` are of tokens of one byte.
+    """Arrays over a vocabulary by token id. `bytes` and `byte_ids`: tokens of one byte.
 
-    ``longer``: the shortest tokens that begin with a byte that is no token, shortest first.
+    ``longer``: tokens whose first byte is not a token itself, shortest first.
     """
 
     def __init__(self, tokens: Tokens) -> None:
@@ -43,23 +43,23 @@ class TokenTable:
         return ids[np.lexsort((ids, self.lengths[ids]))]
 
     def is_free(self, mask: NDArray[np.bool_]) -> bool:
-        """Whether whatever text may follow, by a mask [vocab]."""
+        """Whether any text may follow, according to a mask [vocab]."""
         return len(self.free) > 0 and bool(mask[self.free].all())
 
     def allowed(self, bits: bytes) -> Allowed:
-        """The tokens that a mask of bits lets follow."""
+        """Return the tokens that a bit mask allows."""
         return Allowed(self, np.frombuffer(bits, dtype=np.uint8))
 
 
 class Allowed:
-    """The tokens that may follow, by a mask of bits."""
+    """The tokens that a bit mask allows."""
 
     def __init__(self, table: TokenTable, bits: NDArray[np.uint8]) -> None:
         self._table = table
         self._bits = bits
 
     def has(self, token_id: int) -> bool:
-        """Whether this token may follow."""
+        """Whether the token is allowed."""
         return bool(self._bits[token_id >> 3] >> (token_id & 7) & 1)
 
     def _among(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -68,7 +68,7 @@ class Allowed:
 
     @cached_property
     def by_byte(self) -> dict[int, int]:
-        """By first byte, the shortest token that may follow: mostly the byte itself."""
+        """The shortest allowed token by first byte: usually the byte itself."""
         table = self._table
         is_allowed = self._among(table.byte_ids)
         found = dict(
@@ -79,28 +79,28 @@ class Allowed:
         return found
 
     def _add_longer(self, found: dict[int, int]) -> None:
-        """Add tokens for the bytes that are no tokens themselves."""
+        """Add tokens for first bytes that are not tokens themselves."""
         table = self._table
         for token_id in table.longer[self._among(table.longer)].tolist():
             found.setdefault(int(table.firsts[token_id]), token_id)
 
     @property
     def special(self) -> list[int]:
-        """Special tokens among them."""
+        """The allowed special tokens."""
         special: list[int] = self._table.special[self._among(self._table.special)].tolist()
         return special
 
     @cached_property
     def is_free(self) -> bool:
-        """Whether whatever text may follow."""
+        """Whether any text may follow."""
         free = self._table.free
         return len(free) > 0 and bool(self._among(free).all())
 
 
 def _groups(texts: Sequence[bytes], special: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A number for tokens that mean the same inside a string; 0 for those that are only text.
+    """Return a group number for tokens with the same meaning in a string; 0 for plain text.
 
-    What counts is what follows from the first mark on. A special token is alone.
+    Tokens are grouped by their text from the first mark on. A special token is a group of its own.
     """
     numbers: dict[bytes, int] = {b"": 0}
     groups = np.zeros(len(texts), dtype=np.int64)
@@ -113,7 +113,7 @@ def _groups(texts: Sequence[bytes], special: NDArray[np.int64]) -> NDArray[np.in
 
 
 def _by_length(texts: Sequence[bytes], fits: Callable[[bytes], bool]) -> list[int]:
-    """A token of each length of two bytes or more whose text fits, the longest first."""
+    """Return a token of each length from two bytes on whose text fits, longest first."""
     found: dict[int, int] = {}
     for token_id, text in enumerate(texts):
         if len(text) > 1 and fits(text):

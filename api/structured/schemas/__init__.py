@@ -1,1 +1,1 @@
-"""JSON schemas as others write them, as the grammar library takes them."""
+"""Conversion of JSON schemas of any draft to the form that the grammar library supports."""

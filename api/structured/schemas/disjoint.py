@@ -1,4 +1,4 @@
-"""Whether two schemas can hold for the same value."""
+"""Whether two schemas can accept the same value."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .regexes import NotRegularError, translated
 from .walk import Compiles
 
 Schema = Mapping[str, object]
-FORMATS = frozenset(  # that the grammar library follows
+FORMATS = frozenset(  # supported by the grammar library
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
-MAX_TRIALS = 50  # pairs of patterns that are compared for one document
+MAX_TRIALS = 50  # pairs of patterns to compare per document
 ALL_TYPES = frozenset(("null", "boolean", "number", "string", "array", "object"))
 MAX_DEPTH = 6
 
 
 class Disjoint:
-    """Compares schemas of one document. What it does not see counts as possible."""
+    """Compares schemas of one document. Values are assumed to exist unless excluded."""
 
     def __init__(self, references: References, compiles: Compiles) -> None:
         self._references = references
@@ -28,7 +28,7 @@ class Disjoint:
         self._num_trials = 0
 
     def are(self, first: object, second: object, depth: int = 0) -> bool:
-        """Whether no value can be of both."""
+        """Whether no value can match both schemas."""
         if first is False or second is False:
             return True
         if not isinstance(first, Mapping) or not isinstance(second, Mapping) or depth > MAX_DEPTH:
@@ -44,7 +44,7 @@ class Disjoint:
         )
 
     def _parts(self, schema: Schema, depth: int = 0) -> Iterator[Schema]:
-        """Schemas that all have to hold: itself, those of allOf and of a reference."""
+        """Yield schemas that must all match: the schema, and the targets of allOf and $ref."""
         yield schema
         if depth > MAX_DEPTH:
             return
@@ -63,7 +63,7 @@ class Disjoint:
                     yield found
 
     def _are_alone(self, first: Schema, second: Schema, depth: int) -> bool:
-        """Whether their own keywords exclude each other."""
+        """Whether the schemas' own keywords exclude each other."""
         if not (_types(first) & _types(second)):
             return True
         ours, theirs = _values(first), _values(second)
@@ -77,7 +77,7 @@ class Disjoint:
         return _types(first) & _types(second) == {"string"} and self._texts_apart(first, second)
 
     def _texts_apart(self, first: Schema, second: Schema) -> bool:
-        """Whether no text is of both patterns: then nothing compiles that has to have both."""
+        """Whether no text matches both patterns, so that their conjunction does not compile."""
         parts = [_of_text(first), _of_text(second)]
         self._num_trials += 1
         if not all(parts) or self._num_trials > MAX_TRIALS:
@@ -97,7 +97,7 @@ class Disjoint:
 
 
 def _of_text(schema: Schema) -> dict[str, object]:
-    """The demands of a schema on a text, as the grammar library reads them."""
+    """Return a schema's restrictions on a text in the grammar library's form."""
     found = {key: schema[key] for key in ("minLength", "maxLength") if key in schema}
     if schema.get("format") in FORMATS:
         found["format"] = schema["format"]
@@ -126,7 +126,7 @@ def _type_of(value: object) -> str:
 
 
 def _values(schema: Schema) -> set[str] | None:
-    """The listed values as text, if they are listed."""
+    """Return the listed values as text, None without a list."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list):
         return None
@@ -139,7 +139,7 @@ def _normal(value: object) -> object:
 
 
 def _may_be(value: object, schema: Schema) -> bool:
-    """Whether a value may be of a schema, by its simple keywords."""
+    """Whether a value may match a schema, judged by its simple keywords."""
     if _type_of(value) not in _types(schema):
         return False
     if schema.get("type") == "integer" and isinstance(value, float) and not value.is_integer():
@@ -191,7 +191,7 @@ def _required(schema: Schema) -> list[str]:
 
 
 def _property(schema: Schema, name: str) -> object:
-    """The schema of a property; False where it may not be there."""
+    """Return the schema of a property; False if the property is not allowed."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and name in properties:
         return properties[name]

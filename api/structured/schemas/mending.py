@@ -1,7 +1,7 @@
-"""Finds the smallest parts of a schema that do not compile, and leaves those out.
+"""Find the smallest parts of a schema that do not compile, and leave them out.
 
-What the grammar library refuses is not known beforehand: each part is compiled by itself, from the
-outside inwards where one fails. The number of trials is bounded.
+Unsupported parts of a schema are not known in advance. Each part is compiled separately, from the
+outside inwards after a failure. The number of trials is limited.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .walk import Compiles, Path, subschemas
 
 MAX_TRIALS = 300
 DEFS = "$defs"
-KEYS = (  # in the order in which one of them is given up
+KEYS = (  # ordered: the first ones are dropped first
     "pattern", "format", "multipleOf", "maxLength", "minLength", "minimum", "maximum",
     "exclusiveMinimum", "exclusiveMaximum", "maxItems", "minItems", "minProperties",
     "maxProperties", "patternProperties", "enum", "const", "allOf", "anyOf", "prefixItems",
@@ -24,7 +24,7 @@ KEYS = (  # in the order in which one of them is given up
 
 @dataclass(slots=True)
 class Mender:
-    """Mends one document. ``references``: what each of its ``$defs`` was called by its author."""
+    """Mends one document. ``references``: the author's name of each of its ``$defs``."""
 
     compiles: Compiles
     references: Mapping[str, str]
@@ -33,18 +33,18 @@ class Mender:
     _num_trials: int = 0
 
     def mend(self, document: object) -> object:
-        """A document that compiles, as near to this one as is found."""
+        """Return a document that compiles and is close to this one."""
         if not isinstance(document, Mapping):
             return document if self._problem(document) is None else True
         defs = document.get(DEFS)
         real: dict[str, object] = dict(defs) if isinstance(defs, Mapping) else {}
         root: object = {key: value for key, value in document.items() if key != DEFS}
-        self._defs = dict.fromkeys(real, True)  # first, each by itself
+        self._defs = dict.fromkeys(real, True)  # first each one separately
         for name in real:
             real[name] = self._mended(real[name], (self.references.get(name, name),))
         root = self._mended(root, ())
         self._defs = real
-        for name in real:  # then, with what they refer to
+        for name in real:  # then with its references
             real[name] = self._mended(real[name], (self.references.get(name, name),))
         root = self._mended(root, ())
         if self._problem(root) is not None:
@@ -54,7 +54,7 @@ class Mender:
         return root
 
     def _problem(self, schema: object) -> str | None:
-        """Why a part does not compile; None where it does, or was not tried."""
+        """Return why a part does not compile; None if it does or was not tried."""
         if isinstance(schema, bool) and schema:
             return None
         self._num_trials += 1
@@ -82,14 +82,14 @@ class Mender:
         return self._typed(mended, path, problem)
 
     def _typed(self, schema: object, path: Path, problem: str) -> object:
-        """The type alone, or whatever."""
+        """Return only the type of a schema, or a schema that accepts everything."""
         self.losses.append(Loss(path, problem))
         kept = {"type": schema["type"]} if isinstance(schema, Mapping) and "type" in schema else {}
         return kept if self._problem(kept) is None else True
 
 
 def _put(schema: dict[str, object], path: Path, value: object) -> None:
-    """Put a part into a schema, whose containers are copied."""
+    """Replace a part of a schema. Its container is copied."""
     key, *rest = path
     if not rest:
         schema[str(key)] = value

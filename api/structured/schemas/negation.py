@@ -1,4 +1,4 @@
-"""Schemas of what another schema refuses."""
+"""Schemas that accept the values which another schema rejects."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Negation:
         self._references = references
 
     def of(self, schema: object, depth: int = 0) -> list[object] | None:
-        """Schemas one of which holds for a value only if ``schema`` does not; None: not known.
+        """Return schemas of which one matches a value only if ``schema`` does not; None: unknown.
 
-        There may be values that neither holds for.
+        Some values may match neither.
         """
         if isinstance(schema, bool):
             return [] if schema else [True]

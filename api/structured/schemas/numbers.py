@@ -1,4 +1,4 @@
-"""Bounds of numbers, as far as the grammar library can follow them: never wider than they were."""
+"""Bounds of numbers in the form that the grammar library supports, never wider than given."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 from collections.abc import Mapping
 
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-MOST_INTEGER = 2**63 - 1024  # the largest that it takes, and that a float can be
+# the largest integer that the library accepts and a float can represent
+MOST_INTEGER = 2**63 - 1024
 MOST_NUMBER = 10**15
 EXACT = 2**53
 MOST_DECIMALS = 15
 
-Limit = tuple[float, bool]  # and whether the limit itself is out
+Limit = tuple[float, bool]  # the limit, and whether it is excluded
 
 
 def bounds(schema: Mapping[str, object], *, is_integer: bool) -> dict[str, float]:
-    """The bounds of a schema, in whichever draft they are written."""
+    """Return the bounds of a schema, written in any draft."""
     low = _limit(schema, "minimum", "exclusiveMinimum", max)
     high = _limit(schema, "maximum", "exclusiveMaximum", min)
     return _of_integers(low, high) if is_integer else _of_numbers(low, high)
@@ -52,7 +53,7 @@ def _of_integers(low: Limit | None, high: Limit | None) -> dict[str, float]:
 
 
 def _exact(value: int, *, up: bool) -> int:
-    """The next whole number that a float can be."""
+    """Return the next integer that a float can represent."""
     number = float(value)
     if abs(value) > EXACT and (number < value if up else number > value):
         number = math.nextafter(number, math.inf if up else -math.inf)
@@ -73,9 +74,9 @@ def _of_numbers(low: Limit | None, high: Limit | None) -> dict[str, float]:
 
 
 def _move_whole(found: dict[str, float], low: float, high: float) -> None:
-    """Move a whole limit that is out to where the library leaves it out: it forgets that it is out.
+    """Move an excluded integer limit slightly inwards, since the library would include it.
 
-    Where both limits are in the same unit.
+    This happens if both limits are within the same unit.
     """
     if "exclusiveMinimum" in found and low >= 0 and low == int(low) and low < high < low + 1:
         del found["exclusiveMinimum"]
@@ -86,7 +87,7 @@ def _move_whole(found: dict[str, float], low: float, high: float) -> None:
 
 
 def _between(low: float, high: float) -> float:
-    """A short number between two."""
+    """Return a short number between two numbers."""
     for decimals in range(1, MOST_DECIMALS):
         value = round(low + 10.0**-decimals, decimals)
         if low < value < high:

@@ -1,6 +1,6 @@
-"""A caller's JSON schema as it is followed: with all that can be, and with what cannot be told.
+"""Preparation of a caller's JSON schema: unsupported keywords are replaced or left out.
 
-How strictly is said in the schema itself, under `OPTIONS`, as the grammar library does it.
+The schema itself contains the strictness, under `OPTIONS`, like the grammar library's options.
 """
 
 from __future__ import annotations
@@ -18,42 +18,45 @@ from .walk import Compiles, json_blocks
 
 logger = logging.getLogger(__name__)
 OPTIONS = "x-foretoken"
-MAX_TOLD = 4  # losses that are told in one line
+MAX_TOLD = 4  # losses reported per line
 Strictness = Literal["strict", "exact", "loose"]
-"""The treatment of a keyword that cannot be followed.
+"""The treatment of an unsupported keyword.
 
-``strict``: it is refused. ``exact``: it is refused unless it is an annotation for every validator,
-as an unknown format is. ``loose``: it is left out, as narrowly as possible, and told in the log.
+``strict``: it is rejected. ``exact``: it is rejected unless it is an annotation for validators,
+such as an unknown format. ``loose``: it is left out, as narrowly as possible, and logged.
 """
 
 
 def with_options(
     schema: Mapping[str, object], strictness: Strictness, *, param: str, name: str = ""
 ) -> dict[str, object]:
-    """A schema with how it is to be followed.
+    """Return a schema with options for its preparation.
 
-    ``param``: the field that it came from, and ``name`` the part of it, for errors.
+    ``param``: the field that it comes from; ``name``: the part of the field; both for errors.
     """
     return {OPTIONS: {"strictness": strictness, "param": param, "name": name}, **schema}
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A schema as it is followed, and whether equal keys must not count twice in it."""
+    """A prepared schema, and whether duplicate keys must not count in it."""
 
     schema: object
     counts_keys: bool = False
 
 
 class Preparer:
-    """Prepares schemas. ``form``: options of the grammar library, which each gets."""
+    """Prepares schemas. ``form``: returns options of the grammar library for a schema."""
 
     def __init__(self, compiles: Compiles, form: Callable[[str], Mapping[str, object]]) -> None:
         self._compiles = compiles
         self._form = form
 
     def prepare(self, schema: object, param: str) -> Prepared:
-        """Raises `InvalidRequest` for what may not be left out, and for what is no schema."""
+        """Return a prepared schema.
+
+        Raises `InvalidRequest` for keywords that must not be left out and for invalid schemas.
+        """
         options = _Options.of(schema, param)
         rewriter = Rewriter(schema, self._compiles)
         try:
@@ -71,9 +74,9 @@ class Preparer:
         return Prepared(document, rewriter.counts_keys)
 
     def grammar(self, text: str, param: str) -> tuple[str, bool]:
-        """The text of a grammar with its schemas prepared, those that have options.
+        """Return the text of a grammar in which schemas with options are prepared.
 
-        Also whether equal keys must not count twice in any of them.
+        Also return whether duplicate keys must not count in any of them.
         """
         parts, counts_keys, end = [], False, 0
         for schema, begin, after in json_blocks(text):
@@ -85,14 +88,14 @@ class Preparer:
         return "".join([*parts, text[end:]]), counts_keys
 
     def block(self, schema: object) -> str:
-        """A prepared schema as it stands inside a grammar."""
+        """Return a prepared schema for use inside a grammar."""
         whole = schema if isinstance(schema, Mapping) else {"anyOf": [schema]}
         return json.dumps({**whole, "x-guidance": self._form(json.dumps(whole))})
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The options by which one schema is followed."""
+    """The options for the preparation of one schema."""
 
     strictness: Strictness
     param: str
@@ -111,7 +114,7 @@ class _Options:
 
 
 def _settle(losses: list[Loss], options: _Options) -> None:
-    """Refuse what may not be left out; tell the rest in one line."""
+    """Raise `InvalidRequest` for losses that are not acceptable; log the others in one line."""
     for loss in losses:
         is_refused = not loss.is_annotation or options.strictness == "strict"
         if options.strictness != "loose" and is_refused:
@@ -120,7 +123,7 @@ def _settle(losses: list[Loss], options: _Options) -> None:
             raise InvalidRequest(message, param=options.param)
     if losses and options.strictness == "loose":
         logger.warning(
-            "%s: not all of the schema is followed: %s",
+            "%s: parts of the schema are not enforced: %s",
             ": ".join(filter(None, (options.param, options.name))),
             "; ".join(_told(losses)),
         )

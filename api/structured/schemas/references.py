@@ -11,7 +11,7 @@ Schema = Mapping[str, object]
 
 
 class References:
-    """Finds what references in a document stand for: by path, by anchor, or by id."""
+    """Finds the targets of references in a document: by path, anchor or id."""
 
     def __init__(self, root: object) -> None:
         self._root = root
@@ -29,7 +29,7 @@ class References:
                 self._named.setdefault(f"#{name}", schema)
 
     def target(self, reference: object) -> object:
-        """The schema, or None where there is none in this document."""
+        """Return the schema, or None if the document has none."""
         if not isinstance(reference, str):
             return None
         if reference in self._named:

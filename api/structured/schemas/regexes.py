@@ -1,7 +1,7 @@
-"""Patterns of JSON schemas, which are ECMAScript's, as the grammar library reads them.
+"""Translation of JSON schema patterns, which are ECMAScript's, for the grammar library.
 
-It takes Rust's syntax without look-around. What has the same meaning in both is written anew; a
-look-ahead at the beginning of a pattern becomes a pattern of its own, beside the rest.
+The library supports Rust's syntax without look-around. Equivalent syntax is rewritten. A look-ahead
+at the beginning of a pattern becomes an additional pattern.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _PART = re.compile(
     re.DOTALL,
 )
 _IN_SET = re.compile(r"\\[xupP]\{[^}]*\}|\\.|\[:\^?\w+:\]|.", re.DOTALL)
-_DOUBLE = "&-~"  # twice in a set, one of these is an operator in Rust
+_DOUBLE = "&-~"  # doubled, each is an operator in a Rust character set
 _META = frozenset(r"\.+*?()|[]{}^$")
 _NOT_BLANK = frozenset((r"\s*$", r"^\s*$", r"\s*\Z"))
 _NOT_EMPTY = frozenset(("$", "^$"))
 
 
 class NotRegularError(ValueError):
-    """A pattern that no automaton can follow: it looks around, or refers back."""
+    """Raised for a pattern with look-around or back references, which is not regular."""
 
 
 def translated(pattern: str) -> str:
-    """The same pattern in Rust's syntax; raises `NotRegularError` where there is none."""
+    """Return the pattern in Rust's syntax. Raises `NotRegularError` if that is impossible."""
     if len(pattern) > MAX_PATTERN:
         raise NotRegularError(f"it has more than {MAX_PATTERN} characters")
     return "".join(_parts(_SURROGATES.sub(_joined, pattern)))
@@ -69,14 +69,14 @@ def _parts(pattern: str) -> Iterator[str]:
 
 def _checked(part: str) -> str:
     if part in (r"\b", r"\B"):
-        raise NotRegularError("the edge of a word is not supported")
+        raise NotRegularError("word boundaries are not supported")
     if part[0] == "\\" and part[1:].isdigit() and part != r"\0":
-        raise NotRegularError("a reference back is not supported")
+        raise NotRegularError("back references are not supported")
     return r"\x00" if part == r"\0" else part
 
 
 def _set(pattern: str, at: int) -> tuple[str, int]:
-    """A set of characters from behind its bracket, and where it ends."""
+    """Return a character set from after its bracket, and the index of its end."""
     text = "[^" if pattern.startswith("^", at) else "["
     at += len(text) - 1
     last = ""
@@ -95,9 +95,9 @@ def _set(pattern: str, at: int) -> tuple[str, int]:
 
 
 def split_looks(pattern: str) -> tuple[list[str], list[str]]:
-    """Patterns that together mean the same, and what is lost of it, by looking ahead.
+    """Return equivalent patterns without leading look-aheads, and unsupported look-aheads.
 
-    Only where a pattern begins with ``^`` and then looks ahead.
+    Only look-aheads directly after ``^`` are split off.
     """
     patterns: list[str] = []
     lost: list[str] = []
@@ -119,7 +119,7 @@ def split_looks(pattern: str) -> tuple[list[str], list[str]]:
 
 
 def _group_end(text: str) -> int:
-    """Index of the bracket that closes the group at the beginning; of the end where none does."""
+    """Return the index of the bracket that closes the first group. Raises `NotRegularError`."""
     depth, at = 0, 0
     while at < len(text):
         if text[at] == "\\":
@@ -135,12 +135,12 @@ def _group_end(text: str) -> int:
 
 
 def none_of(texts: Sequence[str]) -> str:
-    """A pattern for all texts but these."""
+    """Return a pattern for all texts except these."""
     return f"^(?:{_others(sorted(set(texts)))})$"
 
 
 def _others(texts: list[str]) -> str:
-    """All texts but these, of which the first characters may be the same: a tree of them."""
+    """Return a pattern for all texts except these, as a tree of common prefixes."""
     by_first: dict[str, list[str]] = {}
     for text in texts:
         if text:

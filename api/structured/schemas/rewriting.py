@@ -1,7 +1,7 @@
-"""JSON schemas of any draft, written anew with the keywords that the grammar library follows.
+"""JSON schemas of any draft, rewritten with keywords that the grammar library supports.
 
-What can be said in other keywords is: the outcome allows nothing that the schema does not, and
-mostly all that it does. What cannot be said is left out, and becomes a `Loss`.
+The result allows nothing that the schema forbids, and usually everything that it allows. A keyword
+that cannot be rewritten is left out and becomes a `Loss`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 WITHOUT_IF = ("draft-03", "draft-04", "draft-05", "draft-06")
 MAX_BRANCHES = 64
-MAX_UNIQUE = 6  # listed values of which all subsets are written out
-MAX_EXACT = 2**53  # whole numbers up to which all are exact
+MAX_UNIQUE = 6  # listed values of which all subsets are enumerated
+MAX_EXACT = 2**53  # largest integer up to which floats are exact
 MAX_MULTIPLE = 20_000
-MAX_REFERENCES = 8  # that lead to one another
-MAX_SCHEMAS = 50_000  # that are written for one document
+MAX_REFERENCES = 8  # length of a chain of references
+MAX_SCHEMAS = 50_000  # schemas per document
 REF = "$ref"
 OVERLAP = "oneOf is supported only where its branches exclude each other; use anyOf"
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A keyword that is not followed, where it stands, and why.
+    """A keyword that is not enforced, with its path and the reason.
 
-    ``is_annotation``: a JSON schema validator need not follow it either.
+    ``is_annotation``: JSON schema validators need not enforce it either.
     """
 
     path: Path
@@ -53,12 +53,12 @@ class Loss:
 
 @dataclass(slots=True)
 class Rewriter:
-    """Writes the schemas of one document anew, and those that they refer to."""
+    """Rewrites the schemas of one document, including the schemas that they refer to."""
 
     root: object
     compiles: Compiles
     losses: list[Loss] = field(default_factory=list)
-    counts_keys: bool = False  # whether an object needs so many keys that differ
+    counts_keys: bool = False  # whether duplicate keys must not count
     _references: References = field(init=False)
     _disjoint: Disjoint = field(init=False)
     _negation: Negation = field(init=False)
@@ -74,7 +74,7 @@ class Rewriter:
         self._negation = Negation(self._references)
 
     def document(self) -> object:
-        """The whole document; raises RecursionError where it is nested too deeply."""
+        """Return the whole document. Raises RecursionError for deep nesting."""
         root = self.schema(self.root, ())
         while self._left:
             name, target = self._left.pop()
@@ -89,7 +89,7 @@ class Rewriter:
         return self._called
 
     def schema(self, schema: object, path: Path) -> object:
-        """One schema, and all within it."""
+        """Return a rewritten schema, including nested schemas."""
         self._num_schemas += 1
         if isinstance(schema, bool):
             return schema
@@ -97,7 +97,7 @@ class Rewriter:
             self._lose(path, "not a JSON schema" if schema is None else "too many schemas")
             return True
         if REF in schema and self._is_old:
-            schema = {REF: schema[REF]}  # what stands beside a reference counted for nothing then
+            schema = {REF: schema[REF]}  # old drafts ignore siblings of a reference
         return _One(self, schema, path).written()
 
     @property
@@ -114,7 +114,7 @@ class Rewriter:
         self.losses.append(Loss(path, reason, is_annotation))
 
     def has_type(self, schema: object, name: str) -> bool:
-        """Whether a schema, or what it refers to, is of this type alone."""
+        """Whether a schema, or the target of its reference, has exactly this type."""
         for _ in range(MAX_REFERENCES):
             if not isinstance(schema, Mapping) or REF not in schema:
                 break
@@ -122,7 +122,7 @@ class Rewriter:
         return isinstance(schema, Mapping) and schema.get("type") == name
 
     def refer(self, reference: object, path: Path) -> object:
-        """A schema that refers to the same."""
+        """Return a rewritten reference to the same schema."""
         target = self._references.target(reference)
         if target is None:
             self._lose(path, f"{json.dumps(reference)} refers to nothing in this schema")
@@ -138,7 +138,7 @@ class Rewriter:
 
 
 class _One:
-    """One schema under way: its own keywords, and schemas that have to hold as well."""
+    """One schema that is being rewritten: its own keywords, and additional schemas to match."""
 
     def __init__(self, rewriter: Rewriter, schema: Schema, path: Path) -> None:
         self._all = rewriter
@@ -148,7 +148,7 @@ class _One:
         self._also: list[object] = []
 
     def written(self) -> object:
-        """The schema in keywords that are followed."""
+        """Return the schema in supported keywords."""
         for key, value in self._schema.items():
             if (write := _KEYWORDS.get(key)) is not None:
                 write(self, key, value)
@@ -172,18 +172,19 @@ class _One:
         return found if isinstance(found, Mapping) else {}
 
     def _typed(self, schema: Schema) -> Schema:
-        """A schema that is to hold as well, with the type that there is: it compiles faster."""
+        """Return an additional schema with the present type, which compiles faster."""
         name = self._schema.get("type")
         return {"type": name, **schema} if isinstance(name, str) else schema
 
     def _either(self, branches: Sequence[object]) -> None:
-        """Have one of these hold as well."""
+        """Require that one of the branches matches as well."""
         if len(branches) == 1:
             self._also.append(branches[0])
         elif not any(each is True for each in branches):
             self._also.append({"anyOf": [*branches]} if branches else False)
 
-    # -- of every type ----------------------------------------------------------------------------
+    # -- any type
+    # ------------------------------------------------------------------------------------
 
     def _type(self, key: str, value: object) -> None:
         names = value if isinstance(value, list) else [value]
@@ -195,9 +196,10 @@ class _One:
             self._out[key] = value
 
     def _branches_tell(self, name: object) -> bool:
-        """Whether every branch has this type, and nothing else stands beside the branches.
+        """Whether the schema has only branches besides its type, and every branch has this type.
 
-        A type beside a reference would have to be merged into what may hold the reference itself.
+        A type next to a reference would have to be merged into the target, which may contain the
+        reference itself.
         """
         told = [key for key in self._schema if key in _KEYWORDS]
         if len(told) != 2 or not isinstance(name, str):
@@ -262,7 +264,7 @@ class _One:
         self._also.append({"anyOf": inner})
 
     def _alone(self, index: int, schemas: Sequence[object]) -> list[object] | None:
-        """Schemas of what one branch alone holds for; None: not known."""
+        """Return schemas for values that match this branch only; None if unknown."""
         schema, parts = schemas[index], []
         for place, other in enumerate(schemas):
             if place == index or self._apart(schema, other):
@@ -280,7 +282,7 @@ class _One:
         return self._all._disjoint.are(self._typed_as_here(first), self._typed_as_here(second))
 
     def _typed_as_here(self, schema: object) -> object:
-        """A branch, with the type that this schema has."""
+        """Return a branch with the type of this schema."""
         if isinstance(schema, Mapping) and "type" in self._schema and REF not in schema:
             return {"type": self._schema["type"], **schema}
         return schema
@@ -310,7 +312,7 @@ class _One:
 
     def _bounds(self, key: str, _: object) -> None:
         if key != next(name for name in self._schema if name in BOUNDS):
-            return  # all of them were written with the first
+            return  # all bounds were written with the first keyword
         names = self._schema.get("type")
         numbers = {"integer", "number"}.intersection(names if isinstance(names, list) else [names])
         self._out.update(bounds(self._schema, is_integer=numbers == {"integer"}))
@@ -392,7 +394,7 @@ class _One:
         if least != 1 or "maxContains" in self._schema or "prefixItems" in self._schema:
             self._lose(key, "only one item that it holds for can be asked for")
             return
-        first = self._inner(value, key)  # which is as good as any other
+        first = self._inner(value, key)  # any position would be as good
         self._also.append(self._typed({"prefixItems": [first], "minItems": 1}))
 
     def _unevaluated(self, key: str, value: object) -> None:
@@ -426,7 +428,7 @@ class _One:
         self._out[key] = self._names(key)
 
     def _key_names(self, key: str, value: object) -> None:
-        """Keys of a pattern, or of a list."""
+        """Restrict the keys by a pattern or a list."""
         if value is True or (isinstance(value, Mapping) and not set(value) - _SAYS_TEXT):
             return
         schema = value if isinstance(value, Mapping) else {}
@@ -453,7 +455,7 @@ class _One:
             )  # fmt: skip
 
     def _key_pattern(self, key: str, schema: Schema) -> str | None:
-        """The pattern that a schema of keys stands for."""
+        """Return the pattern of a schema for keys, None if unsupported."""
         told = set(schema) - _SAYS_TEXT
         try:
             if told == {"pattern"} and isinstance(schema["pattern"], str):
@@ -468,7 +470,7 @@ class _One:
         return None
 
     def _least_keys(self, key: str, value: object) -> None:
-        """Require so many properties: of those that are named, or of others."""
+        """Require a minimum number of properties, named or others."""
         required, named = self._names("required"), self._named("properties")
         if not isinstance(value, int) or value <= len(set(required)):
             return
@@ -492,7 +494,7 @@ class _One:
         self._either(branches)
 
     def _most_keys(self, key: str, value: object) -> None:
-        """Allow so many properties: of those that are named, or of others."""
+        """Allow a maximum number of properties, named or others."""
         required, named = self._names("required"), self._named("properties")
         if not isinstance(value, int):
             return
@@ -521,12 +523,12 @@ class _One:
         self._either(branches)
 
     def _has_others(self) -> bool:
-        """Whether there may be properties that are not named."""
+        """Whether properties that are not named are allowed."""
         others = self._schema.get("additionalProperties", True)
         return others is not False or bool(self._named("patternProperties"))
 
     def _dependent(self, key: str, value: object) -> None:
-        """Have a property bring others along, or a whole schema."""
+        """Let a property require others, or a whole schema."""
         found = value if isinstance(value, Mapping) else {}
         for name, wanted in found.items():
             absent = self._typed({"properties": {name: False}})
@@ -546,7 +548,7 @@ def _may_match(pattern: str, name: str) -> bool:
 
 
 def _is_exact(value: object) -> bool:
-    """Whether a value can be written exactly."""
+    """Whether a value can be represented exactly."""
     if isinstance(value, list):
         return all(map(_is_exact, value))
     if isinstance(value, Mapping):

@@ -1,11 +1,12 @@
-"""The schemas within a JSON schema, and within the text of a grammar."""
+"""The schemas inside a JSON schema, and inside the text of a grammar."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 
-Compiles = Callable[[object], "str | None"]  # why a document does not compile; None: it does
+# returns why a document does not compile; None if it does
+Compiles = Callable[[object], "str | None"]
 Path = tuple[str | int, ...]
 IN_MAPPINGS = (
     "properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies",
@@ -20,7 +21,7 @@ _DECODER = json.JSONDecoder()
 
 
 def subschemas(schema: Mapping[str, object]) -> Iterator[tuple[Path, object]]:
-    """The schemas right inside of one, each with its path there."""
+    """Yield the direct subschemas, each with its path."""
     for key in IN_MAPPINGS:
         if isinstance(found := schema.get(key), Mapping):
             for name, each in found.items():
@@ -35,7 +36,7 @@ def subschemas(schema: Mapping[str, object]) -> Iterator[tuple[Path, object]]:
 
 
 def walk(schema: object) -> Iterator[Mapping[str, object]]:
-    """A schema and all within it, each object once."""
+    """Yield a schema and all nested schemas, each object once."""
     left, seen = [schema], set()
     while left:
         each = left.pop()
@@ -46,14 +47,14 @@ def walk(schema: object) -> Iterator[Mapping[str, object]]:
 
 
 def schemas_of(field: str, source: str) -> list[object]:
-    """The JSON schemas of a source: itself, or those that a grammar has in it."""
+    """Return the JSON schemas of a source: itself, or the ones inside a grammar."""
     if field == "json_schema":
         return [json.loads(source)]
     return [schema for schema, _, _ in json_blocks(source)] if field == "grammar" else []
 
 
 def json_blocks(text: str) -> Iterator[tuple[object, int, int]]:
-    """The schemas in the text of a grammar, each with where its JSON begins and ends."""
+    """Yield the schemas in the text of a grammar, each with begin and end of its JSON."""
     end = 0
     while (at := text.find(JSON_BLOCK, end)) >= 0:
         begin = end = at + len(JSON_BLOCK)
@@ -65,7 +66,7 @@ def json_blocks(text: str) -> Iterator[tuple[object, int, int]]:
 
 
 def resolve(root: object, reference: object) -> object:
-    """The target of a reference into the same document; None where there is none."""
+    """Return the target of a reference in the same document; None if it does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found = root

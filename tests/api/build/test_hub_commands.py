@@ -151,13 +151,13 @@ def test_serve_and_all_others_take_a_revision(monkeypatch):
 @pytest.mark.parametrize("model", ["builtin", "./a/b", "owner/tiny@main"])
 def test_a_revision_of_another_model_is_refused(model, capsys):
     error = told(capsys, "pull", model, "--revision", "v1", code=2)
-    assert "revision is for a model OWNER/NAME" in error
-    assert "is no model of the hub" in told(capsys, "pull", "builtin", code=2)
+    assert "revision needs a hub model OWNER/NAME" in error
+    assert "is not a hub id" in told(capsys, "pull", "builtin", code=2)
 
 
 def test_offline_nothing_is_asked_of_the_hub(capsys):
     error = told(capsys, "pull", "owner/tiny", "--offline", code=1)
-    assert "the cache does not have the model" in error
+    assert "the model is not in the cache" in error
     assert Hub.asked == []
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 

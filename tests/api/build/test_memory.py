@@ -88,9 +88,9 @@ def test_swap_may_hold_a_part(check) -> None:
             {"dtype": "float32"},
             "use --dtype bfloat16 (14.9 GiB) or use --quantize",
         ),
-        (PLAIN, 4 * GIB, {}, "take a file with at most 4.1 bits a weight"),
-        (PLAIN, 1 * GIB, {}, "take a model of at most 1.3 billion parameters in 4 bits"),
-        (PACKED, 3 * GIB, {}, "take a file with at most 3.1 bits a weight"),
+        (PLAIN, 4 * GIB, {}, "use a file with at most 4.1 bits per weight"),
+        (PLAIN, 1 * GIB, {}, "use a model of at most 1.3 billion parameters in 4 bits"),
+        (PACKED, 3 * GIB, {}, "use a file with at most 3.1 bits per weight"),
         (PACKED, 8 * GIB, {"kv_memory": "6GiB"}, "use --kv-memory 3033MiB"),
         (PACKED, 8 * GIB, {"kv_tokens": 10**5}, "use --kv-tokens 21568"),
     ],
@@ -120,8 +120,8 @@ def test_a_model_that_is_near_is_warned_of_and_loaded(check, caplog) -> None:
     check(PLAIN, 15.5 * GIB)
     [warning] = caplog.messages
     assert warning == (
-        "qwen3-8b may not fit: its weights need about 14.9 GiB and the KV pool 1.12 GiB, and "
-        "15.5 GiB of memory are free"
+        "qwen3-8b may not fit: its weights need about 14.9 GiB and the KV pool 1.12 GiB, but "
+        "only 15.5 GiB of memory are free"
     )
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -170,7 +170,7 @@ def test_show_says_what_is_needed_and_what_is_free(monkeypatch, capsys) -> None:
     assert told in capsys.readouterr().out
     monkeypatch.setattr(where, lambda: 10 * MIB)
     assert main(["show", "builtin"]) == 2
-    assert "refused   its weights need 13 MiB, and 10 MiB of memory are free" in (
+    assert "refused   its weights need 13 MiB, but only 10 MiB of memory are free" in (
         capsys.readouterr().out
     )
 

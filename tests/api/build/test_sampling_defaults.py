@@ -216,4 +216,4 @@ def test_the_models_own_values_are_logged(tmp_path: Path, caplog: pytest.LogCapt
     assert not caplog.messages
     found(folder_with(tmp_path, temperature=0.2, top_p=0.9))
     values = "temperature 0.2, top_p 0.9 (generation_config.json)"
-    assert caplog.messages == [f"the model's own sampling: {values}"]
+    assert caplog.messages == [f"sampling defaults of the model: {values}"]

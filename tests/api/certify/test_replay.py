@@ -89,7 +89,7 @@ def test_the_command_prints_the_answer_and_its_verdict(recorded, capsys):
     assert commands.main(["replay", answer["id"], "--requests", str(folder), "--threads", "1"]) == 0
     out, err = capsys.readouterr()
     assert out == answer["choices"][0]["text"] + "\n"
-    assert "the same 12 tokens, ending by length" in err
+    assert "the same 12 tokens, finish reason length" in err
 
 
 @pytest.mark.parametrize(("exact", "code"), [(True, 1), (False, 3)])
@@ -103,17 +103,17 @@ def test_another_answer_is_a_difference_unless_the_bits_are_not_exact(
     file = tmp_path / "one.jsonl"
     file.write_bytes(msgspec.json.encode(record))
     assert commands.main(["replay", record.id, "--requests", str(file), "--threads", "1"]) == code
-    assert "part at token 5" in capsys.readouterr().err
+    assert "differ from token 5" in capsys.readouterr().err
 
 
 def test_what_is_not_there_is_named(recorded, tmp_path, capsys):
     folder, _ = recorded
-    with pytest.raises(InvalidRequest, match="no request cmpl-x is recorded"):
+    with pytest.raises(InvalidRequest, match="no record of request cmpl-x"):
         find_record("cmpl-x", folder)
     with pytest.raises(ForetokenError, match="No such file"):
         find_record("cmpl-x", tmp_path / "none.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"id": "cmpl-x"')
-    with pytest.raises(ForetokenError, match="no recorded request"):
+    with pytest.raises(ForetokenError, match="not a recorded request"):
         find_record("cmpl-x", tmp_path / "bad.jsonl")
     assert commands.main(["replay", "cmpl-x", "--requests", str(folder)]) == 2
     assert "cmpl-x" in capsys.readouterr().err

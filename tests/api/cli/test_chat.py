@@ -106,21 +106,21 @@ def test_set_alone_lists_what_holds(monkeypatch, capsys) -> None:
     hold(monkeypatch, ["/set temperature 0.25", "/set"])
     listed = capsys.readouterr().out
     assert "temperature 0.25\n" in listed
-    assert "top_p (the model's own: 0.9)\n" in listed
-    assert "top_k (the model's own: 0)\n" in listed
-    assert "min_p (the model's own)\n" in listed
+    assert "top_p (the model's default: 0.9)\n" in listed
+    assert "top_k (the model's default: 0)\n" in listed
+    assert "min_p (the model's default)\n" in listed
 
 
 def test_set_with_a_name_alone_shows_its_value(monkeypatch, capsys) -> None:
     hold(monkeypatch, ["/set max_tokens 7", "/set max_tokens", "/set top_p"])
     listed = capsys.readouterr().out.splitlines()[1:]
-    assert listed == ["max_tokens 7", "max_tokens 7", "top_p (the model's own: 0.9)"]
+    assert listed == ["max_tokens 7", "max_tokens 7", "top_p (the model's default: 0.9)"]
 
 
 def test_commands_tell_that_they_are_done(monkeypatch, capsys) -> None:
     hold(monkeypatch, ["/system x", "/system", "/clear"], system="old")
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "(the system message is set)", "(there is no system message now)", "(a new conversation)",
+        "(the system message is set)", "(the system message is removed)", "(a new conversation)",
     ]  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_save_writes_the_conversation(monkeypatch, tmp_path, capsys) -> None:
     file = tmp_path / "talk.json"
     hold(monkeypatch, ["é", f"/save {file}", "/save /no/such/folder/x", "b"])
     out, err = capsys.readouterr()
-    assert f"({file} has the conversation)" in out
+    assert f"(saved to {file})" in out
     assert "foretoken: /no/such/folder/x: No such file or directory\n" in err
     assert json.loads(file.read_text("utf-8")) == [
         {"role": "user", "content": "é"}, {"role": "assistant", "content": "é!"},
@@ -156,7 +156,7 @@ def test_unknown_commands_are_no_messages(monkeypatch, capsys) -> None:
     partner = hold(monkeypatch, ["/hlep", "/help", "/exit", "a"])
     assert partner.asked == []
     captured = capsys.readouterr()
-    assert "there is no /hlep" in captured.err
+    assert "unknown command /hlep" in captured.err
     assert "/save FILE" in captured.out
 
 
@@ -340,7 +340,7 @@ def test_a_path_may_have_any_letters(serve) -> None:
 
 
 def test_a_server_without_tls_is_told(serve) -> None:
-    with pytest.raises(ForetokenError, match=r"gives no TLS connection \(.*(wrong|record)"):
+    with pytest.raises(ForetokenError, match=r"does not accept TLS connections \(.*(wrong|record)"):
         ask(serve().url.replace("http:", "https:"), "hi", SamplingParams())
 
 
@@ -370,7 +370,7 @@ def test_a_program_that_speaks_no_http_is_named() -> None:
             port = server.sockets[0].getsockname()[1]
             await ServerModel.connect(f"http://127.0.0.1:{port}", None)
 
-    with pytest.raises(ForetokenError, match="broke off: the connection ended before an answer"):
+    with pytest.raises(ForetokenError, match="closed the connection: the connection was closed"):
         asyncio.run(connect())
 
 

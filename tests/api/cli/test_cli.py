@@ -82,20 +82,20 @@ def test_a_bad_flag_exits_2_with_one_line(args, capsys, here):
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["serve", "--prot", "80"], " serve: there is no flag --prot (the nearest is --port)"),
-        (["chat", "--sistem=x"], " chat: there is no flag --sistem (the nearest is --system)"),
-        (["serve", "-q"], " serve: there is no flag -q ("),
-        (["--verson"], ": there is no flag --verson (the nearest is --version)"),
+        (["serve", "--prot", "80"], " serve: unknown flag --prot (did you mean --port?)"),
+        (["chat", "--sistem=x"], " chat: unknown flag --sistem (did you mean --system?)"),
+        (["serve", "-q"], " serve: unknown flag -q ("),
+        (["--verson"], ": unknown flag --verson (did you mean --version?)"),
         (["run", "a", "b", "c"], " run: unexpected argument 'c'; a text with spaces needs"),
         (["run", "a", "--seed", "1", "b", "c"], " run: unexpected argument 'c'; a text with"),
         (["run", "a", "b", "--seed", "1", "c"], " run: unexpected argument 'c'; a text with"),
         (["run", "a", "b", "--", "c"], " run: unexpected argument 'c'; a text with"),
-        (["run", "o/a", "b", "--model", "c"], " run: MODEL and --model name two models ("),
-        (["run", "o/a", "--model", "c", "b"], " run: MODEL and --model name two models ("),
-        (["serve", "--model", "c", "b"], " serve: MODEL and --model name two models ("),
+        (["run", "o/a", "b", "--model", "c"], " run: MODEL and --model name different models ("),
+        (["run", "o/a", "--model", "c", "b"], " run: MODEL and --model name different models ("),
+        (["serve", "--model", "c", "b"], " serve: MODEL and --model name different models ("),
         (["run", "hi", "builtin"], " run: the model comes before the prompt: foretoken run b"),
         (["run", "What is", "o/a"], " run: the model comes before the prompt: foretoken run o"),
-        (["run", "what", "is"], " run: 'what' is no model; a prompt with spaces needs quotes"),
+        (["run", "what", "is"], " run: 'what' is not a model; quote a prompt with spaces"),
     ],
 )  # fmt: skip
 def test_an_unknown_flag_is_an_error_of_its_command_with_the_nearest_one(args, told, capsys):

@@ -149,12 +149,12 @@ def test_the_example_in_the_text_of_the_docs_is_read(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("max-runing = 4", "unknown key max-runing (the nearest is max-running)"),
+        ("max-runing = 4", "unknown key max-runing (did you mean max-running?)"),
         ("ui = false", "unknown key ui"),
         ("config = 'x'", "unknown key config"),
         ("temperature = 0.5", "unknown key temperature"),
         ("[serve]\nport = 1", "unknown key serve"),
-        ("max-running = 4\nmax_running = 4", "max_running is there twice"),
+        ("max-running = 4\nmax_running = 4", "duplicate key max_running"),
         ("max-running = 'x'", "max-running must be an integer, not 'x'"),
         ("max-running = 1.5", "max-running must be an integer, not 1.5"),
         ("max-running = true", "max-running must be an integer, not True"),
@@ -246,7 +246,7 @@ def test_unknown_variables_are_named_once_in_the_log(monkeypatch, caplog) -> Non
     with caplog.at_level(logging.WARNING):
         given().warn_of_unknown_variables()
     [line] = caplog.messages
-    assert "FORETOKEN_MAX_RUNING (the nearest is FORETOKEN_MAX_RUNNING)" in line
+    assert "FORETOKEN_MAX_RUNING (did you mean FORETOKEN_MAX_RUNNING?)" in line
     assert "FORETOKEN_TEMPERATURE" in line
     assert not any(word in line for word in ("secret", "CACHE", "MAX_N"))
 

@@ -157,7 +157,7 @@ def test_a_signal_ends_the_fresh_server(home, fresh):
 def test_a_unix_socket_in_the_settings_is_an_error(home, fresh, capsys, monkeypatch):
     monkeypatch.setenv("FORETOKEN_UDS", "/run/s")
     assert commands.main(["launch", "codex", "m"]) == 1
-    assert "uds is /run/s, but clients need a port" in capsys.readouterr().err
+    assert "clients need a TCP port: remove the setting uds (/run/s)" in capsys.readouterr().err
     assert not fresh
 
 
@@ -179,7 +179,7 @@ def test_a_model_gets_a_server_of_its_own_which_ends_with_the_client(home, capsy
     flags = ["--no-images", "--threads", "1", "--max-model-len", "512", "--draft", "none"]
     assert commands.main(["launch", "codex", "builtin", *flags]) == 7
     line = capsys.readouterr().err.splitlines()[-2]
-    assert line.startswith("a server of its own at http://127.0.0.1:")
+    assert line.startswith("started a server at http://127.0.0.1:")
     log = Path(line.rpartition(" ")[2])
     try:
         assert "waiting up to" in log.read_text()  # it was asked to end
@@ -192,7 +192,11 @@ def test_a_model_gets_a_server_of_its_own_which_ends_with_the_client(home, capsy
     ("args", "code", "told"),
     [
         (["launch", "claude", "--url", "http://127.0.0.1:1"], 1, "does not answer"),
-        (["launch", "claude", "m", "--url", "http://127.0.0.1:1"], 2, "--url names a server"),
+        (
+            ["launch", "claude", "m", "--url", "http://127.0.0.1:1"],
+            2,
+            "cannot be combined with --url",
+        ),
         (["launch", "claude", "/no/such/model"], 1, "did not start"),
         (["launch", "claude", "--threads", "0"], 2, "threads"),
         (["launch", "vim"], 2, "invalid choice"),

@@ -177,7 +177,7 @@ def test_the_steps_of_a_start_are_told_where_they_are_wanted(here, say, pipe, ca
     lines = [re.fullmatch(r"(.+?) +(\d+\.\d\d) s", line) for line in err.splitlines()[:-1]]
     names = [found[1] for found in lines if found]
     assert [names[0], names[-1]] == ["imports of the command", "tokenizer"]
-    assert err.splitlines()[-1].startswith("in all ")
+    assert err.splitlines()[-1].startswith("total ")
 
 
 def test_reading_is_told_by_the_share_of_all_weights(tmp_path) -> None:

@@ -213,7 +213,7 @@ def test_a_bad_schema_is_told_before_anything_is_loaded(
     [
         (b"\x7fELF\x02\xd0\x00", "not text in UTF-8: byte 5 is 0xd0"),
         (b"\x89PNG\r\n", "not text in UTF-8: byte 0 is 0x89"),
-        ("hi".encode("utf-16-le"), "it has zero bytes"),
+        ("hi".encode("utf-16-le"), "it contains NUL bytes"),
         (b"", "standard input is empty"),
         (b"\n\n ", "standard input is empty"),
     ],
@@ -244,7 +244,8 @@ def test_a_prompt_that_is_too_long_tells_by_how_much(here, pipe, capsys) -> None
     line = capsys.readouterr().err
     assert shown == 2
     found = re.search(
-        r"prompt is too long: (\d+) tokens > (\d+) max.* Leave out at least (.*) of", line
+        r"prompt is too long: (\d+) tokens > (\d+) max.* Shorten the prompt by at least (.*) t",
+        line,
     )
     assert found is not None, line
     assert int(found[3].replace(",", "")) == int(found[1]) - int(found[2])

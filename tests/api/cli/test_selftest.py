@@ -75,7 +75,7 @@ def test_the_kinds_of_a_linear_are_compared_at_each_number_of_rows(capsys, monke
     assert [line.split() for line in lines if line.endswith(" torch")] == [
         [str(rows), "2", "3", "1", "torch"] for rows in (1, 8, 64, 256)
     ]
-    assert lines[-1] == "the engine takes float32 for all numbers of rows"
+    assert lines[-1] == "the engine uses float32 for all numbers of rows"
 
 
 def test_every_kind_of_a_linear_is_timed(monkeypatch, library):

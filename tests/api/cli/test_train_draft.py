@@ -101,7 +101,7 @@ def test_a_draft_is_trained_and_measured_in_service(capsys, tmp_path, monkeypatc
     args = ["--kind", "lm", "--data", str(data), "--out", str(out), "--tokens", "300"]
     assert commands.main([*GIVEN, *args, "--threads", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "share of drafted tokens accepted" in shown
+    assert "fraction of draft tokens accepted" in shown
     assert "tokens/s before" in shown
     report = json.loads((out / "training" / "report.json").read_text())
     assert set(report["tokens_per_s"]) == {"before", "with it"}
@@ -115,7 +115,7 @@ def test_data_of_one_text_trains_a_draft_without_a_measure(capsys, tmp_path, mon
     data.write_text("hello world this is text")
     args = ["--kind", "lm", "--data", str(data), "--out", str(tmp_path / "out"), "--tokens", "20"]
     assert commands.main([*GIVEN, *args, "--regenerate", "off", "--threads", "1"]) == 0
-    assert "no answer is held out to measure by" in capsys.readouterr().out
+    assert "acceptance was not measured" in capsys.readouterr().out
 
 
 # -- traffic --------------------------------------------------------------------------------------

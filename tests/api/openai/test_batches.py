@@ -378,7 +378,7 @@ def test_files_and_ended_batches_are_bounded_in_number_and_in_time(serve, engine
         engine.by_hand = True
         for _ in range(2):
             client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        with pytest.raises(openai.RateLimitError, match="batches are under way"):
+        with pytest.raises(openai.RateLimitError, match="running batches is reached"):
             client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
         outputs = [each.id for each in client.files.list() if each.id != file.id]
         later = SimpleNamespace(time=lambda: time.time() + 7300)
@@ -611,7 +611,7 @@ def test_files_of_an_earlier_version_are_left_alone_and_named(tmp_path, built, c
     old.write_text("{}")
     create_app(AsyncLLM.from_built(built), Settings(batch_dir=str(tmp_path)))
     assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == [
-        f"{tmp_path} has files of an earlier version, which are not read"
+        f"{tmp_path} contains batch files of an earlier version of foretoken; they are ignored"
     ]
     assert old.read_text() == "{}"
 
@@ -633,7 +633,7 @@ def test_run_batch_answers_a_file_without_a_server(tmp_path, capsys):
     assert commands.main([*args, "--resume"]) == 1
     assert len(target.read_text().splitlines()) == 6
     assert commands.main([*args, "--resume"]) == 1  # one of those that were there failed
-    assert "6 were there, 1 of them failed" in capsys.readouterr().err
+    assert "6 answered before, 1 of them with errors" in capsys.readouterr().err
     source.write_bytes(b"\n" + jsonl(line("a", url="/nothing"), line("a")))
     assert commands.main(["run-batch", str(source), str(tmp_path / "new")]) == 2
     assert "line 2: url /nothing" in capsys.readouterr().err
@@ -645,7 +645,7 @@ def test_run_batch_after_a_model_that_was_misspelt_needs_no_resume(tmp_path, cap
     source.write_bytes(jsonl(line("a")))
     for _ in range(2):
         assert commands.main(["run-batch", str(source), str(target), "/no/such/model"]) == 2
-        assert "no such folder" in capsys.readouterr().err
+        assert "not a folder" in capsys.readouterr().err
 
 
 def test_an_answer_is_written_wholly_to_a_disk_that_takes_parts(monkeypatch):

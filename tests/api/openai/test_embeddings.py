@@ -143,14 +143,14 @@ def test_a_model_that_is_not_made_for_vectors_embeds_with_one_warning(
     with LLM(tmp_path, draft="none", threads=1, kv_tokens=1024) as llm:
         found = llm.embed([SHORT, SHORT])
         llm.embed(SHORT)
-        with pytest.raises(InvalidRequest, match=r"64 or left out, not 32.*names no lengths"):
+        with pytest.raises(InvalidRequest, match=r"64 or left out, not 32.*truncation"):
             llm.embed(SHORT, dimensions=32)
     wanted = unit_vector(chat.model.model, chat.tokenizer(SHORT).input_ids)
     assert is_near(found[0].embedding, wanted)
-    warnings = [each.message for each in caplog.records if "may mean little" in each.message]
+    warnings = [each.message for each in caplog.records if "low quality" in each.message]
     assert warnings == [
-        f"the files of {tmp_path.name} name no pooling (modules.json), as those of an embedding "
-        "model do: its vectors may mean little"
+        f"{tmp_path.name} is not marked as an embedding model (no pooling in modules.json): its "
+        "embeddings may be of low quality"
     ]
 
 

@@ -429,13 +429,13 @@ def test_without_images_asked_for_or_to_be_had(
     options: dict[str, Any] = {"draft": "none", "threads": 1, "kv_tokens": 4096}
     with (
         LLM(smolvlm.folder, no_images=True, **options) as llm,
-        pytest.raises(InvalidRequest, match="takes no images"),
+        pytest.raises(InvalidRequest, match="does not support images"),
     ):
         llm.chat(user(*ASK), GREEDY)
     write_embedder(tmp_path)
     with (
         LLM(tmp_path, **options) as llm,
-        pytest.raises(InvalidRequest, match="takes no images") as caught,
+        pytest.raises(InvalidRequest, match="does not support images") as caught,
     ):
         llm.chat(user(*ASK), GREEDY)
     assert caught.value.param == "messages[0].content[1]"

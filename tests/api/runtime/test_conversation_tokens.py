@@ -388,7 +388,7 @@ def test_a_template_that_needs_the_calls_takes_no_ids(model):
 def test_ids_that_say_something_else_are_refused(model, text, fields):
     own = model(CALLING)
     message = refusal(own, [USER, said(text, **fields), MORE], given(1, own.ids("Stop")))
-    assert message.startswith("messages[1].token_ids do not decode to the message's own content")
+    assert message.startswith("messages[1].token_ids do not decode to the content")
 
 
 def test_a_call_with_other_arguments_is_refused(model):

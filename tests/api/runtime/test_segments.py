@@ -124,7 +124,7 @@ def test_log_probabilities_of_thoughts_and_calls_are_dropped():
 
 
 def test_a_call_that_was_not_begun_cannot_go_on():
-    with pytest.raises(RuntimeError, match="not begun"):
+    with pytest.raises(RuntimeError, match="not opened"):
         play(gone_on("}"))
-    with pytest.raises(RuntimeError, match="not begun"):
+    with pytest.raises(RuntimeError, match="not opened"):
         play(begun(is_done=True), gone_on("}"))

@@ -79,7 +79,7 @@ def test_bodies_are_the_structs_that_the_routes_decode(document):
     assert schemas["ChatRequest"]["required"] == ["messages"]
     assert {"messages", "top_k", "cache_salt", "prediction"} <= set(properties)
     assert not {name for name, _ in marks_of(ChatRequest).refused} & set(properties)
-    assert properties["ebnf"]["description"] == "Another name of `grammar`."
+    assert properties["ebnf"]["description"] == "Alias of `grammar`."
 
 
 def test_it_is_served_and_behind_the_key(serve):

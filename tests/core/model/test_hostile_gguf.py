@@ -150,8 +150,8 @@ def unmerged(writer: GGUFWriter) -> None:
         ("clip", lambda _: None, "is the image part of a model (mmproj), not a model"),
         ("llama", foreign("vocab"), "is a vocabulary, not a model"),
         ("llama", foreign("hologram"), "is no model: its general.type is 'hologram'"),
-        ("llama", lambda _: None, "has no whole vocabulary: tokenizer.ggml.model is missing"),
-        ("llama", unmerged, "has no whole vocabulary: tokenizer.ggml.merges is missing"),
+        ("llama", lambda _: None, "has an incomplete vocabulary: tokenizer.ggml.model is missing"),
+        ("llama", unmerged, "has an incomplete vocabulary: tokenizer.ggml.merges is missing"),
     ],
 )
 def test_another_kind_of_file_is_told_from_a_model(

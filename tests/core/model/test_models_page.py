@@ -31,7 +31,7 @@ def test_check_prints_what_an_own_model_needs(
     assert "qwen3" in printed
     assert "own decoder" in printed
     # 3 layers, 2 heads of 32 items of 4 bytes, keys and values
-    assert "KV        1.5 KiB a token" in printed
+    assert "KV        1.5 KiB per token" in printed
     assert "context   1,024 tokens" in printed
 
 
@@ -43,7 +43,7 @@ def test_check_prints_what_a_model_of_transformers_modules_needs(
     printed = capsys.readouterr().out
     assert "transformers' modules" in printed
     # 2 layers of 4 heads of 24 items of 4 bytes, keys and values padded to them
-    assert "KV        1.5 KiB a token" in printed
+    assert "KV        1.5 KiB per token" in printed
     assert "safetensors" in printed
 
 
@@ -53,7 +53,7 @@ def test_check_prints_that_latents_are_kept(
     folder = save_tiny(tmp_path, "deepseek_v3")
     assert main(["show", str(folder)]) == 0
     # 2 layers of 24 + 8 items of 4 bytes
-    assert "KV        256 bytes a token; 1 GiB holds 4,194,304 tokens; latent KV\n" in (
+    assert "KV        256 bytes per token; 1 GiB holds 4,194,304 tokens; latent KV\n" in (
         capsys.readouterr().out
     )
 
@@ -70,8 +70,8 @@ def test_check_prints_the_state_of_a_sequence(
     assert main(["show", str(tmp_path)]) == 2  # it has no weights
     printed = capsys.readouterr().out
     # 3 layers of 2 heads of 256 items of 2 bytes, keys and values
-    assert "KV        6 KiB a token" in printed
-    assert "; state 18.4 MiB a sequence\n" in printed
+    assert "KV        6 KiB per token" in printed
+    assert "; state 18.4 MiB per sequence\n" in printed
     assert "for a copy in 4 bits" in printed, "it drafts for itself"
 
 
@@ -111,7 +111,7 @@ def test_check_of_a_config_alone_prints_what_it_implies_and_that_weights_are_mis
 def test_check_without_a_folder_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["models", "check"])
-    assert "models check needs a model" in capsys.readouterr().err
+    assert "models check needs MODEL" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_some_tensors_is_reported(tmp_path: Path) -> None:
