@@ -65,8 +65,7 @@ class DraftSpec:
 
 
 def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
-    """Parse ``draft``; "auto": all model-free sources, and the draft model beside the target, else
-    the MTP layer of the checkpoint (`has_mtp`), else the model itself in 4 bits where that pays.
+    """Parse ``--draft``.
 
     "auto" selects all model-free sources, and a model: ``own_draft``, else `MTP` if the checkpoint
     has it (`has_mtp`), else `SELF` if it pays off. In a list, "auto" stands for all model-free
@@ -104,7 +103,7 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
 
 
 def find_draft(name: str | None) -> Path | None:
-    """Find the folder or file of a draft model; None for a drafter that needs none.
+    """Return the folder or file of a draft model; None for a drafter that does not need one.
 
     Raises `ModelLoadError`, which lists the names of drafters.
     """
@@ -135,9 +134,7 @@ def _sources(name: str) -> tuple[str, ...]:
 
 
 def make_sources(spec: DraftSpec) -> list[Source]:
-    """Return the model-free sources: grammars, the caller's prediction, and the ones in
-    ``spec``.
-    """
+    """Return the grammar and prediction sources, and the model-free sources of ``spec``."""
     if spec.is_empty:
         return []
     return [GrammarSource(), PredictionSource(), *(FREE[name]() for name in spec.sources)]

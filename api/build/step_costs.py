@@ -96,7 +96,10 @@ class KeptCosts:
 
 
 def _file_of(target: Model, proposer: Proposer | None, num_threads: int) -> Path | None:
-    """A file named by all that shapes what a step takes; None where no folder can be written."""
+    """Return the file for the costs; None if the cache folder cannot be written.
+
+    Its name is a hash of everything that affects the time of a step.
+    """
     parts = [__version__, str(num_threads), *_described(*target)]
     if proposer is not None:
         described = [part for model in proposer.models for part in _described(*model)]

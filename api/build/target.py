@@ -40,7 +40,7 @@ def device_of(config: EngineConfig) -> torch.device:
 
 
 def refuse_overlap(config: EngineConfig) -> None:
-    """Raise `InvalidRequest` if steps shall overlap; for targets whose backend cannot do so."""
+    """Raise `InvalidRequest` if ``overlap`` is on, for targets that cannot overlap steps."""
     if config.overlap == "on":
         message = "overlap on needs a GPU that the Triton kernels compute on: leave it at auto"
         raise InvalidRequest(message, param="overlap")

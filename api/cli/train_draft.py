@@ -118,7 +118,7 @@ def _add_head(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         flag, kinds = f"--{name.replace('_', '-')}", " or ".join(_kinds_with(name))
-        add(flag, type=_count, metavar="N", help=f"of a draft of kind {kinds}: {does}")
+        add(flag, type=_count, metavar="N", help=f"{does} (only for kind {kinds})")
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
@@ -211,14 +211,14 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _begun(init: str | None) -> str:
-    """List the kinds of drafts whose weights begin so by default."""
+    """Return the kinds of drafts with this default of ``--init``, as a text."""
     from ...draft.training.new_drafts import TRAINED
 
     return " and ".join(name for name, kind in TRAINED.items() if kind.init == init)
 
 
 def _kinds_with(option: str) -> list[str]:
-    """Return the kinds of drafts that have an option which not all have."""
+    """Return the kinds of drafts that have the option."""
     from ...draft.training.new_drafts import TRAINED
 
     return [name for name, kind in TRAINED.items() if option in kind.options]

@@ -1,4 +1,6 @@
-"""Grammars for tool calls, by format. Each accepts exactly what the parser of its format reads."""
+"""Grammars for tool calls, one per format; each accepts only text that the format's parser
+reads.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,24 @@ if TYPE_CHECKING:
     from ..types.results import Tool
 
 MAX_CALLS = 32
-"""Most calls that a grammar forces into one answer. A small model that must call, and may not write
-words behind a call, otherwise goes on calling up to the end of its context."""
+"""The most calls that a grammar allows in one answer.
 
-# What stands behind the first mark, for calls of these tools, one of them or (True) more.
+A small model that is forced to call, and may not write text after a call, otherwise goes on calling
+until the context is full.
+"""
+
+# Returns the rule after the first mark, for calls of these tools: one, or several if True.
 Block = Callable[[Lark, "Sequence[Tool]", bool], str]
 
 
 class CallGrammar(Protocol):
-    """Writes rules; ``parallel``: more than one call may come."""
+    """Writes the grammar rules of a format; ``parallel`` allows more than one call."""
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Calls and nothing else."""
+        """Return the rule for calls without other text."""
 
     def mixed(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Words as the model likes; where it begins a call, a valid one."""
+        """Return the rule for free text that may contain calls, which must be valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +41,17 @@ class Marked:
 
     mark: str
     block: Block
-    repeats: bool = True  # several calls are several blocks, with ``between`` between them
+    repeats: bool = True  # each call is a block of its own, separated by ``between``
     between: str = ""
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Calls and nothing else."""
+        """Return the rule for calls without other text."""
         one = lark.rule("call", f"{lark.mark(self.mark)} {self.block(lark, tools, parallel)}")
         parallel = parallel and self.repeats
         return lark.rule("calls", several(one, self.between, parallel=parallel))
 
     def mixed(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Words as the model likes; where it begins a call, a valid one."""
+        """Return the rule for free text that may contain calls, which must be valid."""
         call = f"{lark.up_to(self.mark, 'words')} {self.block(lark, tools, parallel)}"
         rest = lark.without(self.mark, "rest")
         return lark.rule("mixed", f"({call})* {rest}" if parallel else f"{call} | {rest}")
@@ -60,17 +65,19 @@ class Bare:
     block: Block
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Calls and nothing else."""
+        """Return the rule for calls without other text."""
         return lark.rule("calls", self.block(lark, tools, parallel))
 
     def mixed(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Words that do not begin like calls, or calls."""
+        """Return the rule for either calls, or text that does not begin like a call."""
         words = lark.not_beginning(self.beginnings, "words")
         return lark.rule("mixed", f"{self.calls(lark, tools, parallel=parallel)} | {words}")
 
 
 def several(one: str, between: str = "", *, parallel: bool) -> str:
-    """One call, or up to `MAX_CALLS` with this text between them."""
+    """Return the rule for one call or, if ``parallel``, up to `MAX_CALLS` separated by
+    ``between``.
+    """
     if not parallel:
         return one
     more = f"{lark_text(between)} {one}" if between else one
@@ -78,7 +85,7 @@ def several(one: str, between: str = "", *, parallel: bool) -> str:
 
 
 def between(before: str, after: str) -> Callable[[Tool], str]:
-    """Arguments between two texts, with the tool's name for %s."""
+    """Return a writer of arguments between two texts; ``%s`` in ``before`` is the tool's name."""
 
     def written(tool: Tool) -> str:
         begin = lark_text(before.replace("%s", tool.name))
@@ -88,5 +95,5 @@ def between(before: str, after: str) -> Callable[[Tool], str]:
 
 
 def behind_name(mark: str) -> Callable[[Tool], str]:
-    """Return the name, a mark, the arguments."""
+    """Return a writer of the name, a mark and the arguments."""
     return lambda tool: f"{lark_text(tool.name)} {mark} {arguments(tool)}"

@@ -17,7 +17,7 @@ Prepare: TypeAlias = Callable[[Messages], Messages]
 
 
 def as_they_are(messages: Messages) -> Messages:
-    """Return the messages."""
+    """Return the messages unchanged."""
     return messages
 
 
@@ -25,12 +25,13 @@ def as_they_are(messages: Messages) -> Messages:
 class Family:
     """One format of tool calls.
 
-    ``marks``: those that may be tokens of their own. ``clues``: its chat template holds each of
-    these; no template tells of a family without any. ``beginnings``: those of its calls.
-    ``grammar``: by the template and the vocabulary, where versions differ. ``read``: reads an
-    answer with such calls. ``reads_thoughts``: ``read`` tells thoughts apart, too, whether there
-    are tools or not. ``prepare``: changes earlier messages, of which its chat template wants ids or
-    thoughts in a form of its own.
+    ``marks`` are delimiters that may be single tokens. ``clues`` are texts that identify the
+    format's chat templates: all must occur in the template; an empty tuple matches no template.
+    ``beginnings`` are the texts that begin a call. ``grammar`` returns the grammar for a template
+    and a vocabulary, because versions of a format differ. ``read`` reads an answer that may contain
+    calls. ``reads_thoughts`` says that ``read`` also separates reasoning, with or without tools.
+    ``prepare`` changes earlier messages to the ids or the form of reasoning that the chat template
+    expects.
     """
 
     marks: tuple[str, ...]

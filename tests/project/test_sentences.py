@@ -24,6 +24,7 @@ DONE_ROOMS = tuple(
         "text",
         "media",
         "certify",
+        "parsing/formats",
     )
 )
 FRAGMENT = re.compile(r"(of|that|those|in|as|what|which|where|whose)\b", re.IGNORECASE)

@@ -36,7 +36,7 @@ class Drafter:
 
     @property
     def with_pool(self) -> list[Pooled]:
-        """The model if it has a KV pool of its own: other drafters read the target's, or none."""
+        """The model, if it has its own KV pool rather than the target's or none."""
         pooled = None if self.model is None else self.model.pooled
         return [] if pooled is None else [pooled]
 
@@ -46,7 +46,10 @@ class Drafter:
         return next((each for each in self.with_pool if isinstance(each, JoinedHead)), None)
 
     def make_proposer(self, pool: KVPool, own_pools: Sequence[KVPool]) -> Proposer | None:
-        """Make the proposer. ``own_pools``: that of `with_pool`; ``pool``: the target's."""
+        """Return the proposer; None without a model.
+
+        ``pool`` is the target's KV pool, ``own_pools`` the pool of `with_pool`.
+        """
         if self.model is None:
             return None
         return self.model.make_proposer(own_pools[0] if own_pools else pool)

@@ -1,1 +1,1 @@
-"""Formats of tool calls, one file each: marks, reader, grammar, and how messages are prepared."""
+"""Formats of tool calls, one per file: marks, reader, grammar, and preparation of messages."""

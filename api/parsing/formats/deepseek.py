@@ -1,4 +1,4 @@
-"""DeepSeek: each call between marks, all of them between marks; V3 and V3.1 differ inside.
+"""DeepSeek: marks around each call, and around all calls; V3 and V3.1 differ inside.
 
 Source: the models' published chat templates.
 """
@@ -48,7 +48,7 @@ def _deepseek(call: CallState) -> Reading[None]:
 
 
 def _deepseek_name(call: CallState) -> Reading[str]:
-    """Read the name, before which V3 writes the type, "function"."""
+    """Read the name of the tool; V3 writes the type, "function", before it."""
     source = call.source
     name = yield from read_name(source)
     if not (yield from source.close(DEEPSEEK_SEP)):

@@ -1,7 +1,7 @@
-"""Reading calls of Gemma: ``call:f{city:<|"|>Paris<|"|>,days:3}`` between marks.
+"""Reads Gemma's calls: ``call:f{city:<|"|>Paris<|"|>,days:3}`` between marks.
 
-The arguments become JSON as they come: keys have no quotes, texts stand between marks of their
-own. Sources: the published chat templates of Gemma 4 and FunctionGemma.
+The arguments are converted to JSON as they arrive: keys have no quotes, and strings have marks of
+their own as quotes. Sources: the published chat templates of Gemma 4 and FunctionGemma.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..reading.offers import kinds, listed_values
 if TYPE_CHECKING:
     from ...types.results import Tool
 
-MAX_DEPTH = 64  # objects within objects
+MAX_DEPTH = 64  # nested objects
 _CALL = "call:"
 _NAME = re.compile(r"[\w.:-]+")
 _KEY = re.compile(r"[^\s:,{}\[\]<]+")
@@ -38,7 +38,7 @@ _IN_WORD = re.compile(r"[^,{}\[\]<]+")
 
 @dataclass(frozen=True, slots=True)
 class GemmaMarks:
-    """Around a call, and around a text within it."""
+    """The marks around a call, and the mark around a string in it."""
 
     begin: str
     end: str
@@ -76,7 +76,7 @@ class _Call:
         self._ends = Ends((marks.end,), {marks.begin: (_CALL,)})
 
     def read(self) -> Reading[None]:
-        """Read it. Raises `Malformed` and `Cut`."""
+        """Read the call. Raises `Malformed` and `Cut`."""
         call, source = self._call, self._source
         is_marked = yield from source.literal(_CALL)
         yield from source.white()
@@ -120,7 +120,7 @@ class _Call:
         yield CallArguments("}")
 
     def _see_no_value(self) -> Reading[None]:
-        """See that a key ends its member, so that its value is null."""
+        """Check that the key ends its member, so that its value is null."""
         char = yield from self._source.peek()
         if not char:
             raise Cut
@@ -158,7 +158,7 @@ class _Call:
             yield CallArguments(scalar(word))
 
     def _word(self) -> Reading[str]:
-        """Read text without marks, up to what may stand behind a value."""
+        """Read unquoted text up to the end of a value."""
         source, pieces = self._source, list[str]()
         while True:
             pieces.append((yield from source.run(_IN_WORD)))
@@ -180,7 +180,7 @@ class _Call:
         yield CallArguments("]")
 
     def _text(self) -> Reading[None]:
-        """Read a text between quotes; a mark outside of it may end it, too."""
+        """Read a string between quote marks; a mark that ends the call may end it too."""
         source, quote = self._source, self._marks.quote
         yield from source.expect(quote)
         yield CallArguments('"')
@@ -197,7 +197,7 @@ class _Call:
 
 
 def _escaped(reading: Reading[str]) -> Reading[str]:
-    """Give the same events, their text as the inside of a JSON string."""
+    """Yield the same events, with their text escaped for a JSON string."""
     while True:
         try:
             event = next(reading)
@@ -214,7 +214,7 @@ _RULES = {"integer": "INT", "number": "NUMBER", "boolean": "BOOL", "null": '"nul
 
 
 def gemma_block(lark: Lark, tools: Sequence[Tool], marks: GemmaMarks) -> str:
-    """Grammar of one call, from behind its first mark."""
+    """Return the rule for one call without its first mark."""
     lark.rule("INT", r"/-?(0|[1-9][0-9]{0,17})/")
     lark.rule("NUMBER", r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?/")
     lark.rule("BOOL", '"true" | "false"')
@@ -246,7 +246,10 @@ def _arguments(lark: Lark, tool: Tool, index: int, quote: str) -> str:
 
 
 def _of(tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any], quote: str) -> str:
-    """Return a value of a schema by its type; a strict tool is refused where that is not all."""
+    """Return the rule for a value, by the types of its schema.
+
+    Raises `InvalidRequest` for a strict tool whose schema has more than types.
+    """
     values = listed_values(schema)
     if values and all(isinstance(each, str | bool | int) or each is None for each in values):
         return " | ".join(

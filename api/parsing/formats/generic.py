@@ -1,9 +1,9 @@
-"""The generic tool format: tools for a model whose chat template has none.
+"""The generic tool format, for models whose chat template does not support tools.
 
-The tools are described in the system text in plain JSON. The model writes a call as
-``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, which is how Hermes and Qwen write it,
-so their reader and grammar serve here. Calls and results of earlier turns become text, so that a
-template needs nothing but messages of a user and of an assistant that take turns.
+The system text describes the tools in plain JSON. The model writes a call as ``<tool_call>{"name":
+..., "arguments": {...}}</tool_call>``, like Hermes and Qwen, so their reader and grammar are used.
+Calls and results of earlier turns become text, so the template needs only alternating messages of a
+user and an assistant.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Message = Mapping[str, Any]
 
 
 def needs_text(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
-    """Whether the conversation has tools, calls or results, which the template lacks."""
+    """Whether the conversation has tools, calls or results, which the template does not support."""
     return bool(tools) or any(
         message.get("role") == "tool" or message.get("tool_calls") for message in messages
     )
@@ -45,10 +45,10 @@ def as_text(
 ) -> list[Message]:
     """Return the conversation with tools, calls and results as text.
 
-    The tools stand at the beginning of the system message, else of the first user message: a prompt
-    is cached from its beginning, and tools change less often than what follows. Results become a
-    user message, together with what the user says next. Raises `InvalidRequest` for tools or calls
-    that are nested too deeply.
+    The tools are placed at the beginning of the system message, else of the first user message: a
+    prompt is cached from its beginning, and tools change less often than the text after them.
+    Results become a user message, joined with the user's next text. Raises `InvalidRequest` for
+    tools or calls that are nested too deeply.
     """
     written: list[Message] = []
     joins = False  # the last message holds results
@@ -69,14 +69,14 @@ def as_text(
 
 
 def _append(written: list[Message], text: str, *, joins: bool) -> None:
-    """Append a text as a message of the user, or at the end of the last one (``joins``)."""
+    """Append a text as a user message, or to the last message if ``joins``."""
     if joins:
         text = f"{_content(written.pop())}\n{text}"
     written.append({"role": "user", "content": text})
 
 
 def _introduced(messages: list[Message], text: str, has_system_role: bool) -> list[Message]:
-    """The same with ``text`` at its beginning."""
+    """Return the messages with ``text`` at the beginning of the system or first user message."""
     wanted = "system" if has_system_role else "user"
     index = next((i for i, each in enumerate(messages) if each.get("role") == wanted), None)
     if index is None or (has_system_role and index > 0):
@@ -87,7 +87,7 @@ def _introduced(messages: list[Message], text: str, has_system_role: bool) -> li
 
 
 def describe(tools: Sequence[Tool]) -> str:
-    """Return the text that tells a model which tools there are and how a call is written."""
+    """Return the text that lists the tools and explains how to write a call."""
     return "\n".join([INTRODUCTION, *map(_described, tools), "", INSTRUCTION])
 
 
@@ -105,7 +105,7 @@ def _with_calls(message: Message) -> str:
 
 
 def _block(call: Mapping[str, Any]) -> str:
-    """Write a call as the model writes it."""
+    """Return a call in the form in which the model writes it."""
     function = call.get("function")
     function = function if isinstance(function, Mapping) else call
     arguments = function.get("arguments") or {}

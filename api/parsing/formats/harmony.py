@@ -1,7 +1,7 @@
-"""Reading harmony: the channels in which gpt-oss thinks, calls tools and answers.
+"""Reads harmony: the channels in which gpt-oss reasons, calls tools and answers.
 
 ``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...``; a call
-is a message of the commentary to ``functions.f``. Source: OpenAI's harmony response format.
+is a message in the commentary channel to ``functions.f``. Source: OpenAI's harmony response format.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _BARE_HEADERS = tuple(f"{before}to={_FUNCTIONS}" for before in ("", "commentary 
 
 
 def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The same conversation with thoughts where harmony's template looks for them.
+    """Return the conversation with reasoning in the field that harmony's template reads.
 
-    Of a message with calls it takes content or a thought, not both.
+    The template accepts either content or reasoning in a message with calls.
     """
     return [
         {**message, "thinking": message["reasoning_content"]}
@@ -67,9 +67,10 @@ def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 
 
 def marked_call(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """Return the call of a message with a mark for its arguments.
+    """Return the message's call with ``mark`` in place of its arguments.
 
-    The template refuses a result without a call before it, and writes the call's name again there.
+    The template refuses a result without a call before it, and repeats the call's name in the
+    result.
     """
     call = message["tool_calls"][0]
     function = {**(call.get("function") or call), "arguments": mark}
@@ -77,18 +78,16 @@ def marked_call(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def without_calls(text: str, marks: Sequence[str]) -> str:
-    """Return the text that the template wrote of `marked_call`, of these calls nothing but the
-    marks.
-    """
+    """Return the template's text with each `marked_call` reduced to its mark."""
     alone = "|".join(map(re.escape, marks))
     header = rf" to={re.escape(_FUNCTIONS)}[^<]*<\|channel\|>[^<]*<\|message\|>"
     return re.sub(rf'{header}"({alone})"', r"\1", text)
 
 
 def read_harmony(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
-    """Read thoughts, calls and words; marks are none of them. Text without marks is words.
+    """Read reasoning, calls and content, and drop the marks; text without marks is content.
 
-    ``beginnings``: those of calls that stand among words.
+    ``beginnings`` are the texts that begin calls within content.
     """
     while (yield from source.peek()):
         header = yield from _header(source)
@@ -106,7 +105,7 @@ def read_harmony(source: Source, beginnings: Sequence[Beginning], offers: Offers
 
 
 def _words(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
-    """Read the words of a message, and calls among them."""
+    """Read the content of a message, and calls in it."""
     inner = ReaderParser(partial(read_words, beginnings=beginnings, offers=offers))
     for event in _body(source, Content):
         if event is None:
@@ -118,7 +117,7 @@ def _words(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> R
 
 
 def _header(source: Source) -> Reading[str | None]:
-    """Read the header of a message; None where a message has none."""
+    """Read the header of a message; None if the message has no header."""
     if not (yield from source.which((START, CHANNEL))):
         if not (yield from _is_bare_header(source)):
             return None
@@ -138,7 +137,7 @@ def _header(source: Source) -> Reading[str | None]:
 
 
 def _is_bare_header(source: Source) -> Reading[bool]:
-    """Whether the rest of a header comes, the beginning of which is in the prompt."""
+    """Whether the rest of a header follows, whose beginning is in the prompt."""
     at = yield from source.behind_white()
     if not (yield from source.which(_BARE_HEADERS, at)):
         return False
@@ -147,7 +146,7 @@ def _is_bare_header(source: Source) -> Reading[bool]:
 
 
 def _mark(source: Source, marks: Sequence[str]) -> Reading[str]:
-    """One of these, which is taken; "" where none of them comes."""
+    """Consume and return the next mark if it is one of ``marks``, else return ""."""
     for mark in marks:
         if (yield from source.literal(mark)):
             return mark
@@ -155,7 +154,7 @@ def _mark(source: Source, marks: Sequence[str]) -> Reading[str]:
 
 
 def _body(source: Source, wrap: Callable[[str], Event]) -> Reading[None]:
-    """Yield the text of a message, and the mark behind it."""
+    """Yield the text of a message, and consume the mark after it."""
     while (yield from source.until(_ALL_BEGIN, wrap)):
         if (yield from _mark(source, _ENDS)):
             return
@@ -202,7 +201,7 @@ def _called(call: CallState, *, name: str) -> Reading[None]:
 
 
 def _text(source: Source) -> Reading[str]:
-    """Read the text up to the mark behind a message."""
+    """Read the text up to the mark that ends a message."""
     pieces = [(yield from collected(source.until(_ALL_BEGIN, Content)))]
     while (yield from source.peek()) and not (yield from source.which((*_ENDS, START, CHANNEL))):
         pieces.append(source.take(1))
@@ -214,15 +213,15 @@ def _text(source: Source) -> Reading[str]:
 
 
 class HarmonyGrammar:
-    """Rules for whole answers: a thought where the model likes, then what is asked for."""
+    """Grammar rules for whole answers: optional reasoning, then the requested form."""
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a call and nothing else, which ends the answer: there is never a second one."""
+        """Return the rule for one call; a call ends the answer, so there is never a second one."""
         del parallel
         return lark.rule("calls", f"{_thought(lark)} {self._call(lark, tools)}")
 
     def mixed(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Words as the model likes, or a valid call."""
+        """Return the rule for either free text or one valid call."""
         del parallel
         words = f"{_opened(lark, 'final')} {lark.without_any(MARKS, 'inside')}"
         free = lark.not_beginning((CHANNEL,), "words")
@@ -230,7 +229,7 @@ class HarmonyGrammar:
         return lark.rule("mixed", f"{_thought(lark)} ({words} | {call}) | {free}")
 
     def around(self, lark: Lark, structured: str) -> str:
-        """Structured output in the final channel."""
+        """Return the rule for structured output in the final channel."""
         return lark.rule("final", f"{_thought(lark)} {_opened(lark, 'final')} {structured}")
 
     def _call(self, lark: Lark, tools: Sequence[Tool]) -> str:

@@ -1,4 +1,4 @@
-"""Granite, Phi 4, Cohere, Hunyuan: a list of JSON objects behind a mark, or between two.
+"""Granite, Phi 4, Cohere, Hunyuan: a list of JSON objects after a mark, or between two marks.
 
 Source: the models' published chat templates.
 """
@@ -27,7 +27,7 @@ HUNYUAN_CALLS, HUNYUAN_CALLS_END = "<tool_calls>", "</tool_calls>"
 
 
 def json_list(begin: str, end: str) -> tuple[Beginning, ...]:
-    """Return the beginning of calls between marks: Granite's, Phi's, Cohere's and others'."""
+    """Return the beginning of calls that are a JSON list between two marks, or after one."""
 
     def read(call: CallState) -> Reading[None]:
         yield from call.source.expect(begin)
@@ -40,7 +40,9 @@ def json_list(begin: str, end: str) -> tuple[Beginning, ...]:
 
 
 def _json_list(begin: str, end: str, each: str = '{"name": "%s", "arguments": ') -> Marked:
-    """Return a list of objects, ``each`` up to its arguments."""
+    """Return the grammar for a list of objects; ``each`` is an object's text before its
+    arguments.
+    """
 
     def block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
         one = lark.each(tools, between(each, "}"))

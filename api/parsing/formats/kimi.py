@@ -1,4 +1,4 @@
-"""Kimi K2: each call between marks, behind ``functions.name:index``; all between marks.
+"""Kimi K2: each call between marks, after ``functions.name:index``; marks around all calls.
 
 Source: the models' published chat templates.
 """
@@ -72,8 +72,10 @@ KIMI_GRAMMAR = Marked(KIMI_SECTION, _kimi_block, repeats=False)
 
 
 def with_numbered_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The same conversation with ids of the form ``functions.name:index``, whose names Kimi's
-    templates write in the place of the calls'. Calls are counted from the first one on.
+    """Return the conversation with call ids of the form ``functions.name:index``.
+
+    Kimi's templates write the id in place of the call's name. Calls are numbered through the whole
+    conversation.
     """
     ids: dict[str, str] = {}
     return [_numbered(message, ids) for message in messages]

@@ -47,7 +47,7 @@ def _mistral(call: CallState) -> Reading[None]:
 
 
 def _is_mistral_name(source: Source) -> Reading[bool]:
-    """Whether another call comes without the mark before it; takes the white space before it."""
+    """Whether another call follows without its mark; consumes white space before it."""
     at = yield from source.behind_white()
     end = yield from source.behind(NAME, at)
     if end == at or not (yield from source.which((MISTRAL_ARGS, MISTRAL_ID), end)):
@@ -74,10 +74,10 @@ _SHORT = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the conversation with call ids of 9 letters and digits, which Mistral's templates
+    """Return the conversation with call ids of 9 letters and digits, as Mistral's templates
     require.
 
-    Equal ids stay equal, in every turn: a growing conversation keeps its prefix.
+    Equal ids stay equal in every turn, so a growing conversation keeps its cached prefix.
     """
     return [_shortened(message) for message in messages]
 

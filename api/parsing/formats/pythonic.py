@@ -1,7 +1,7 @@
-"""Reading calls that are written in Python: Llama 3.2's and 4's ``[f(city="Paris", days=3)]``.
+"""Reads calls that are written in Python: Llama 3.2's and 4's ``[f(city="Paris", days=3)]``.
 
-The arguments become JSON as they come; an expression that is no value becomes a text. Sources: the
-models' published chat templates.
+The arguments are converted to JSON as they arrive; an expression that is not a literal becomes a
+string. Sources: the models' published chat templates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ...types.results import Tool
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
-MAX_DEPTH = 64  # lists within lists
+MAX_DEPTH = 64  # nested lists
 _FUNCTION = re.compile(r"[\w.-]+")
 _KEY = re.compile(r"\w+")
 _HEX = re.compile(r"[0-9a-fA-F]+")
@@ -41,7 +41,7 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
 def _is_list(source: Source) -> Reading[bool]:
-    """Whether a list begins with what looks like a call."""
+    """Whether a list begins with text that looks like a call."""
     at = yield from source.behind_white(1)
     end = yield from source.behind(_FUNCTION, at)
     return end > at and (yield from source.ahead("(", end))
@@ -58,7 +58,7 @@ def _whole_answer(call: CallState) -> Reading[None]:
 _LIST = Beginning(
     mark="[", read=_whole_answer, is_ahead=_is_list, where=Where.LINE, is_plain=True, is_sure=False
 )
-# The whole answer is a list of calls, or it ends with one.
+# The whole answer is a list of calls, or ends with one.
 PYTHONIC = (
     replace(_LIST, where=Where.START, is_sure=True),
     _LIST,
@@ -67,7 +67,9 @@ PYTHONIC = (
 
 
 def marked_pythonic(begin: str, end: str) -> tuple[Beginning, ...]:
-    """Return the beginnings of calls between marks: LFM2's list, OLMo 3's with a call a line."""
+    """Return the beginnings of calls between marks: LFM2 writes a list, OLMo 3 one call per
+    line.
+    """
 
     def read(call: CallState) -> Reading[None]:
         source, ends = call.source, Ends((end,), {begin: ('{"name"', '[{"')})
@@ -87,7 +89,7 @@ def marked_pythonic(begin: str, end: str) -> tuple[Beginning, ...]:
 
 
 def _calls(call: CallState, ends: Ends, *, is_list: bool) -> Reading[None]:
-    """Read calls with commas, semicolons or white space between them."""
+    """Read calls that are separated by commas, semicolons or white space."""
     source = call.source
     while True:
         yield from source.white()
@@ -108,14 +110,14 @@ def _calls(call: CallState, ends: Ends, *, is_list: bool) -> Reading[None]:
 
 
 class _Call:
-    """Reads one call. ``ends``: see `object_text`."""
+    """Reads one call; ``ends`` are the texts that end it early (see `Ends`)."""
 
     def __init__(self, call: CallState, ends: Ends = NO_ENDS) -> None:
         self._call, self._source, self._ends = call, call.source, ends
-        self._has_names = True  # of all arguments so far
+        self._has_names = True  # whether all arguments so far have names
 
     def read(self) -> Reading[None]:
-        """Read it. Raises `Malformed` and `Cut`."""
+        """Read the call. Raises `Malformed` and `Cut`."""
         call, source = self._call, self._source
         name = call.check((yield from _word(source, _FUNCTION)))
         yield from source.expect("(")
@@ -147,7 +149,9 @@ class _Call:
         yield from call.end()
 
     def _keyword(self, name: str, num_before: int) -> Reading[str]:
-        """Read the name of an argument; one without a name has that of its place in the schema."""
+        """Read the name of an argument; a positional argument gets the name at its index in the
+        schema.
+        """
         source = self._source
         end = yield from source.behind(_KEY, 0)
         at = yield from source.behind_white(end)
@@ -164,10 +168,10 @@ class _Call:
         return names[num_before]
 
     def _goes_on(self) -> Reading[bool]:
-        """Take what is between two arguments, or behind the last; returns whether more follow."""
+        """Consume the text after an argument; return whether another argument follows."""
         source = self._source
         yield from source.white()
-        yield from self._expression()  # the rest of one that began as a string is left out
+        yield from self._expression()  # drops the rest of an expression that began as a string
         yield from source.white()
         if (yield from source.literal(",")):
             yield from source.white()
@@ -196,7 +200,7 @@ class _Call:
             yield CallArguments(scalar(word))
 
     def _expression(self) -> Reading[str]:
-        """Read text up to a comma, or to a bracket that it does not open itself."""
+        """Read text up to a comma, or to a closing bracket that it did not open."""
         source, pieces, open_ = self._source, list[str](), list[str]()
         while True:
             pieces.append((yield from source.run(_IN_EXPRESSION)))
@@ -275,7 +279,7 @@ class _Call:
         yield CallArguments('"')
 
     def _ends_string(self, quote: str, *, is_argument: bool) -> Reading[bool]:
-        """Whether the last quote of a string comes, by what stands behind it."""
+        """Whether a quote ends the string, judged by the text after it."""
         source = self._source
         if not (yield from source.ahead(quote)):
             return False
@@ -308,7 +312,7 @@ def _quote(source: Source) -> Reading[str]:
 
 
 def _quoted(source: Source) -> Reading[str]:
-    """Take a string within an expression, as it is written."""
+    """Consume and return a string in an expression, unchanged."""
     quote = source.take(1)
     pieces = [quote]
     while (char := (yield from source.peek())) and char != "\n":
@@ -336,11 +340,13 @@ def _escape(source: Source) -> Reading[None]:
         raise Cut
     if not _HEX.fullmatch(digits) or int(digits, 16) > 0x10FFFF:
         raise Malformed
-    yield CallArguments(json.dumps(chr(int(digits, 16)))[1:-1])  # half a character stays escaped
+    yield CallArguments(json.dumps(chr(int(digits, 16)))[1:-1])  # a lone surrogate stays escaped
 
 
 def pythonic_block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    """``[f(city="Paris"), g()]``; values are written as in JSON, which the reader takes too."""
+    """Return the rule for ``[f(city="Paris"), g()]``; values are in JSON, which the reader
+    accepts.
+    """
     indices = {tool.name: index for index, tool in enumerate(tools)}
 
     def written(tool: Tool) -> str:
@@ -364,7 +370,7 @@ def _keywords(lark: Lark, tool: Tool, name: str) -> str:
 
 
 def _of(tool: Tool, key: str, schema: Mapping[str, Any]) -> str:
-    """JSON of one argument."""
+    """Return the rule for the JSON of one argument."""
     return value(schema, strict=tool.strict, of=f"{tool.name}: {key}")
 
 
@@ -373,7 +379,7 @@ OLMO_CALLS, OLMO_CALLS_END = "<function_calls>", "</function_calls>"
 
 
 def _marked_list(begin: str, end: str) -> Marked:
-    """Return the calls of `PYTHONIC` between marks."""
+    """Return the grammar of pythonic calls between marks."""
 
     def block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
         return f"{pythonic_block(lark, tools, parallel)} {lark.mark(end)}"

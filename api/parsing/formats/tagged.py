@@ -1,8 +1,8 @@
-"""Reading calls whose arguments stand between tags, one by one, as plain text.
+"""Reads calls whose arguments are plain text between tags, one pair of tags per argument.
 
-What kind of value a text stands for the tool's schema says. A value may hold tags as text: one
-closes it only before what may follow it there, and an argument of the tool that has no closing tag
-ends where the next one begins. Sources: the published chat templates of Qwen3-Coder, Seed-OSS,
+The tool's schema determines the type of each value. A value may contain tags as text: a tag closes
+the value only if the text after it may follow there, and an argument without its closing tag ends
+at the next argument of the tool. Sources: the published chat templates of Qwen3-Coder, Seed-OSS,
 MiniMax M2 and GLM 4.5.
 """
 
@@ -31,18 +31,18 @@ from .pythonic import _of
 if TYPE_CHECKING:
     from ...types.results import Tool
 
-_QUOTES = frozenset("\"'`\\,;)]")  # beside a tag they say that it is quoted
+_QUOTES = frozenset("\"'`\\,;)]")  # an adjacent tag is quoted text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
-    """The marks around calls, functions and arguments.
+    """The tags around calls, functions and arguments.
 
-    ``function`` stands before a name and ``named`` behind it; an argument's name stands between
-    ``parameter`` and ``value``, its value before ``value_end``. ``name`` and ``argument``: what
-    they may be called. ``has_breaks``: a line break on either side of a value is not in it.
-    A format with functions has names as attributes, and ``quote`` behind them: they are read
-    however they are quoted, also behind ``name=``.
+    ``function`` precedes a function's name and ``named`` follows it; an argument's name is between
+    ``parameter`` and ``value``, and its value before ``value_end``. ``name`` and ``argument`` match
+    valid names. ``has_breaks`` says that a line break on either side of a value does not belong to
+    it. A format with functions writes names as attributes, followed by ``quote``; the reader
+    accepts any quoting, also with ``name=``.
     """
 
     begin: str
@@ -50,9 +50,9 @@ class Tags:
     function: str = ""
     named: str = ""
     quote: str = ""
-    function_end: str = ""  # "": the call ends with ``end``
+    function_end: str = ""  # if empty, the call ends with ``end``
     parameter: str
-    value: tuple[str, ...]  # with white space between them
+    value: tuple[str, ...]  # with white space between the tags
     value_end: str
     name: re.Pattern[str]
     argument: re.Pattern[str]
@@ -60,38 +60,38 @@ class Tags:
 
     @property
     def closing(self) -> tuple[str, ...]:
-        """Tags that close something, the inner ones first."""
+        """The closing tags, inner ones first."""
         return tuple(filter(None, (self.value_end, self.function_end, self.end)))
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """Tags that open an argument or a call."""
+        """The tags that open an argument or a call."""
         return tuple(filter(None, (self.parameter, self.function, self.begin)))
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The opening tags, without quotes that a model may leave out."""
+        """The opening tags without their quotes, which a model may leave out."""
         return tuple(tag.rstrip('"') for tag in self.opening)
 
     @property
     def function_start(self) -> str:
-        """The tag with the name of a function, up to its attribute."""
+        """The tag with the name of a function, without its attribute."""
         return _stem(self.function)
 
     @property
     def parameter_start(self) -> str:
-        """The tag with the name of an argument, up to its attribute."""
+        """The tag with the name of an argument, without its attribute."""
         return _stem(self.parameter) if self.function else self.parameter
 
     def name_in(self, written: str) -> str | None:
-        """Return the name that stands in such a tag; "" for an empty one, None without any."""
+        """Return the name in an opening tag; "" for an empty name, None without a name."""
         if not self.function:
             return _bare(written)
         found = _ATTRIBUTE.fullmatch(written)
         return _bare(found[found.lastindex or 0]) if found else None
 
     def with_form(self, written: str) -> Tags:
-        """Return the same with the tag of arguments as it is written, up to the name."""
+        """Return tags in which the argument tag has the form that the model wrote."""
         tag = self.parameter_start + written
         if tag.startswith(self.parameter):
             return self
@@ -122,16 +122,16 @@ GLM = Tags(
 
 
 def tagged_beginnings(tags: Tags) -> list[Beginning]:
-    """Return the beginnings of a format: its first mark, and functions without one."""
+    """Return the beginnings of a format: its first mark, and functions without the mark."""
     ends = tuple(filter(None, (tags.function_end, tags.end)))
     marked = Beginning(mark=tags.begin, read=partial(read_block, tags=tags), ends=ends)
     return [marked, *function_beginnings(tags)] if tags.function else [marked]
 
 
 def function_beginnings(tags: Tags) -> list[Beginning]:
-    """Return the beginnings of functions whose tools are offered, without the mark around them.
+    """Return the beginnings of offered functions without their format's outer mark.
 
-    They may stand alone, or between the tags of others.
+    The functions may stand alone, or between the tags of other formats.
     """
     start = tags.function_start
 
@@ -160,7 +160,7 @@ def function_beginnings(tags: Tags) -> list[Beginning]:
 def read_block(call: CallState, tags: Tags | None = None) -> Reading[None]:
     """Read calls from their first mark on: between the tags of a format, or as JSON.
 
-    Without ``tags`` the mark is ``<tool_call>``, and what follows it identifies the format.
+    Without ``tags`` the mark is ``<tool_call>``, and the text after it identifies the format.
     """
     source, own = call.source, tags or QWEN_CODER
     yield from source.expect(own.begin)
@@ -178,7 +178,9 @@ def read_block(call: CallState, tags: Tags | None = None) -> Reading[None]:
 
 
 def _which(source: Source, own: Tags) -> Reading[Tags | None]:
-    """Return the tags of the function that comes, between a format's own marks."""
+    """Return the tags of the next function, with the outer marks of ``own``; None without a
+    function.
+    """
     for tags in (QWEN_CODER, MINIMAX):
         if (yield from source.ahead(tags.function_start)):
             return replace(tags, begin=own.begin, end=own.end)
@@ -186,7 +188,7 @@ def _which(source: Source, own: Tags) -> Reading[Tags | None]:
 
 
 def _is_glm(call: CallState) -> Reading[bool]:
-    """Whether the name of a tool comes, and its arguments: as GLM writes them, or as JSON."""
+    """Whether a tool's name and its arguments follow, as GLM writes them or as JSON."""
     source = call.source
     end = yield from source.behind(GLM.name, 0)
     at = yield from source.behind_white(end)
@@ -196,7 +198,7 @@ def _is_glm(call: CallState) -> Reading[bool]:
 
 
 def _functions(call: CallState, tags: Tags) -> Reading[None]:
-    """Read functions, one after another."""
+    """Read consecutive functions."""
     source, is_first, start = call.source, True, tags.function_start
     while is_first or (start and (yield from source.ahead(start))):
         yield from _Function(call, tags).read()
@@ -213,13 +215,13 @@ class _Function:
     def __init__(self, call: CallState, tags: Tags) -> None:
         self._call, self._source, self._tags = call, call.source, tags
         self._name = ""
-        self._given: set[str] = set()  # names of arguments
-        self._last = "\n"  # the last character of the present value
-        self._is_closed = False  # the last value ended with its own tag
-        self._is_quoting = False  # the present value holds the beginning of a call as text
+        self._given: set[str] = set()  # the names of the arguments so far
+        self._last = "\n"  # the last character of the current value
+        self._is_closed = False  # whether the last value ended with its own tag
+        self._is_quoting = False  # whether the current value quotes the beginning of a call
 
     def read(self) -> Reading[None]:
-        """Read it. Raises `Malformed` and `Cut`."""
+        """Read the call. Raises `Malformed` and `Cut`."""
         call, source, tags = self._call, self._source, self._tags
         yield from source.expect(tags.function_start)
         self._name = call.check(tags.name_in((yield from source.run(tags.name))) or "")
@@ -233,7 +235,7 @@ class _Function:
             yield from call.end()
 
     def _behind_name(self) -> Reading[None]:
-        """Take what closes the tag with the name; a line break may stand for it."""
+        """Consume the end of the tag with the name; a line break may replace it."""
         source, tags = self._source, self._tags
         at = yield from source.behind_white()
         if not at or not (yield from source.which((tags.parameter_start, tags.function_end), at)):
@@ -242,7 +244,7 @@ class _Function:
 
     @property
     def _is_function(self) -> bool:
-        """Whether the name is one that calls a tool, and not the next word of a sentence."""
+        """Whether the name calls a tool, rather than being the next word of a sentence."""
         return bool(self._tags.function) or self._name in self._call.offers
 
     def _is_object(self) -> Reading[bool]:
@@ -264,7 +266,7 @@ class _Function:
             yield from self._source.close(tags.function_end)
 
     def _elements(self) -> Reading[None]:
-        """Read arguments up to the end of the call, which may lack its tag."""
+        """Read arguments up to the end of the call, whose closing tag may be missing."""
         source, tags, call = self._source, self._tags, self._call
         outside = tuple(filter(None, (tags.end, tags.function_start, tags.begin)))
         starts = (*tags.closing, *outside, tags.parameter_start)
@@ -283,13 +285,16 @@ class _Function:
                 return
             elif not call.is_open:
                 raise Malformed
-            else:  # text outside of all arguments
+            else:  # text outside all arguments
                 source.take(1)
                 yield from _dropped(source.until_any(starts, CallArguments))
                 yield from source.literal(tags.value_end)
 
     def _end_of_text(self) -> Reading[None]:
-        """Forgive tags that the model left out behind whole arguments."""
+        """Accept missing closing tags after complete arguments.
+
+        Raises `Cut` if the answer was cut off or the call has not begun.
+        """
         if not self._call.is_open and (self._call.is_plain or not self._is_function):
             raise Cut
         if self._source.is_cut:
@@ -299,7 +304,7 @@ class _Function:
     # -- arguments ------------------------------------------------------------------------------
 
     def _parameter(self) -> Reading[None]:
-        """Read an argument; one without a name is left out."""
+        """Read an argument; drop it if it has no name."""
         key = yield from self._key()
         self._last, self._is_quoting = "\n", False
         if not key:
@@ -323,7 +328,7 @@ class _Function:
             yield from self._other(types)
 
     def _key(self) -> Reading[str]:
-        """Read the name of an argument and what is before its value; "" if that is broken."""
+        """Read the name of an argument and the tags before its value; "" if they are malformed."""
         source = self._source
         written = yield from source.run(self._tags.argument)
         key = self._tags.name_in(written)
@@ -339,7 +344,9 @@ class _Function:
         return key if key and is_value else ""
 
     def _text(self) -> Reading[None]:
-        """Give the inside of a JSON string as it comes, without white space that is the tag's."""
+        """Yield the value as the inside of a JSON string, without white space that belongs to
+        the tags.
+        """
         held: list[str] = []
         for event in self._pieces():
             if event is None:
@@ -354,20 +361,20 @@ class _Function:
         yield CallArguments(_inside(self._without_break("".join(held))))
 
     def _other(self, types: frozenset[str]) -> Reading[None]:
-        """Read a value that may be something else than a string."""
+        """Read a value that may have another type than string."""
         text = yield from collected(self._pieces())
         yield CallArguments(_as_json(text.strip(), self._without_break(text), types))
 
     def _without_break(self, text: str) -> str:
-        """Return the end of a value without the white space that belongs to the tag behind it."""
+        """Return the end of a value without the white space that belongs to the next tag."""
         if not self._is_closed:
             return text.rstrip()
         return text.removesuffix("\n") if self._tags.has_breaks else text
 
     def _pieces(self) -> Reading[None]:
-        """Give the text of a value up to its end, and take the tag that closes it.
+        """Yield the text of a value and consume its closing tag.
 
-        Raises `Cut` if the text ends before.
+        Raises `Cut` if the text ends before the value does.
         """
         source, tags = self._source, self._tags
         while mark := (yield from self._to_tag()):
@@ -383,7 +390,9 @@ class _Function:
         raise Cut
 
     def _to_tag(self) -> Reading[str]:
-        """Give the text before the next tag, which stays; returns the tag, "" for none."""
+        """Yield the text before the next tag and return the tag without consuming it; "" for
+        none.
+        """
         tags = self._tags
         reading = self._source.until_any((*tags.closing, *tags.opening), CallArguments)
         while True:
@@ -398,7 +407,7 @@ class _Function:
     # -- where a value ends ---------------------------------------------------------------------
 
     def _ends_value(self, mark: str) -> Reading[bool]:
-        """Whether the tag that comes ends the present value; if not, it is text in it."""
+        """Whether the next tag ends the current value rather than being part of it."""
         source, tags = self._source, self._tags
         is_quoted = mark in tags.opening[1:] and self._last in "\"'`"
         if is_quoted or (self._is_quoting and mark in tags.opening):
@@ -421,7 +430,7 @@ class _Function:
         return bool((yield from source.which(begins, at)))
 
     def _is_said(self, closing: str, at: int) -> Reading[bool]:
-        """Whether a tag at ``at`` closes the call; if not, a value quotes it."""
+        """Whether a tag at ``at`` closes the call rather than being quoted by a value."""
         source, tags = self._source, self._tags
         direct = at + len(closing)
         behind = yield from source.behind_white(direct)
@@ -431,7 +440,7 @@ class _Function:
         return not (self._is_quoting and (yield from source.char(direct)) in _QUOTES)
 
     def _is_next_argument(self, at: int) -> Reading[bool]:
-        """Whether the name at ``at`` is that of a further argument of the tool, or is left out."""
+        """Whether the name at ``at`` is missing, or is a further argument of the tool."""
         source = self._source
         end = yield from source.behind(self._tags.argument, at)
         key = _bare(source.text(at, end))
@@ -443,7 +452,7 @@ class _Function:
         return key in names if names else self._last == "\n"
 
     def _is_offered(self, at: int) -> Reading[bool]:
-        """Whether the name at ``at`` is that of a tool, and a call goes on behind it."""
+        """Whether a tool's name is at ``at`` and a call continues after it."""
         source, tags = self._source, self._tags
         end = yield from source.behind(tags.name, at)
         if not (yield from source.ahead(tags.named, end)):
@@ -469,7 +478,7 @@ def _inside(text: str) -> str:
 
 
 def _dropped(reading: Reading[object]) -> Reading[None]:
-    """Read without giving anything."""
+    """Read to the end of ``reading`` and drop its text."""
     for event in reading:
         if event is None:
             yield None
@@ -486,8 +495,8 @@ def _as_json(word: str, text: str, types: frozenset[str]) -> str:
 
 
 def tagged_block(lark: Lark, tools: Sequence[Tool], tags: Tags) -> str:
-    """One function with tags; several calls are several blocks."""
-    # A text is whatever comes before the tag.
+    """Return the grammar for one function with tags; several calls are several blocks."""
+    # A string is all text before the closing tag.
     lark.up_to(tags.value_end, "plain")
     close = f'{lark.mark(tags.function_end)} "\\n"' if tags.function_end else ""
 

@@ -181,5 +181,5 @@ def test_a_draft_model_with_the_same_tokens_is_not_translated() -> None:
 
 @pytest.mark.parametrize("vocab_size", [4096, 5000])
 def test_a_draft_model_without_a_tokenizer_cannot_be_translated(tmp_path, vocab_size) -> None:
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.json is missing"):
+    with pytest.raises(ModelLoadError, match=r"no tokenizer\.json|tokenizer\.json is missing"):
         texts(tmp_path, vocab_size, draft_vocab="any")

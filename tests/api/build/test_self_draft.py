@@ -59,7 +59,7 @@ def test_one_that_does_not_pay_is_left_out_and_the_log_says_why(
     with caplog.at_level(logging.INFO):
         found = built(folder)
     assert (found.drafters, found.no_self_draft) == (
-        LOOK_UPS, "would not pay off: a pass takes 0.90 of a step",
+        LOOK_UPS, "would not pay: a pass takes 0.90 of a step",
     )  # fmt: skip
     assert f"auto drafts without 'self': it {found.no_self_draft}" in caplog.text
 
