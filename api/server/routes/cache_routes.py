@@ -41,9 +41,7 @@ class CacheRoutes(Endpoints):
 
     @get("/cache", CacheBody, query=SALTED, errors=(403,), is_operators=True)
     async def show(self, request: Request) -> Response:
-        """Return occupancy, causes of cache misses, and pins of ``cache_salt`` or without a
-        salt.
-        """
+        """Return occupancy, causes of cache misses, and the pins of ``cache_salt``."""
         salt = request.query_params.get("cache_salt")
         _check_salt(salt)
         llm = self.service.llm

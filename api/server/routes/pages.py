@@ -99,9 +99,7 @@ class Pages(Endpoints):
 
     @get(f"{PREFIX}/words.js", media=MEDIA[".js"])
     async def words(self, _request: Request) -> Response:
-        """Return a module with names of draft sources, causes of cache misses and parts of a
-        step.
-        """
+        """Return a module with display names of sources, causes of misses and parts of a step."""
         words = {"drafters": DRAFTERS, "losses": LOSSES, "parts": PARTS}
         module = b"export const words = %s;\n" % msgspec.json.encode(words)
         return Response(module, media_type=MEDIA[".js"], headers=HEADERS)

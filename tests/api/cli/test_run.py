@@ -265,7 +265,7 @@ def test_what_is_no_image_is_refused(here, capsys, args) -> None:
 def test_raw_text_has_no_system_message_and_no_images(here, capsys, tmp_path) -> None:
     (tmp_path / "a.png").touch()
     for args in (["--system", "x"], ["--image", str(tmp_path / "a.png")]):
-        assert f"{args[0]} needs the chat template" in refused(capsys, "hi", "--raw", *args)
+        assert f"{args[0]} cannot be combined with --raw" in refused(capsys, "hi", "--raw", *args)
 
 
 # -- a conversation -------------------------------------------------------------------------------

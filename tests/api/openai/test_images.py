@@ -301,14 +301,14 @@ def damaged() -> str:
 
 
 BAD = [
-    ("http://example.com/a.png", "fetches nothing"),
-    ("https://example.com/a.png", "fetches nothing"),
+    ("http://example.com/a.png", "does not fetch images"),
+    ("https://example.com/a.png", "does not fetch images"),
     ("ftp://example.com/a.png", "data URL"),
     ("", "data URL"),
     ("file:///etc/passwd", "--media-dir"),
     ("data:image/png;base64,@@@", "base64"),
     ("data:image/png,abc", "base64"),
-    ("data:image/png;base64,AAAA", "not an image"),
+    ("data:image/png;base64,AAAA", "unsupported format"),
     ("data:text/html;base64,AAAA", "text/html is not an image"),
     ("data:audio/wav;base64,AAAA", "audio/wav is not an image"),
     (bomb(3000), "3000 x 3000 pixels"),
