@@ -271,9 +271,9 @@ class OwnDecoder(PagedDecoder):
         return self._compiled.row_passes(pool, parts)
 
     def plans(self, batch: RaggedBatch, pool: KVPool) -> tuple[ForwardPlan, ...]:
-        """The backend's plans of a pass, one for each of the pool's parts."""
+        """Return the backend's plans of a pass, one for each part of the pool."""
         parts = zip(pool.parts, self.layout.parts, self.ropes, strict=True)
-        return tuple(self.ops.plan(batch, part, of.heads, *ropes) for part, of, ropes in parts)
+        return tuple(self.ops.plan(batch, part, own.heads, *ropes) for part, own, ropes in parts)
 
     def part_heads(self, part: int) -> HeadLayout:
         """The heads of the layers of a part."""

@@ -171,13 +171,13 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
         read = reader.counted(checkpoint.read)
         if on_read is not None:
             read = observed(read, on_read)
-    part = config
+    shard = config
     if comm is not None:
         check_shards(config, comm.size)
-        part = shard_config(config, comm, None if load_format == "random" else checkpoint.read)
-        read = shard_reader(read, config, part, comm)
+        shard = shard_config(config, comm, None if load_format == "random" else checkpoint.read)
+        read = shard_reader(read, config, shard, comm)
     release = (lambda: None) if load_format == "random" else checkpoint.release
-    layout = PageLayout.of(part)
+    layout = PageLayout.of(shard)
     if config.latent is not None and options.kv_dtype != "auto":
         raise ModelLoadError(
             f"kv_cache_dtype {options.kv_dtype} is not supported for {config.model_type}, which "
@@ -186,12 +186,12 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
     ops = options.ops(chosen, [part.heads for part in layout.parts])
     keeps_packed = dtype == "auto" and quantize == "none"
     assembly = Assembly(
-        part, read, ops, chosen, device, keeps_packed=keeps_packed, comm=comm, release=release
+        shard, read, ops, chosen, device, keeps_packed=keeps_packed, comm=comm, release=release
     )
     with reader.timed():
         weights = assembly.weights()
     if on_read is not None and load_format != "random":
-        read_others(observed(checkpoint.read, on_read), part)
+        read_others(observed(checkpoint.read, on_read), shard)
     return OwnDecoder(
         config, weights, ops, layout, linear_specs=assembly.linear_specs, compiles=comm is None
     )

@@ -56,13 +56,13 @@ def shard_config(config: DecoderConfig, comm: Comm, read: Read | None = None) ->
     )
 
 
-def shard_reader(read: Read, config: DecoderConfig, part: DecoderConfig, comm: Comm) -> Read:
+def shard_reader(read: Read, config: DecoderConfig, shard: DecoderConfig, comm: Comm) -> Read:
     """Read a checkpoint's tensors and keep the part of this rank.
 
-    ``config``: of the whole model; ``part``: of `shard_config`. Raises `InvalidRequest` for a
-    quantised matrix whose groups of columns the ranks cannot share.
+    ``config``: the whole model's; ``shard``: this rank's, from `shard_config`. Raises
+    `InvalidRequest` for a quantised matrix whose groups of columns the ranks cannot share.
     """
-    shares = {each.name: each.share for each in decoder_tensors(_with_held(config, part))}
+    shares = {each.name: each.share for each in decoder_tensors(_with_held(config, shard))}
 
     def part_of(name: str) -> StoredWeight:
         weight = read(name)
@@ -74,16 +74,16 @@ def shard_reader(read: Read, config: DecoderConfig, part: DecoderConfig, comm: C
     return part_of
 
 
-def read_others(read: Read, part: DecoderConfig) -> None:
-    """Read the experts that other ranks have whole, for the sake of what looks on.
+def read_others(read: Read, shard: DecoderConfig) -> None:
+    """Read the experts that other ranks hold, so that observers of reads see every tensor.
 
-    ``read``: of the whole model; ``part``: of `shard_config`.
+    ``read`` reads the whole model; ``shard``: this rank's config, from `shard_config`.
     """
-    for index, layer in enumerate(part.layers):
+    for index, layer in enumerate(shard.layers):
         spec = layer.experts
         if spec is None or spec.held is None:
             continue
-        experts = Experts(part, layer_prefix(index), spec)
+        experts = Experts(shard, layer_prefix(index), spec)
         others = [number for number in range(spec.count) if number not in spec.numbers]
         for tensor in (each for number in others for each in experts.of(number)):
             read(tensor.name)
@@ -125,13 +125,13 @@ def _uncut(read: Read, down: TensorSpec, comm: Comm) -> str:
     return ""
 
 
-def _with_held(config: DecoderConfig, part: DecoderConfig) -> DecoderConfig:
-    """The config of the whole model, with the experts that a rank has whole."""
+def _with_held(config: DecoderConfig, shard: DecoderConfig) -> DecoderConfig:
+    """Return the config of the whole model with the experts that this rank holds."""
     layers = (
         layer
-        if layer.experts is None or of.experts is None
-        else replace(layer, experts=replace(layer.experts, held=of.experts.held))
-        for layer, of in zip(config.layers, part.layers, strict=True)
+        if layer.experts is None or held.experts is None
+        else replace(layer, experts=replace(layer.experts, held=held.experts.held))
+        for layer, held in zip(config.layers, shard.layers, strict=True)
     )
     return replace(config, layers=tuple(layers))
 

@@ -230,10 +230,10 @@ def build_batch(
         positions = indices + (starts - first_rows)[rows]
         logit_rows = np.flatnonzero(indices >= (ends - wanted)[rows])
         row_pages = row_pages[rows]
-    pages_before, places = np.divmod(positions, page_size)
+    pages_before, in_page = np.divmod(positions, page_size)
     if len(tails):  # whose rows have no page
         pages_before = np.minimum(pages_before, np.repeat(page_counts - 1, lens))
-    slots = pages[row_pages + pages_before] * page_size + places
+    slots = pages[row_pages + pages_before] * page_size + in_page
     if len(tails):
         tail_offsets = positions - np.repeat(in_pages, lens)
         first_tails = np.repeat(np.cumsum(tail_lens) - tail_lens, lens)

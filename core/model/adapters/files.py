@@ -15,5 +15,7 @@ def leads_over_link(folder: Path, below: Path) -> bool:
     is not below.
     """
     steps = folder.relative_to(below).parts
-    places = [below.joinpath(*steps[: count + 1]) for count in range(len(steps))]
-    return any(each.is_symlink() for each in (*places, folder / CONFIG_FILE, folder / WEIGHTS_FILE))
+    folders = [below.joinpath(*steps[: count + 1]) for count in range(len(steps))]
+    return any(
+        each.is_symlink() for each in (*folders, folder / CONFIG_FILE, folder / WEIGHTS_FILE)
+    )

@@ -12,7 +12,7 @@ from .config import DecoderConfig
 from .rope import RopeSpec, layer_tables
 
 
-class Part(NamedTuple):
+class PoolPart(NamedTuple):
     """Layers with heads alike: a part of the pool, with a plan of its own in each pass."""
 
     heads: HeadLayout
@@ -28,7 +28,7 @@ class PageLayout:
     has the place of that one; one without attention has none.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[PoolPart, ...]
     places: tuple[KvPlace | None, ...]  # [num_layers]
     tables: tuple[Tables, ...]  # [num_layers] among the tables of its part
 
@@ -52,7 +52,7 @@ class PageLayout:
             part = kinds.index(layout)
             places.append(KvPlace(part, counts[part]))
             counts[part] += 1
-        parts = [Part(heads, counts[part], ()) for part, heads in enumerate(kinds)]
+        parts = [PoolPart(heads, counts[part], ()) for part, heads in enumerate(kinds)]
         return cls._turned(config, parts, places)
 
     @classmethod
@@ -75,10 +75,10 @@ class PageLayout:
 
     @classmethod
     def _turned(
-        cls, config: DecoderConfig, parts: Sequence[Part], places: Sequence[KvPlace | None]
+        cls, config: DecoderConfig, parts: Sequence[PoolPart], places: Sequence[KvPlace | None]
     ) -> PageLayout:
         """The layout with the tables that turn the layers of each part; others keep theirs."""
-        tables, found = [Tables()] * len(places), list[Part]()
+        tables, found = [Tables()] * len(places), list[PoolPart]()
         for number, part in enumerate(parts):
             layers = [i for i, place in enumerate(places) if place and place.part == number]
             specs, by_layer = layer_tables([config.ropes[index] for index in layers])

@@ -149,7 +149,7 @@ def linear_of(
     return LinearSpec((MatrixSpec(name, rows, factor),), in_features, **options)
 
 
-class Part:
+class LayerPart:
     """A part of a model: the attributes that are tensors, linears, norms or parts make it up."""
 
     @property
@@ -157,7 +157,7 @@ class Part:
         """Yield the tensors that the part is made of; one that is used twice comes twice."""
         for value in vars(self).values():
             for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, TensorSpec | NormSpec | LinearSpec | Part):
+                if isinstance(each, TensorSpec | NormSpec | LinearSpec | LayerPart):
                     yield from each.tensors
 
     @property

@@ -1,4 +1,4 @@
-"""The head of a GGUF file: its metadata, and the names and places of its tensors.
+"""The head of a GGUF file: its metadata, and the names, types and offsets of its tensors.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Each count, length and place in
 the file is compared with the size of the file before it is used. So time and memory are bounded by
@@ -89,7 +89,7 @@ class GgufTensor:
         return self.stored.reshape(gguf.quant_shape_to_byte_shape(shape, self.tensor_type))
 
 
-class _Place(NamedTuple):
+class _TensorEntry(NamedTuple):
     """A tensor before its bytes are looked for."""
 
     name: str
@@ -112,10 +112,10 @@ class GgufReader:
             num_tensors = _read_start(cursor)
             num_values = cursor.count("key/value pairs", _LEAST_FIELD)
             self.values = dict(_read_values(cursor, num_values))
-            places = _read_places(cursor, num_tensors)
+            entries = _read_entries(cursor, num_tensors)
             start = _aligned(cursor.at, self._alignment())
             self.head = self._data[:start].tobytes()
-            self.tensors = self._find(places, start)
+            self.tensors = self._find(entries, start)
         except _DamagedError as error:
             raise ModelLoadError(f"{file} is damaged: {error}") from None
         except OSError as error:
@@ -146,27 +146,27 @@ class GgufReader:
             raise _DamagedError(f"general.alignment must be a power of two, not {given!r}")
         return given
 
-    def _find(self, places: list[_Place], start: int) -> list[GgufTensor]:
+    def _find(self, entries: list[_TensorEntry], start: int) -> list[GgufTensor]:
         """Cut the tensors out of the file. Raises `ModelLoadError` for unknown types."""
         known = {int(kind) for kind in GgmlType}
-        for kind in {place.kind for place in places} - known:
-            names = [place.name for place in places if place.kind == kind]
+        for kind in {entry.kind for entry in entries} - known:
+            names = [entry.name for entry in entries if entry.kind == kind]
             called = _REMOVED.get(kind, f"number {kind}")
             raise unsupported_type(self.file, called, names)
-        return [self._cut(place, start) for place in places]
+        return [self._cut(entry, start) for entry in entries]
 
-    def _cut(self, place: _Place, start: int) -> GgufTensor:
-        kind = GgmlType(place.kind)
+    def _cut(self, entry: _TensorEntry, start: int) -> GgufTensor:
+        kind = GgmlType(entry.kind)
         block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-        if place.shape[0] % block:
-            shown = f"rows of {place.shape[0]:,} numbers"
-            raise _DamagedError(f"{place.name} has {shown}, but {kind.name} has blocks of {block}")
-        begin = start + place.offset
-        end = begin + math.prod(place.shape) // block * num_bytes
+        if entry.shape[0] % block:
+            shown = f"rows of {entry.shape[0]:,} numbers"
+            raise _DamagedError(f"{entry.name} has {shown}, but {kind.name} has blocks of {block}")
+        begin = start + entry.offset
+        end = begin + math.prod(entry.shape) // block * num_bytes
         if end > len(self._data):
             size = f"the file has {len(self._data):,} bytes"
-            raise _DamagedError(f"{place.name} ends at byte {end:,}, but {size}: is it cut off?")
-        return GgufTensor(place.name, kind, place.shape, self._data[begin:end])
+            raise _DamagedError(f"{entry.name} ends at byte {end:,}, but {size}: is it cut off?")
+        return GgufTensor(entry.name, kind, entry.shape, self._data[begin:end])
 
 
 def open_gguf(file: Path) -> GgufReader:
@@ -196,7 +196,7 @@ def unsupported_type(file: Path, kind: str, names: Iterable[str]) -> ModelLoadEr
 
 
 class _Cursor:
-    """A place in the bytes of a file. Raises `_DamagedError` for what is behind their end."""
+    """A cursor in the bytes of a file. Raises `_DamagedError` when a read passes their end."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -322,8 +322,8 @@ def _form(name: str, kind: int) -> str:
     return _NUMBERS[ValueType(kind)]
 
 
-def _read_places(cursor: _Cursor, count: int) -> list[_Place]:
-    found: dict[str, _Place] = {}
+def _read_entries(cursor: _Cursor, count: int) -> list[_TensorEntry]:
+    found: dict[str, _TensorEntry] = {}
     for number in range(count):
         name = cursor.name(f"the name of tensor {number}")
         if name in found:
@@ -335,7 +335,7 @@ def _read_places(cursor: _Cursor, count: int) -> list[_Place]:
         if 0 in shape:
             raise _DamagedError(f"{name} has the empty shape {list(shape)}")
         kind, offset = cursor.numbers("IQ", f"the type and place of {name}")
-        found[name] = _Place(name, kind, shape, offset)
+        found[name] = _TensorEntry(name, kind, shape, offset)
     return list(found.values())
 
 

@@ -25,7 +25,7 @@ from ..description.tensors import (
     MTP_PROJECTION,
     POST_PROJECTION,
     PRE_PROJECTION,
-    Part,
+    LayerPart,
     TensorSpec,
     linear_of,
 )
@@ -35,7 +35,7 @@ from .layer import Layer
 from .packer import Packer, in_order, norm_of
 
 
-class MtpInput(Part):
+class MtpInput(LayerPart):
     """What makes the input of a layer that predicts a further token."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -54,7 +54,7 @@ class MtpWeights(NamedTuple):
     projection: PackedLinear
 
 
-class AssistantEnds(Part):
+class AssistantEnds(LayerPart):
     """What joins an assistant to its target, whose hidden size is ``width``.
 
     ``output``: the name of the matrix of all tokens. ``num_clusters``: 0 without clusters.

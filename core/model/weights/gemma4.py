@@ -15,15 +15,15 @@ from ..description.tensors import (
     TOKEN_NORM,
     TOKEN_PROJECTION,
     TOKEN_TABLE,
+    LayerPart,
     NormSpec,
-    Part,
     TensorSpec,
     linear_of,
 )
 from .packer import Packer, norm_of
 
 
-class Gemma4Layer(Part):
+class Gemma4Layer(LayerPart):
     """The parts of a layer that only Gemma 4 has; it alone has a factor on the stream."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Gemma4Layer(Part):
         return TokenInputWeights(gate, self._config.activation, out, packer.norm(self.out_norm))
 
 
-class Gemma4Inputs(Part):
+class Gemma4Inputs(LayerPart):
     """What makes the inputs of all layers of a token."""
 
     def __init__(self, config: DecoderConfig) -> None:

@@ -15,8 +15,8 @@ from ..description.tensors import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
+    LayerPart,
     NormSpec,
-    Part,
     Shapes,
     TensorSpec,
     layer_prefix,
@@ -37,7 +37,7 @@ _MIXERS: dict[type, Callable[[DecoderConfig, int, Any], Mixer]] = {
 }
 
 
-class Layer(Part):
+class Layer(LayerPart):
     """One layer."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:

@@ -12,9 +12,9 @@ from ..description.tensors import (
     ROWS,
     Cut,
     Held,
+    LayerPart,
     LinearSpec,
     MatrixSpec,
-    Part,
     Shapes,
     Share,
     TensorSpec,
@@ -25,7 +25,7 @@ from .packer import Packer, in_order, optional
 _FUSED = "gate_up_proj"  # gate and up in one matrix, or of all experts in one tensor
 
 
-class Mlp(Part):
+class Mlp(LayerPart):
     """An MLP. ``factor``: of its output. ``is_cut``: whether ranks have columns of its middle."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Mlp(Part):
         return MlpWeights(first, second, self._activation, comm)
 
 
-class Experts(Part):
+class Experts(LayerPart):
     """The experts of a layer, and their router. They are apart, or in ``stacks``.
 
     ``stacks``: all matrices of gate and up, all of down, then the biases of both if there are any.

@@ -22,7 +22,7 @@ from ...ops.weights import MixerWeights, Norm, PackedLinear, PackedTable
 from ..description.config import DecoderConfig
 from ..description.fold import scaled
 from ..description.page_layout import PageLayout
-from ..description.tensors import LinearSpec, NormSpec, Part, TensorSpec
+from ..description.tensors import LayerPart, LinearSpec, NormSpec, TensorSpec
 from ..formats.checkpoint import Read
 
 _Spec = TypeVar("_Spec")
@@ -163,7 +163,7 @@ class Packer:
             yield from ((each.T if is_turned else each).contiguous() for each in plain)
 
 
-class Mixer(Part):
+class Mixer(LayerPart):
     """What mixes the rows of a sequence in a layer: attention, or a recurrent state."""
 
     @abstractmethod
