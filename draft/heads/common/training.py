@@ -66,8 +66,8 @@ class Student(Protocol):
 class TrainedKind:
     """What can be chosen for drafts of one kind.
 
-    ``about``: the kind in a few words. ``options``: those of `TrainOptions` that not every kind
-    has. ``init``: what its weights begin as by default; None: random.
+    ``about``: the kind in a few words. ``options``: fields of `TrainOptions` that only some kinds
+    have. ``init``: what the weights begin as unless the user says otherwise; None: random.
     """
 
     about: str
@@ -79,8 +79,8 @@ class TrainedKind:
 class Recipe(TrainedKind):
     """How heads of one kind are made and trained.
 
-    ``make``: a head of random weights, by the fields of its config that all kinds have, the number
-    of layers and the size of a block. ``begin_as_target``: copies the target's last layers, by the
+    ``make``: makes a head of random weights from fields of `HeadConfig`, the number of layers and
+    the size of a block. ``begin_as_target``: copies the target's last layers, by the
     number of its layers. ``begin_with_pairs``: begins with neighbouring tokens of answers ``[num,
     2]``, where a part of the head sees the token before alone. ``brings_output``: whether the files
     of a head of a part of the vocabulary have its rows of the target's output: other engines expect
