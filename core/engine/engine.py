@@ -359,7 +359,7 @@ class Engine:
         except EngineDead:  # the interpreter exits, and the model thread ended
             logger.debug("the engine stops: its model thread ended")
         except BaseException as failure:
-            logger.critical("the engine stops", exc_info=failure)
+            logger.critical("the engine failed and stops", exc_info=failure)
             self.failure, last = failure, EngineDead(STEPS_FAILED)
         finally:
             if not sys.is_finalizing():  # else no stream is read, and modules may be half gone

@@ -193,7 +193,7 @@ class _Outlet:
         try:
             self._serve(inlet)
         except Exception:
-            logger.exception("KV events end")
+            logger.exception("publishing KV events failed: no more are published until a restart")
         finally:
             for socket in (inlet, self._pub, self._replay):
                 socket.close(linger=LINGER_MS)

@@ -68,7 +68,7 @@ class _Tier:
         self.num_closed += 1
         self.opens = now + self.pause
         logger.warning(
-            "the KV tier on %s is left alone for %.0f s: %s", self.store.medium, self.pause, why
+            "not using the KV tier on %s for %.0f s: %s", self.store.medium, self.pause, why
         )
         self.pause = min(2 * self.pause, MAX_CLOSED_SECONDS)
 

@@ -120,7 +120,7 @@ class Recorder(Generic[T]):
             self._thread.join()
         else:  # nobody would take what waits
             self.num_left_out += self._queue.qsize()
-            logger.error("%s: its thread ended early", self.option)
+            logger.error("%s: the recording thread ended early; answers were lost", self.option)
         logger.info(
             "%s: %d answers recorded, %d skipped",
             self.option, self.num_recorded, self.num_left_out,

@@ -274,7 +274,7 @@ class Replicas:
         except asyncio.CancelledError:
             raise
         except BaseException as failure:
-            logger.critical("the front stops", exc_info=failure)
+            logger.critical("the front failed and stops", exc_info=failure)
             self.failure, error = failure, EngineDead("the front failed")
         finally:
             self._dispatcher.end_all(None if self.draining else error)

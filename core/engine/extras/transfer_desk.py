@@ -54,7 +54,7 @@ class TransferDesk:
             for note in self._server.notes():
                 self._take(note)
         except OSError as error:
-            logger.warning("notes of readers cannot be read: %s", error)
+            logger.warning("cannot read the notes of engines that load KV pages: %s", error)
         now = self._clock()
         self._cache.tick(now)
         if len(transfers) < num_held:

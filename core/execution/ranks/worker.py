@@ -178,11 +178,11 @@ def main() -> None:
         _run(channel)
         code = 0
     except ForetokenError as failure:
-        logger.error("a rank of the model ends: %s", failure)
+        logger.error("a tensor-parallel rank ends: %s", failure)
     except (EOFError, OSError):  # rank 0 is gone
         pass
     except BaseException:
-        logger.exception("a rank of the model failed")
+        logger.exception("a tensor-parallel rank failed")
     logging.shutdown()
     os._exit(code)  # the other ranks must not wait for what the interpreter does last
 

@@ -116,7 +116,7 @@ class PeerStore(PageStore):
         try:
             return call()
         except OSError as error:
-            logger.warning("a peer is left alone for %.0f s: %s", SHUNNED_SECONDS, error)
+            logger.warning("not using a peer for %.0f s: %s", SHUNNED_SECONDS, error)
             self._shunned = {agent: ends for agent, ends in self._shunned.items() if ends > now}
             self._shunned[memory.agent] = self._clock() + SHUNNED_SECONDS
             return None

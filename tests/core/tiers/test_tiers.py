@@ -307,7 +307,7 @@ def test_a_store_that_raises_is_left_alone_for_a_while(
     }[name]
     with caplog.at_level(logging.WARNING):
         assert work() in (0, None, (array("q", [2]), None))
-    assert f"disk is left alone for 10 s: {name} failed" in caplog.text
+    assert f"disk for 10 s: {name} failed" in caplog.text
     assert not scene.tiers.is_open
     store.calls.clear()
     assert (scene.find(1, 2, 3, 4, 5), scene.load(1, 2, 3, 4)) == (0, 0)
