@@ -1,4 +1,4 @@
-"""docs/logs.md: its tables have each message that the code logs at warning or above, and no other."""
+"""docs/logs.md: its tables have each message logged at warning or above, and no other."""
 
 from __future__ import annotations
 
