@@ -31,7 +31,7 @@ _KINDS: Mapping[type, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A setting as flags, variables and files name and read it."""
+    """Setting as flags, variables and files name and read it."""
 
     name: str  # flag name, with underscores
     field: str = ""  # name of the dataclass's field
@@ -132,7 +132,7 @@ class Setting:
         return f"{texts} or {name}" if self.kinds & {int, float} else f"one of {texts}"
 
     def _switched(self, value: bool) -> bool:
-        """The field's value for that of its flag: ``no_ui`` is False where it is set."""
+        """Return the field's value: ``value`` of the flag, negated for a default of True."""
         return value != (self.default is True)
 
     def _not(self, value: object) -> str:
