@@ -53,7 +53,7 @@ class Job(Generic[T]):
             raise cancelled
         if self._failure is not None:
             raise self._failure
-        return self._result  # type: ignore[return-value] # a T where nothing was raised
+        return self._result  # type: ignore[return-value] # a T if nothing was raised
 
     def end(self, result: T | None, failure: BaseException | None) -> None:
         """Record the call's end, on the event loop; only the first end of a call counts."""
