@@ -240,7 +240,7 @@ def _by_label(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
 
 
 def _reaching(lens: Mapping[int, int], depth: int) -> dict[str, int]:
-    """Return the number of runs of these lengths with a token at each position."""
+    """Return by position how many runs with these `lens` have a token there."""
     return {
         str(position): sum(count for length, count in lens.items() if length > position)
         for position in range(depth)
