@@ -26,9 +26,10 @@ class PrefixCache:
     pages, `publish` gives finished pages to the tree, `release` ends the lease. `pin` protects
     cached pages from eviction for a time, `tick` sets the time. ``pin_quota`` is the share of the
     pool that one namespace may pin; all namespaces together may pin twice as much. The last turn of
-    a session stays pinned for ``session_ttl`` seconds; 0: it is not pinned. Pages that a namespace
-    keeps cached beyond ``cache_quota`` of the pool are evicted first, after the pages of namespaces
-    that no request used while three times the pool was evicted. Raises ValueError for bad sizes.
+    a session stays pinned for ``session_ttl`` seconds; 0: it is not pinned. Pages of a namespace
+    that owns more than ``cache_quota`` of the pool are evicted before the pages of others. Pages of
+    an idle namespace, which no request used while three times the pool was evicted, are evicted
+    even earlier. Raises ValueError for bad sizes.
 
     ``states``: slots for recurrent states, for a model that has them. Its requests resume only
     where the state at a page's end is kept, so the prefix that `match_len`, `would_fit` and
@@ -324,10 +325,10 @@ class PrefixCache:
     def publish(self, lease: KVLease, tokens: array[int], num_computed: int) -> range:
         """Give the whole pages of ``tokens[:num_computed]`` to the tree; they stay borrowed.
 
-        Where the tree has the same prefix already, the lease adopts the tree's pages and frees its
-        own copies. Returns the positions that were not cached before. Raises ValueError for a
-        released lease, or if ``num_computed`` exceeds the tokens or the page table. O(new pages +
-        nodes they pass).
+        If the tree has the same prefix already, the lease adopts the tree's pages and frees its own
+        copies. Returns the positions that were not cached before. Raises ValueError for a released
+        lease, or if ``num_computed`` exceeds the tokens or the page table. O(new pages + nodes they
+        pass).
         """
         lease.require_live()
         if not 0 <= num_computed <= min(len(tokens), len(lease.page_ids) * self.page_size):

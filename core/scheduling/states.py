@@ -17,7 +17,7 @@ from ..interface.draft import DraftPlan
 from ..interface.plan import StateUse
 from ..interface.request import Request
 
-MAX_STATE_DRAFT = 32  # draft tokens of a request in a step: a log holds a page and so many rows
+MAX_STATE_DRAFT = 32  # draft tokens of a request in a step: a log holds a page and this many rows
 LEAST_SHARED_PAGES = 4  # shorter common prefixes are not worth a slot, nor a wait
 
 

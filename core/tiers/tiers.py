@@ -287,7 +287,7 @@ class Tiers(KVTiers):
     @override
     def close(self) -> None:
         for tier in self._tiers:
-            self._flush(tier)  # or the next process finds what was to be forgotten
+            self._flush(tier)  # otherwise the next process would find flushed pages
             for store in tier.stores:
                 with self._asking(tier):
                     store.close()
