@@ -34,7 +34,7 @@ class Sizes:
     max_running: int
 
 
-# A step reads the weights once for all of its rows: on a GPU, where hundreds of them cost little
+# A step reads the weights once for all of its rows: on a GPU, where hundreds of rows cost little
 # more than one, steps are larger. Its attention takes 32 keys at a time, which lie in one page.
 _SIZES = {
     "cpu": Sizes(page_size=16, max_batch_tokens=256, max_running=64),
@@ -316,7 +316,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check every option; a bad one raises `InvalidRequest` naming it."""
+        """Check every option. Raises `InvalidRequest` naming a wrong one."""
         check_settings(self)
         _require(self.dump_dir != "", "dump_dir", "must not be empty")
         has_one_size = self.kv_memory is None or self.kv_tokens is None
@@ -337,7 +337,7 @@ class EngineConfig:
         self._check_supported()
 
     def kv_disk_place(self) -> tuple[Path, int] | None:
-        """The folder of ``kv_disk`` and its size in bytes; None without one.
+        """Return the folder of ``kv_disk`` and its size in bytes; None without one.
 
         Raises `InvalidRequest` for a text that is not DIR:SIZE.
         """
@@ -372,27 +372,27 @@ class EngineConfig:
 
     @property
     def lora_folders(self) -> dict[str, Path]:
-        """The folders of ``lora``, by name."""
+        """Folders of ``lora``, by name."""
         return {name: Path(path).expanduser() for name, path in dict(self.lora).items()}  # type: ignore[arg-type]
 
     @property
     def has_tiers(self) -> bool:
-        """Whether there is KV beyond the pool."""
+        """Whether KV is kept outside the pool."""
         kept = (self.kv_host, self.kv_disk, self.kv_remote) != (None, None, None)
         return kept or self.takes_kv
 
     @property
     def gives_kv(self) -> bool:
-        """Whether other engines read the KV of prompts that are computed here."""
+        """Whether other engines read the KV of prompts that this engine computes."""
         return self.kv_transfer is not None and self.role != "decode"
 
     @property
     def takes_kv(self) -> bool:
-        """Whether the KV of prompts is read from other engines."""
+        """Whether this engine reads the KV of prompts from other engines."""
         return self.kv_transfer is not None and self.role != "prefill"
 
     def kv_remote_place(self) -> tuple[str, int, int] | None:
-        """The master of ``kv_remote``, its port, and the bytes that are lent; None without one.
+        """Return host and port of ``kv_remote``'s master, and the lent bytes; None without one.
 
         Raises `InvalidRequest` for another kind of address.
         """
@@ -424,7 +424,7 @@ class EngineConfig:
         require(by_native, "quantize", "int4 needs the native backend on the CPU")
 
     def _check_tp(self) -> None:
-        """Refuse what several ranks do not compute."""
+        """Refuse options that several ranks do not support."""
         if self.tp == 1:
             return
         on_cpu = self.device != "cuda" and self.backend != "triton"
@@ -436,7 +436,7 @@ class EngineConfig:
 
     @property
     def events_addresses(self) -> tuple[str, str] | None:
-        """Addresses of KV events and of their replays; None where none are published."""
+        """Addresses of KV events and of their replays; None if none are published."""
         if self.kv_events is None:
             return None
         if self.kv_events_replay is not None:
@@ -455,7 +455,7 @@ class EngineConfig:
             _require(has_next, "kv_events", "has no next port: kv_events_replay is needed")
 
     def sizes(self, device: str) -> Sizes:
-        """Configured sizes; those that are not configured suit the ``device``, cpu or cuda."""
+        """Return the configured sizes; missing ones suit the ``device``, cpu or cuda."""
         usual = _SIZES[device]
         return Sizes(
             page_size=self.page_size or usual.page_size,
@@ -465,20 +465,20 @@ class EngineConfig:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The options there are."""
+        """Return the names of all options."""
         return tuple(settings_of(cls))
 
 
 def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
-    """Sampling values by field, from a mapping or the text of a JSON object.
+    """Return sampling values by field, from a mapping or the text of a JSON object.
 
-    Raises `InvalidRequest` naming the field for one that is unknown or outside its bounds.
+    Raises `InvalidRequest` naming the field if it is unknown or outside its bounds.
     """
     if given is None:
         return {}
     found = _parse_object(OVERRIDES, given)
     if isinstance(top_k := found.get("top_k"), float) and top_k.is_integer():
-        found = {**found, "top_k": int(top_k)}  # as some files write it
+        found = {**found, "top_k": int(top_k)}  # some files write it so
     for name in found:
         known = f"has no field {shown(name)}; its fields are {', '.join(RECOMMENDED)}"
         require(name in RECOMMENDED, OVERRIDES, known)
@@ -490,7 +490,7 @@ def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
 
 
 def _parse_adapters(given: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Folders by name. Raises `InvalidRequest` for what is not NAME=PATH, and for a name twice."""
+    """Return folders by name. Raises `InvalidRequest` for another form or a repeated name."""
     pairs = list(given.items()) if isinstance(given, Mapping) else []
     for text in () if isinstance(given, Mapping) else given:
         name, _, path = text.partition("=")
@@ -503,7 +503,10 @@ def _parse_adapters(given: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
 
 
 def _parse_object(name: str, given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping, or the text of a JSON object. Raises `InvalidRequest` naming the option."""
+    """Return a mapping, or the parsed text of a JSON object.
+
+    Raises `InvalidRequest` naming the option.
+    """
     found: object = given
     if isinstance(given, str):
         try:

@@ -1,11 +1,11 @@
-"""The errors that foretoken raises.
+"""Errors that foretoken raises on purpose.
 
 ForetokenError
 ├── InvalidRequest (also a ValueError)   a field of the request is wrong; ``param`` names it
 │   └── PromptTooLong                    the prompt does not fit the context or the KV pool
 ├── QueueFull                            the waiting queue is full; ``retry_after`` seconds
-├── DeadlineExceeded                     the deadline passed while it waited; ``retry_after``
-├── Unavailable                          nothing computes now, and soon may; ``retry_after`` seconds
+├── DeadlineExceeded                     the deadline passed in the queue; ``retry_after`` seconds
+├── Unavailable                          nothing can compute now; ``retry_after`` seconds
 ├── EngineDead                           steps failed; the engine no longer takes requests
 ├── RankLost                             a process of a tensor parallel model is gone
 └── ModelLoadError                       a checkpoint is missing something or is unsupported
@@ -33,7 +33,7 @@ def is_out_of_memory(failure: BaseException) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value as an error message quotes it: a number or a short text itself, else its type."""
+    """Return a value for an error message: a number or a short text itself, else its type."""
     match value:
         case None | bool() | float():
             return repr(value)
@@ -47,14 +47,14 @@ def shown(value: object) -> str:
 class ForetokenError(Exception):
     """Base of every error that foretoken raises on purpose.
 
-    ``wire_fields`` names the attributes that reach another process beside the message.
+    ``wire_fields`` names the attributes that reach another process in addition to the message.
     """
 
     wire_fields: ClassVar[tuple[str, ...]] = ()
 
 
 class InvalidRequest(ForetokenError, ValueError):  # noqa: N818 - the public contract fixes the name
-    """A request cannot be served as written; ``param`` names the offending field."""
+    """Raised for a request that cannot be served as written; ``param`` names the wrong field."""
 
     wire_fields: ClassVar[tuple[str, ...]] = ("param",)
 
@@ -63,7 +63,7 @@ class InvalidRequest(ForetokenError, ValueError):  # noqa: N818 - the public con
         self.param = param
 
     def rename(self, name: str) -> None:
-        """Name the field as the caller does, also where it is the first word of the message."""
+        """Rename the field to the caller's name, also where it is the first word of the message."""
         message, old, self.param = str(self), self.param or "", name
         text = message.removeprefix(old)
         if text != message and not re.match(r"\w", text):
@@ -71,7 +71,7 @@ class InvalidRequest(ForetokenError, ValueError):  # noqa: N818 - the public con
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt does not fit the model's context or the KV pool."""
+    """Raised if the prompt does not fit the model's context or the KV pool."""
 
     wire_fields = ("param", "num_tokens", "limit", "context")
 
@@ -79,7 +79,7 @@ class PromptTooLong(InvalidRequest):
         self, num_tokens: int, limit: int, *, param: str = "prompt", context: int | None = None
     ) -> None:
         self.num_tokens, self.limit = num_tokens, limit
-        self.context = limit if context is None else context  # ``limit`` and what is generated
+        self.context = limit if context is None else context  # ``limit`` and the tokens to generate
         # Agent frameworks recognise an overflow by these very words.
         super().__init__(
             f"prompt is too long: {num_tokens} tokens > {limit} maximum. "
@@ -88,12 +88,12 @@ class PromptTooLong(InvalidRequest):
         )
 
     def rename(self, name: str) -> None:
-        """Name the field; the words stay."""
+        """Rename the field; the message stays."""
         self.param = name
 
 
 class QueueFull(ForetokenError):  # noqa: N818
-    """No room to wait; try again after ``retry_after`` seconds."""
+    """Raised if the queue has no room; try again after ``retry_after`` seconds."""
 
     wire_fields = ("retry_after",)
 
@@ -103,7 +103,7 @@ class QueueFull(ForetokenError):  # noqa: N818
 
 
 class DeadlineExceeded(ForetokenError):  # noqa: N818
-    """Nothing was served before the deadline; try again after ``retry_after`` seconds."""
+    """Raised if nothing was served before the deadline; try again after ``retry_after`` seconds."""
 
     wire_fields = ("retry_after",)
 
@@ -113,9 +113,7 @@ class DeadlineExceeded(ForetokenError):  # noqa: N818
 
 
 class Unavailable(ForetokenError):  # noqa: N818
-    """Nothing can compute the request at this moment, and something may soon: try again after
-    ``retry_after`` seconds.
-    """
+    """Raised if nothing can compute the request now; try again after ``retry_after`` seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -123,19 +121,20 @@ class Unavailable(ForetokenError):  # noqa: N818
 
 
 class EngineDead(ForetokenError):  # noqa: N818
-    """The engine stopped after failed steps, or was shut down; nothing more will be served."""
+    """Raised if the engine stopped after failed steps or was shut down, and serves no more."""
 
 
 class RankLost(ForetokenError):  # noqa: N818
-    """A process that computes a part of the model ended, or its ranks are out of step: no step can
-    succeed any more.
+    """Raised if a rank of the model ended, or the ranks are out of step.
+
+    No step can succeed any more.
     """
 
 
 class ModelLoadError(ForetokenError):
-    """A checkpoint is incomplete, damaged or of a kind that foretoken does not support.
+    """Raised for a checkpoint that is incomplete, damaged or not supported by foretoken.
 
-    ``may_pass``: the same start may succeed later, as where a hub was out of reach.
+    ``may_pass``: the same start may succeed later, for example if a hub was out of reach.
     """
 
     wire_fields = ("may_pass",)

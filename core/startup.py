@@ -1,4 +1,4 @@
-"""Progress of a start: how much of a long step is done, and the seconds of each step."""
+"""Progress of a start: the finished share of a long step, and the seconds of each step."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ STARTUP = "foretoken.start"
 logger = logging.getLogger(STARTUP)
 
 LOADING, COMPILING = "loading", "compiling the kernels"
-"""Steps whose progress is told: a model's weights are read, or C code is compiled."""
+"""Steps whose progress is reported: loading a model's weights, or compiling C code."""
 on_progress: ContextVar[Callable[[str, float], None]] = ContextVar(
     "on_progress", default=lambda _step, _share: None
 )
-"""Called with a step and the share of it that is done, from 0 to 1, in any thread."""
+"""Called with a step and its finished share, from 0 to 1, in any thread."""
 
 
 @contextmanager
 def timed(step: str) -> Iterator[None]:
-    """Log what a step took."""
+    """Log the seconds that the block took."""
     began = time.perf_counter()
     try:
         yield
@@ -34,14 +34,14 @@ def timed(step: str) -> Iterator[None]:
 
 
 def log_seconds(step: str, seconds: float) -> None:
-    """Log what a step took."""
+    """Log the seconds that a step took."""
     logger.debug("%-22s %6.2f s", step, seconds)
 
 
 class WeightReader:
-    """Reads tensors by name, and tells how much of them is read.
+    """Reader of tensors by name, which reports the share that is read.
 
-    ``shapes``: of all tensors. Called from one thread.
+    ``shapes``: shapes of all tensors by name. Called from one thread.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -51,7 +51,7 @@ class WeightReader:
         self._tell = on_progress.get()
 
     def counted(self, read: Callable[[str], T]) -> Callable[[str], T]:
-        """Return ``read``, counted."""
+        """Return ``read`` with its time and its tensors counted."""
 
         def read_one(name: str) -> T:
             began = time.perf_counter()
@@ -65,7 +65,7 @@ class WeightReader:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Log what reading took in the block, and what the rest of it took, which is packing."""
+        """Log the seconds that reading took in the block, and the rest, which is packing."""
         began = time.perf_counter()
         yield
         log_seconds("  weights: reading", self._seconds)

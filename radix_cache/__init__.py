@@ -1,6 +1,6 @@
-"""Owners of KV pages: a radix tree of cached prefixes and the accountant around it.
+"""Ownership of KV pages: a radix tree of cached prefixes, and the accounting of pages.
 
-Knows nothing of models, tensors or text: token ids in, page ids out.
+The package knows no model, tensor or text: token ids go in, page ids come out.
 """
 
 from .attached import StateSlots

@@ -1,8 +1,8 @@
-"""State slots: which slot of a model's recurrent states is free, a page end's, or a request's.
+"""State slots: whether a slot of the recurrent states is free, kept by a page, or leased.
 
-A model with recurrent states goes on from a cached prefix only where the state at the end of one
-of its pages was kept. So a page of the tree may have a slot attached. Slots are few and large:
-which are kept is a matter of rank, then of recency.
+A model with recurrent states resumes from a cached prefix only where the state at the end of one of
+its pages was kept. So a page of the tree may have a slot attached. Slots are few and large; states
+are evicted by rank, then least recently used first.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ NOTHING_PINNED: Collection[int] = frozenset()
 
 
 class StateSlots:
-    """Every slot belongs to the free list, to one page of the tree, to one lease or to one load.
+    """Owner of all slots: each is free, or belongs to one page, one lease or one load.
 
     ``counters[slot]`` grows whenever the slot leaves its page. A kept state never changes, so a
-    copy of one is whole if the counter is the same before and behind the copying; any thread may
-    read it, all else is the scheduler's. ``on_attached`` is called with each state that was kept.
+    copy is whole if the counter has the same value before and after the copying. Any thread may
+    read ``counters``; everything else belongs to the scheduler's thread. ``on_attached`` is called
+    with each state that was kept.
 
-    ``num_logs``: requests that can run at a time; each has a log of the rows since its state's
-    position. ``interval``: tokens of a prompt between two states that are kept in any case; 0:
-    none. An observer of the tree: a page that leaves it frees its slot. Raises ValueError for less
-    than two slots: a request needs one beside the state that it goes on from.
+    ``num_logs``: number of requests that can run at a time; each has a log of the rows since its
+    state's position. ``interval``: prompt tokens between two states that are always kept; 0: none
+    is. As an observer of the tree, it frees the slot of a page that leaves the tree. Raises
+    ValueError for less than two slots: a request needs one in addition to the state from which it
+    resumes.
     """
 
     def __init__(self, num_slots: int, num_logs: int, *, interval: int = 0) -> None:
@@ -36,10 +38,12 @@ class StateSlots:
         self.num_total, self.num_logs = num_slots, num_logs
         self.interval = interval  # tokens
         self.num_evicted = 0
-        self.num_recomputed_tokens = 0  # their pages were cached, the state behind them was not
-        self.attached: dict[int, KeptState] = {}  # by page id; owns their slots
-        self._by_rank: SortedDict[tuple[int, int], KeptState] = SortedDict()  # the same
-        self.loading: set[int] = set()  # slots of states that are being read from a tier
+        self.num_recomputed_tokens = 0  # tokens computed again: pages cached, state not kept
+        # kept states by page id; this table owns their slots
+        self.attached: dict[int, KeptState] = {}
+        # kept states by rank and last use
+        self._by_rank: SortedDict[tuple[int, int], KeptState] = SortedDict()
+        self.loading: set[int] = set()  # slots into which a state is being read from a tier
         self.counters = array("Q", bytes(8 * num_slots))
         self.on_attached: Callable[[KeptState], None] = lambda _: None
         self._free = array("q", range(num_slots - 1, -1, -1))  # a stack
@@ -48,41 +52,41 @@ class StateSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots in the free list. O(1)."""
+        """Number of slots in the free list. O(1)."""
         return len(self._free)
 
     @property
     def num_private(self) -> int:
-        """Slots of leases and of loads. O(1)."""
+        """Number of slots owned by leases and loads. O(1)."""
         return self.num_total - len(self._free) - len(self.attached)
 
     @property
     def free(self) -> array[int]:
-        """Free slots, a copy. O(slots)."""
+        """Copy of the free slots. O(slots)."""
         return self._free[:]
 
     @property
     def free_logs(self) -> array[int]:
-        """Free logs, a copy. O(logs)."""
+        """Copy of the free logs. O(logs)."""
         return self._free_logs[:]
 
     # -- leases
 
     def num_resumable(self, page_ids: array[int]) -> int:
-        """Count the first pages of a prefix that a request can go on behind. O(pages)."""
+        """Count the first pages after which a request can resume. O(pages)."""
         for index in range(len(page_ids) - 1, -1, -1):
             if page_ids[index] in self.attached:
                 return index + 1
         return 0
 
     def has_room(self, page_ids: array[int]) -> bool:
-        """Whether `lend` succeeds for a request that goes on behind these pages. O(slots)."""
+        """Whether `lend` succeeds for a request that resumes after these pages. O(slots)."""
         source = self.attached[page_ids[-1]] if page_ids else None
         is_free = any(kept.num_readers == 0 and kept is not source for kept in self._states())
         return bool(self._free_logs) and (bool(self._free) or is_free)
 
     def lend(self, page_ids: array[int], pinned: Collection[int] = NOTHING_PINNED) -> StateLease:
-        """Give a request that goes on behind these pages a slot and a log.
+        """Lend a slot and a log to a request that resumes after these pages.
 
         Raises RuntimeError where `has_room` is False. O(slots).
         """
@@ -97,11 +101,12 @@ class StateSlots:
         return StateLease(slot, self._free_logs.pop(), source)
 
     def take(self, rank: StateRank | None, pinned: Collection[int] = NOTHING_PINNED) -> int | None:
-        """A slot for a state of this rank, or for a request (None), which goes before all.
+        """Return a slot for a state of this rank or for a request (None), else None.
 
-        Kept states of at most that rank give way: the lowest rank first, then by last use. Those of
-        ``pinned`` pages go last, and for requests alone. None where there is none.
-        O(log slots), and O(slots) where many are pinned or being copied.
+        A request outranks every kept state. Kept states of at most that rank are evicted: the
+        lowest rank first, then the least recently used. States of ``pinned`` pages are evicted
+        last, and for requests alone. Returns None if no slot can be freed. O(log slots), and
+        O(slots) where many states are pinned or being copied.
         """
         if self._free:
             return self._free.pop()
@@ -117,14 +122,14 @@ class StateSlots:
         return None if last is None or rank is not None else self._evict(last)
 
     def settle(self, lease: StateLease, position: int) -> None:
-        """The step of a lease was computed: its state stands at ``position`` now. O(1)."""
+        """Note that a step of the lease was computed and its state stands at ``position``. O(1)."""
         self._forget_source(lease)
         lease.position = position
         self.num_recomputed_tokens += lease.num_recomputed
         lease.num_recomputed = 0
 
     def give_back(self, lease: StateLease) -> None:
-        """End a lease that has its slot still: all that it owns is free. O(1)."""
+        """End a lease that still owns its slot; its slot and its log are free again. O(1)."""
         self._free.append(lease.slot)
         self.end(lease)
 
@@ -143,7 +148,7 @@ class StateSlots:
     # -- states from tiers
 
     def begin_load(self, pinned: Collection[int] = NOTHING_PINNED) -> int | None:
-        """A slot to read a kept state into; None where there is none. O(slots)."""
+        """Return a slot into which a kept state can be read, or None. O(slots)."""
         slot = self.take(StateRank.USED, pinned)
         if slot is not None:
             self.loading.add(slot)
@@ -158,7 +163,7 @@ class StateSlots:
             self.attach(page_id, slot, StateRank.USED)
 
     def move_on(self, lease: StateLease, page_id: int) -> None:
-        """Have a lease, before its first step, go on from the state at this page. O(log n)."""
+        """Let a lease resume from the state at this page before its first step. O(log n)."""
         self._forget_source(lease)
         lease.source = self.attached[page_id]
         lease.source.num_readers += 1
@@ -167,7 +172,7 @@ class StateSlots:
     # -- kept states
 
     def attach(self, page_id: int, slot: int, rank: StateRank) -> None:
-        """Attach a lease's slot to a page of the tree; or free it if the page has one. O(log n)."""
+        """Attach a lease's slot to a page of the tree, or free it if the page has one. O(log n)."""
         kept = self.attached.get(page_id)
         if kept is None:
             kept = KeptState(page_id, slot, rank, 0)
@@ -190,7 +195,7 @@ class StateSlots:
                 self._free.append(self._detach(kept))
 
     def _states(self) -> Iterator[KeptState]:
-        """Kept states, those that give way first at the beginning."""
+        """Return the kept states in eviction order."""
         return iter(self._by_rank.values())
 
     def _evict(self, kept: KeptState) -> int:

@@ -1,7 +1,8 @@
-"""The invariants of a cache and its radix tree; an AssertionError holds one as a sentence.
+"""Checks of the invariants of a cache and its radix tree.
 
-A large tree takes a while, so every function yields between steps of some microseconds: its caller
-may do other work or stop there. The cache must not change until the last step.
+An AssertionError states the broken invariant as a sentence. A large tree takes a while, so every
+function yields between steps of some microseconds: its caller may do other work or stop there. The
+cache must not change until the last step.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from .eviction import EvictionIndex, NamespaceQuota
 from .node import KVLease, LockHandle, Node, StateLease
 
 Steps = Iterator[None]
-FEW = 64  # page ids that one step may look at
+FEW = 64  # page ids that one step reads at most
 
 
 def run(steps: Steps) -> None:
-    """Run all steps of the checks at once."""
+    """Run all steps without a pause."""
     deque(steps, maxlen=0)
 
 
@@ -31,7 +32,7 @@ def gather(nodes: Iterable[Node], into: list[Node]) -> Steps:
 
 
 def check_pages(nodes: Sequence[Node], counts: Mapping[str, int]) -> Steps:
-    """The tree's ``counts`` are right, and no page is in two nodes. O(pages)."""
+    """Assert that the tree's ``counts`` are right and no page is in two nodes. O(pages)."""
     found, owned = Counter[str](), set[int]()
     for node in nodes:
         num_pages = len(node.page_ids)
@@ -47,7 +48,7 @@ def check_pages(nodes: Sequence[Node], counts: Mapping[str, int]) -> Steps:
 
 
 def check_owned(nodes: Sequence[Node], owned: NamespaceQuota) -> Steps:
-    """Every namespace is known to own the pages of its nodes. O(nodes)."""
+    """Assert that the page count of every namespace is right. O(nodes)."""
     found: Counter[str | None] = Counter()
     for node in nodes:
         found[node.namespace] += len(node.page_ids)
@@ -57,7 +58,7 @@ def check_owned(nodes: Sequence[Node], owned: NamespaceQuota) -> Steps:
 
 
 def check_links(nodes: Sequence[Node], roots: Mapping[str | None, Node], page_size: int) -> Steps:
-    """Nodes, parents and children know each other, under the right page. O(nodes)."""
+    """Check that parents and children refer to each other, by the right page. O(nodes)."""
     for node in nodes:
         if node.parent is None:
             _check_root(node, roots)
@@ -84,7 +85,7 @@ def _check_child(node: Node, child: Node) -> None:
 
 
 def check_locks(nodes: Sequence[Node], locks: Set[LockHandle]) -> Steps:
-    """Every node is held exactly by the live locks at or below it. O(locks * depth)."""
+    """Assert that a node's lock count equals the live locks at or below it. O(locks * depth)."""
     live, kept = Counter[Node](), Counter[Node]()
     for lock in locks:
         path = lock.node.path()
@@ -104,7 +105,7 @@ def check_locks(nodes: Sequence[Node], locks: Set[LockHandle]) -> Steps:
 
 
 def check_leaves(nodes: Sequence[Node], index: EvictionIndex, clock: int) -> Steps:
-    """The index files the unlocked leaves, all of them, under unique ranks. O(n log n)."""
+    """Assert that the index holds exactly the unlocked leaves, ranks unique. O(n log n)."""
     num_leaves, unlocked, ticks = 0, set[Node](), set[int]()
     for node in nodes:
         if node.parent is not None and not node.children:
@@ -125,7 +126,7 @@ def check_leaves(nodes: Sequence[Node], index: EvictionIndex, clock: int) -> Ste
 def check_owners(
     free: array[int], nodes: Iterable[Node], leases: Iterable[KVLease], num_pages: int
 ) -> Steps:
-    """Every page is free, or a node's, or the own one of a lease. O(pages)."""
+    """Assert that every page is free, a node's, or private to one lease. O(pages)."""
     owned, count = set[int](), 0
     own = (lease.page_ids[lease.num_shared_pages :] for lease in leases)
     for page_ids in (*_pieces(free), *own):
@@ -147,7 +148,7 @@ def _pieces(page_ids: array[int]) -> Iterator[array[int]]:
 
 
 def check_lease(lease: KVLease, page_size: int) -> None:
-    """Assert that a lease's first pages are those that the tree lends it. O(pages)."""
+    """Assert that the tree owns the shared pages of a lease, in this order. O(pages)."""
     lent = [page_id for node in lease.lock.node.path() for page_id in node.page_ids]
     shared = lease.page_ids[: lease.num_shared_pages]
     assert lent == shared.tolist(), "a page table differs from the tree's path"
@@ -156,7 +157,7 @@ def check_lease(lease: KVLease, page_size: int) -> None:
 
 
 def check_states(states: StateSlots, nodes: Iterable[Node], leases: Iterable[KVLease]) -> Steps:
-    """Every slot is free, or a tree page's, or a lease's, and each lease has a log. O(pages)."""
+    """Assert that slots and logs have one owner each, and every lease a log. O(pages)."""
     states.check()
     yield
     missing = set(states.attached)

@@ -1,8 +1,8 @@
 """Eviction of cached pages: the order, each namespace's quota, and a log of evicted pages.
 
-Unlocked leaves go least recently used first. A leaf's rank is its ``last_used``, which changes only
-while the node is locked, and a locked node is not filed here. So an entry never has to move:
-borrowing a leaf takes it out, giving it back files it anew.
+Unlocked leaves are evicted least recently used first. A leaf's rank is its ``last_used``, which
+changes only while the node is locked, and a locked node is not in the index. So an entry never has
+to move: a lock removes the leaf, an unlock adds it again.
 """
 
 from __future__ import annotations
@@ -19,38 +19,40 @@ from .node import Cause, Eviction, Node
 
 NO_NAMESPACES: Set[str | None] = frozenset()
 MAX_EVICTIONS = 8192
-SLACK = 64  # ranks of a namespace that may be out of date, beside as many as are not
+SLACK = 64  # outdated ranks of a namespace, in addition to its valid ones, before a clean-up
 
 
 class NamespaceQuota:
-    """Pages by namespace, against a quota.
+    """Page counts of namespaces, compared with a quota.
 
     The pages of a namespace that owns more than ``quota`` are evicted first. So no namespace can
     evict the pages of one that keeps to its quota, and a namespace that is alone in the tree may
     own all pages. At most ``pool / quota`` namespaces are over quota at a time.
 
     A namespace that keeps to its quota is protected only while it is used: otherwise tenants that
-    are gone would hold most of the pool for ever. A namespace is idle if no request used it while
-    ``idle_after`` pages were evicted; its pages go before those of namespaces over quota.
+    are gone would hold most of the pool forever. A namespace is idle if no request used it while
+    ``idle_after`` pages were evicted; its pages are evicted before the pages of namespaces over
+    quota.
     """
 
     def __init__(self, quota: int | None, idle_after: float = math.inf) -> None:
         self.quota = quota  # pages; None: no namespace is ever over quota
         self.idle_after = idle_after  # evicted pages
-        self.num_pages: dict[str | None, int] = {}  # of those that own some
+        self.num_pages: dict[str | None, int] = {}  # only namespaces that own pages
         self._over_quota: set[str | None] = set()
-        self._used: OrderedDict[str | None, int] = OrderedDict()  # how many were evicted by then
+        # pages evicted before the last use
+        self._used: OrderedDict[str | None, int] = OrderedDict()
 
     def over_quota(self) -> Set[str | None]:
-        """Namespaces that own more than the quota while others own pages, too. O(1)."""
+        """Return the namespaces over quota; empty if only one namespace owns pages. O(1)."""
         return self._over_quota if len(self.num_pages) > 1 else NO_NAMESPACES
 
     def excess(self, namespace: str | None) -> int:
-        """Pages that a namespace owns beyond the quota. O(1)."""
+        """Return how many pages a namespace owns beyond the quota. O(1)."""
         return self.num_pages[namespace] - (self.quota or 0)
 
     def add(self, namespace: str | None, num_pages: int) -> None:
-        """Count pages that a namespace gained, or lost if the number is negative. O(1)."""
+        """Add pages to a namespace's count, or subtract them if the number is negative. O(1)."""
         count = self.num_pages.get(namespace, 0) + num_pages
         if count:
             self.num_pages[namespace] = count
@@ -60,13 +62,13 @@ class NamespaceQuota:
             (self._over_quota.add if count > self.quota else self._over_quota.discard)(namespace)
 
     def use(self, namespace: str | None, num_evicted: int) -> None:
-        """Note that a request uses the namespace after ``num_evicted`` evictions. O(1)."""
+        """Note that a request uses the namespace after ``num_evicted`` evicted pages. O(1)."""
         if self.quota is not None:
             self._used[namespace] = num_evicted
             self._used.move_to_end(namespace)
 
     def most_idle(self, num_evicted: int) -> tuple[str | None, ...]:
-        """The namespace that has been idle for longest, if one is idle. O(1)."""
+        """Return the longest idle namespace in a tuple, which is empty if none is idle. O(1)."""
         for namespace, used in self._used.items():
             return (namespace,) if num_evicted - used > self.idle_after else ()
         return ()
@@ -76,7 +78,7 @@ class NamespaceQuota:
         self._used.pop(namespace, None)
 
     def check(self, namespaces: Set[str | None]) -> None:
-        """Assert that those beyond the quota are known, and when each was used. O(namespaces)."""
+        """Assert that the sets of namespaces over quota and in use are right. O(namespaces)."""
         many = {name for name, count in self.num_pages.items() if count > (self.quota or 0)}
         assert self._over_quota == (many if self.quota is not None else set()), (
             "a quota is not kept"
@@ -87,39 +89,39 @@ class NamespaceQuota:
 
 
 class _Ranks:
-    """The ranks under which leaves of one namespace are or were filed, the lowest at hand."""
+    """Ranks of the leaves of one namespace, as a heap that may hold outdated ones."""
 
     __slots__ = ("heap", "most")
 
     def __init__(self, ranks: list[int]) -> None:
-        self.heap = ranks  # sorted, which is a heap
+        self.heap = ranks  # a sorted list is a heap
         self.most = 2 * len(ranks) + SLACK
 
     def add(self, rank: int, filed: Mapping[int, object]) -> None:
-        """O(log n) on average: those no longer ``filed`` are dropped when they may be most."""
+        """Add a rank; at `most` entries, drop those no longer ``filed``. O(log n) on average."""
         heapq.heappush(self.heap, rank)
         if len(self.heap) > self.most:
             self.heap = sorted(each for each in set(self.heap) if each in filed)
             self.most = 2 * len(self.heap) + SLACK
 
     def lowest(self, filed: Mapping[int, object]) -> int | None:
-        """The lowest rank that is still filed. O(log n) for each one dropped on the way."""
+        """Return the lowest rank that is still filed, or None. O(log n) for each outdated rank."""
         while self.heap and self.heap[0] not in filed:
             heapq.heappop(self.heap)
         return self.heap[0] if self.heap else None
 
 
 class EvictionIndex:
-    """Unlocked leaves sorted by rank."""
+    """Index of the unlocked leaves, sorted by rank."""
 
     def __init__(self) -> None:
-        # Ranks are unique because ``last_used`` is; none is ever of two namespaces.
+        # Ranks are unique because ``last_used`` is, across namespaces, too.
         self._leaves: SortedDict[int, Node] = SortedDict()
-        # by namespace, from the first `first_of` on
+        # Ranks by namespace, made at the first call of `first_of`.
         self._ranks: dict[str | None, _Ranks] | None = None
 
     def add(self, leaf: Node) -> None:
-        """File a leaf under its present rank. O(log n)."""
+        """Add a leaf under its present rank. O(log n)."""
         self._leaves[leaf.last_used] = leaf
         if self._ranks is not None:
             if leaf.namespace not in self._ranks:
@@ -127,16 +129,16 @@ class EvictionIndex:
             self._ranks[leaf.namespace].add(leaf.last_used, self._leaves)
 
     def remove(self, leaf: Node) -> None:
-        """Take a filed leaf out; KeyError when it is not filed. O(log n)."""
+        """Remove a leaf. Raises KeyError if it is not in the index. O(log n)."""
         del self._leaves[leaf.last_used]
 
     def take(
         self, missing: int, owned: NamespaceQuota, num_evicted: int
     ) -> tuple[Node | None, int, bool]:
-        """Take out the leaf to evict next; return it, its pages to evict, and if by its quota.
+        """Remove the next leaf to evict; return it, its pages to evict, and whether by quota.
 
-        At most ``missing`` pages. ``num_evicted``: pages evicted so far, by which a namespace is
-        idle. O(log n), and O(namespaces over quota).
+        At most ``missing`` pages are evicted. ``num_evicted``: pages evicted so far, which decides
+        whether a namespace is idle. O(log n), and O(namespaces over quota).
         """
         if beyond := owned.over_quota():
             if (leaf := self._idle_leaf(owned, num_evicted)) is not None:
@@ -150,15 +152,15 @@ class EvictionIndex:
         return leaf
 
     def _idle_leaf(self, owned: NamespaceQuota, num_evicted: int) -> Node | None:
-        """A leaf of the namespace that has been idle for longest. O(log n) on average."""
+        """Return a leaf of the longest idle namespace, or None. O(log n) on average."""
         while most_idle := owned.most_idle(num_evicted):
             if (leaf := self.first_of(most_idle)) is not None:
                 return leaf
-            owned.use(most_idle[0], num_evicted)  # all it has is held: then it is in use
+            owned.use(most_idle[0], num_evicted)  # all its leaves are locked, so it is in use
         return None
 
     def first_of(self, namespaces: Iterable[str | None]) -> Node | None:
-        """The leaf of these namespaces that goes next, or None. O(log n) each; O(n) at first."""
+        """Return the next leaf to evict in some namespaces, or None. O(log n) each; O(n) once."""
         if self._ranks is None:
             self._ranks = self._sorted_out()
         known = (self._ranks[name] for name in namespaces if name in self._ranks)
@@ -181,13 +183,13 @@ class EvictionIndex:
         return len(self._leaves)
 
     def __iter__(self) -> Iterator[Node]:
-        """Leaves in the order of their ranks. O(n)."""
+        """Iterate over the leaves in the order of their ranks. O(n)."""
         return iter(self._leaves.values())
 
     def checks(self) -> Iterator[None]:
-        """Assert that every leaf is filed under its present rank, and as its namespace's.
+        """Assert that every leaf is under its present rank and in its namespace's ranks.
 
-        In steps, O(n) in all.
+        Runs in steps, O(n) in all.
         """
         known = {name: set(each.heap) for name, each in (self._ranks or {}).items()}
         for rank, leaf in self._leaves.items():
@@ -205,11 +207,11 @@ class EvictionIndex:
 
 
 class EvictionLog:
-    """Remembers the last evictions by where they began, `MAX_EVICTIONS` at most.
+    """Log of the last `MAX_EVICTIONS` evictions, by the position where each began.
 
-    A place is known by its page and the one before it, so that noting an eviction need not walk to
-    the root; two equal pairs of pages at different depths are taken for one. Of one place the last
-    eviction counts.
+    The key of a position is the tokens of its page and of the page before it, so that noting an
+    eviction need not walk to the root; equal pairs of pages at different depths share a key. A
+    later eviction at the same position replaces an earlier one.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -218,7 +220,7 @@ class EvictionLog:
         self._evictions: OrderedDict[tuple[str | None, int], Eviction] = OrderedDict()
 
     def dropped(self, node: Node, first: int, cause: Cause) -> None:
-        """Record that ``node.page_ids[first:]`` leave the tree; an `OnDropped`."""
+        """Record that ``node.page_ids[first:]`` leave the tree; it is an `OnDropped`."""
         key = (node.namespace, hash(node.boundary_tokens(first, self._page_size)))
         self._evictions[key] = Eviction(cause, self.now)
         self._evictions.move_to_end(key)
@@ -226,7 +228,7 @@ class EvictionLog:
             self._evictions.popitem(last=False)
 
     def find(self, namespace: str | None, tokens: array[int], num_cached: int) -> Eviction | None:
-        """Why the page behind the first ``num_cached`` tokens is gone, if it was there. O(1)."""
+        """Return how the page after ``num_cached`` tokens was lost, or None if unknown. O(1)."""
         stop = num_cached + self._page_size
         if stop > len(tokens):
             return None

@@ -1,4 +1,4 @@
-"""The namespaces that a flush names."""
+"""Namespaces of a flush."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 
 class FlushedNamespaces:
-    """The namespaces of a flush, of which there may be thousands; all when none is named.
+    """Set of the namespaces to flush, maybe thousands; all if no name is given.
 
-    A namespace that begins with a NUL is in a group, too: a flush that names what stands in front
-    of its last NUL drops the whole group. Each look-up is O(1).
+    A namespace that begins with a NUL is also in a group: a flush that names the part before its
+    last NUL drops the whole group. Each look-up is O(1).
     """
 
     def __init__(self, named: Iterable[str | None]) -> None:

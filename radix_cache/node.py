@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple, Protocol
 
 Cause = Literal["evicted", "flushed"]
 LossCause = Literal[Cause, "late", "unsound", "state_not_kept"]
-"""The cause for pages that a request lacks: a tier that had them may be too slow, or damaged.
+"""Cause of the loss of pages: the tier that kept them may be too slow, or a page damaged.
 
-With ``state_not_kept`` the pages are there, but not the recurrent state at the end of one of them.
+With ``state_not_kept`` the pages are cached, but no recurrent state was kept at the end of one.
 """
 OnStored = Callable[["Node", int], None]
 """Called with a node and the index of the first of its pages that have just joined the tree."""
@@ -22,24 +22,24 @@ OnDropped = Callable[["Node", int, Cause], None]
 
 
 class CacheObserver(Protocol):
-    """Told which pages join the tree and which leave it, each time ``node.page_ids[first:]``.
+    """Observer of the pages that join and leave the tree, each time ``node.page_ids[first:]``.
 
-    Called on the tree's thread, in the order in which it happens. Pages never change while they are
-    in the tree. An observer must not change the tree, nor raise.
+    Called on the tree's thread, in the order of the events. Pages never change while they are in
+    the tree. An observer must not change the tree and must not raise.
     """
 
     def stored(self, node: Node, first: int) -> None:
-        """Note pages that have just joined the tree. Those before them are in it."""
+        """Note pages that have just joined the tree. The node's earlier pages were in it before."""
 
     def dropped(self, node: Node, first: int, cause: Cause) -> None:
-        """Note pages that are about to leave the tree: they are the node's for the last time."""
+        """Note pages that are about to leave the tree; the node still has them during the call."""
 
 
 ITEM_SIZE = array("q").itemsize
 
 
 def token_bytes(tokens: array[int], limit: int | None = None) -> bytes:
-    """The bytes of the first ``limit`` tokens (of all by default): comparing them is a memcmp.
+    """Return the bytes of the first ``limit`` tokens (of all by default), for a memcmp.
 
     Raises TypeError when ``tokens`` is not an ``array("q")``. O(len).
     """
@@ -56,26 +56,27 @@ def _no_ids() -> array[int]:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """An edge of the tree together with the place it leads to.
+    """Edge of the tree and the position at its end.
 
-    A root is a node without tokens. Locks only grow towards the root, so below an unlocked node
-    everything is unlocked.
+    A root is a node without tokens. A node has at least as many locks as each of its children, so
+    every node below an unlocked one is unlocked.
     """
 
-    namespace: str | None  # cache salt whose tree this is; same as the parent's
+    namespace: str | None  # the parent's namespace; None: the shared default
     parent: Node | None = None  # None for a root
     key: array[int] = field(default_factory=_no_ids)  # tokens, [len(page_ids) * page_size]
     page_ids: array[int] = field(default_factory=_no_ids)  # KV of ``key``; owned by this node
     children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of their first page
     ref_count: int = 0  # live locks at or below this node
-    pins: int = 0  # those of them that are pins
-    num_hits: int = 0  # requests that found it; shown on the dashboard
-    last_used: int = 0  # tick when it was last locked or unlocked; equal ticks lie on one path
+    pins: int = 0  # the locks that are pins
+    num_hits: int = 0  # requests that hit it; shown on the dashboard
+    last_used: int = 0  # tick of the last lock or unlock; nodes with equal ticks lie on one path
 
     def common_pages(self, data: bytes, start: int) -> int:
-        """Leading pages of this node equal to ``data`` (bytes of tokens) from byte ``start`` on.
+        """Count the leading pages equal to ``data`` (bytes of tokens) from byte ``start`` on.
 
-        One memory comparison when all are, else a bisection that compares each half once: O(len).
+        One memory comparison if all are equal, else a bisection that compares each half once:
+        O(len).
         """
         if data.startswith(self.key, start):
             return len(self.page_ids)
@@ -103,9 +104,10 @@ class Node:
         return self.parent
 
     def cut_front(self, num_pages: int, page_size: int) -> Node:
-        """Take the first ``num_pages`` out and return them as a node of their own.
+        """Move the first ``num_pages`` to a new node and return it.
 
-        It gets this node's locks and pins and stands between this node and the parent. O(len).
+        The new node gets this node's locks and pins and becomes its parent's child. The caller
+        makes it the parent of this node. O(len).
         """
         cut = num_pages * page_size
         upper = Node(self.namespace, self.parent, self.key[:cut], self.page_ids[:num_pages])
@@ -114,13 +116,13 @@ class Node:
         return upper
 
     def cut_tail(self, num_pages: int, page_size: int) -> array[int]:
-        """Drop the last ``num_pages`` and return them. O(pages)."""
+        """Remove the last ``num_pages`` and return their ids. O(pages)."""
         tail = self.page_ids[-num_pages:]
         del self.page_ids[-num_pages:], self.key[-num_pages * page_size :]
         return tail
 
     def boundary_tokens(self, page: int, page_size: int) -> bytes:
-        """The tokens of one of its pages and of the page before that, if any. O(page size)."""
+        """Return the tokens of a page and of the page before it, if any. O(page size)."""
         first = page * page_size
         before = self.key[max(0, first - page_size) : first]
         if not before and self.parent is not None:
@@ -129,18 +131,18 @@ class Node:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether a lease needs it; what pins alone hold can be had back."""
+        """Whether a lease or a transfer holds it; pins alone yield when pages are needed."""
         return self.ref_count > self.pins
 
     def path(self) -> list[Node]:
-        """Nodes from the root to this one. O(depth)."""
+        """Return the nodes from the root to this one. O(depth)."""
         nodes = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
         return nodes[::-1]
 
     def below(self) -> Iterator[Node]:
-        """The node and all below it, parents first. O(n)."""
+        """Iterate over this node and all nodes below it, parents first. O(n)."""
         stack = [self]
         while stack:
             yield (node := stack.pop())
@@ -148,21 +150,21 @@ class Node:
 
 
 class Match(NamedTuple):
-    """The longest cached prefix of some tokens, in whole pages.
+    """Longest cached prefix of some tokens, in whole pages.
 
-    It borrows nothing: it can be locked until the tree next cuts or drops a node.
+    A match holds no lock. It can be locked until the tree next cuts or drops a node.
     """
 
     num_tokens: int  # a multiple of the page size
     page_ids: array[int]  # a copy
     namespace: str | None
     node: Node | None  # the deepest node reached; None when the namespace is unknown
-    num_node_pages: int  # how many of that node's pages matched
-    epoch: int  # of the tree when it was matched
+    num_node_pages: int  # pages of that node that matched
+    epoch: int  # epoch of the tree at the time of the match
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages of the match that no lease borrows now. O(depth)."""
+        """Number of pages of the match that no lease borrows. O(depth)."""
         if self.node is None:
             return 0
         *above, last = self.node.path()
@@ -172,61 +174,62 @@ class Match(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LockHandle:
-    """A lock: it holds every page from the root to the end of ``node`` until unlocked.
+    """Lock that holds every page from the root to the end of ``node`` until unlocked.
 
-    Splitting leaves the lower half in place, so a lock stays valid.
+    A split leaves the lower half in place, so a lock stays valid.
     """
 
     node: Node  # the deepest node held
-    num_pages: int  # held pages, root to ``node``; 0 once released
-    is_pin: bool = False  # whether there is a pin behind it, not a lease
+    num_pages: int  # pages from the root to ``node``; 0 once released
+    is_pin: bool = False  # whether a pin holds it, not a lease
     is_live: bool = True  # False once released
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Cached pages that were lost: why, and when on the clock of `PrefixCache.tick`."""
+    """Loss of cached pages: the cause, and the time on the clock of `PrefixCache.tick`."""
 
     cause: LossCause
     time: float  # seconds
 
 
 class StateRank(IntEnum):
-    """Order in which kept states give way: the lowest rank first, last those of pins."""
+    """Eviction order of kept states: the lowest rank first, states of pinned pages last."""
 
-    GRID = 0  # every so many tokens of a prompt: bounds what a miss computes anew
-    USED = 1  # a request is likely to go on from there
+    GRID = 0  # at regular intervals of a prompt: limits the tokens that a miss computes again
+    USED = 1  # a request is likely to resume there
 
 
 @dataclass(slots=True, eq=False)
 class KeptState:
-    """The state at the end of a page, attached to it."""
+    """Recurrent state kept for the end of a page."""
 
     page_id: int  # owned by a node of the tree
     slot: int  # owned by `StateSlots.attached`
     rank: StateRank
-    last_used: int  # tick when it was last attached, or found by a request
-    num_readers: int = 0  # leases that copy it at the start of a step, not committed yet
+    last_used: int  # tick of the last use: attached, or found by a request
+    num_readers: int = 0  # leases whose uncommitted first step copies it
 
 
 @dataclass(slots=True, eq=False)
 class StateLease:
-    """The slot and the log of one request, and the page ends whose states it keeps."""
+    """Slot and log of one request, and the page ends whose states it keeps."""
 
     slot: int  # owned by this lease
     log: int  # owned by this lease
-    source: KeptState | None = None  # copied to ``slot`` by the first step, until that is committed
-    # Tokens that the state in ``slot`` covers: a page's end. 0: none, no step yet, or void.
+    # state that the first step copies to ``slot``; None after its commit
+    source: KeptState | None = None
+    # Tokens that the state in ``slot`` covers, a page's end; 0: no step yet, or void.
     position: int = 0
-    # Tokens behind its beginning whose pages were cached: counted with the first step.
+    # Tokens to compute again although their pages were cached; counted with the first step.
     num_recomputed: int = 0
-    # page ends to keep when a step passes them, by position; rising
+    # Page ends to keep when a step passes them, by position; ascending.
     wanted: list[tuple[int, StateRank]] = field(default_factory=list)
-    # (position, slot, rank) of page ends that the step under way keeps; the slots are owned by this
+    # (position, slot, rank) of page ends that the step under way keeps; this lease owns the slots.
     keeps: list[tuple[int, int, StateRank]] = field(default_factory=list)
 
     def want(self, position: int, rank: StateRank = StateRank.USED) -> None:
-        """Keep the state at this page end, once a step passes it. O(wanted)."""
+        """Request that the state at this page end is kept once a step passes it. O(wanted)."""
         at = bisect_left(self.wanted, (position, StateRank.GRID))
         if at < len(self.wanted) and self.wanted[at][0] == position:
             self.wanted[at] = position, max(rank, self.wanted[at][1])
@@ -236,24 +239,24 @@ class StateLease:
 
 @dataclass(slots=True, eq=False)
 class KVLease:
-    """The pages that one request may use, from `PrefixCache.acquire` to `PrefixCache.release`."""
+    """Pages that one request may use, from `PrefixCache.acquire` to `PrefixCache.release`."""
 
-    page_ids: array[int]  # page table; the first num_shared_pages owned by the tree, rest by this
+    page_ids: array[int]  # page table: num_shared_pages owned by the tree, then pages of this lease
     lock: LockHandle  # holds the shared pages; owned by this lease
-    num_cached_tokens: int  # found at acquire; their KV need not be computed
+    num_cached_tokens: int  # tokens found at acquire; their KV need not be computed
     namespace: str | None  # cache salt; None is the shared default
-    # when the first page that was not found had been cached before
+    # Loss of the first page that was not found, if it had been cached before.
     eviction: Eviction | None = None
-    state: StateLease | None = None  # of models with recurrent states, until released
+    state: StateLease | None = None  # None without recurrent states, and once released
     # Tokens whose pages were found at acquire; with states maybe more than num_cached_tokens.
     num_found_tokens: int = 0
 
     @property
     def num_shared_pages(self) -> int:
-        """Number of the first pages that the tree lends; 0 once released."""
+        """Number of leading pages that the tree lends; 0 once released."""
         return self.lock.num_pages
 
     def require_live(self) -> None:
-        """Raise ValueError once it was released."""
+        """Raise ValueError if the lease was released."""
         if not self.lock.is_live:
             raise ValueError("the lease was released already")

@@ -1,10 +1,10 @@
-"""Pins: locks of the tree with a time to live, in place of a lease.
+"""Pins: locks of the tree with a time to live, held by no lease.
 
-A pin ranks above what is merely cached and below what requests borrow: eviction passes it over,
-and it gives way when a request could not be served otherwise. It never outgrows its quota.
+A pinned prefix ranks between cached pages and pages in use: eviction passes over it, and it yields
+only if a request could not be served otherwise. Pins never exceed their quotas.
 
-A request may ask for a pin. A *session* has one for the last turn of each of its conversations
-without being asked; those give way before the others do.
+A request may ask for a pin. A *session* gets one for the last turn of each of its conversations
+without asking; these pins yield before the others do.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from .node import LockHandle, Match, Node
 from .tree import RadixTree
 
 Item = TypeVar("Item")
-MAX_CONVERSATIONS = 8  # of one session, that are pinned: its own and those of its sub-agents
+MAX_CONVERSATIONS = 8  # most pinned conversations of a session: its own and its sub-agents'
 Session: TypeAlias = tuple[str | None, str]
-"""The namespace of a session and its name."""
+"""Namespace and name of a session."""
 
 
 @dataclass(slots=True, eq=False)
 class PinnedPrefix:
-    """A prefix that one pin keeps."""
+    """Prefix that one pin keeps."""
 
     lock: LockHandle  # owned by `PinnedPrefixes`
-    ttl: float  # seconds from the last hit
-    until: float  # on the clock of `PinnedPrefixes.expire`
+    ttl: float  # seconds after the last hit
+    until: float  # end of the pin, on the clock of `PinnedPrefixes.expire`
     serial: int  # distinguishes pins that end at the same time
-    is_asked: bool = False  # whether a request asked for it; else it is there for its sessions
-    sessions: set[Session] = field(default_factory=set)  # of which it is the last turn
+    is_asked: bool = False  # whether a request asked for it, not only a session
+    sessions: set[Session] = field(default_factory=set)  # sessions whose last turn it is
 
     @property
     def namespace(self) -> str | None:
-        """The namespace of its pages."""
+        """Namespace of its pages."""
         return self.lock.node.namespace
 
 
 class ByAge(Generic[Item]):
-    """Items of namespaces, the one without a use for longest first. Every operation is O(1)."""
+    """Items grouped by namespace, least recently used first. Every operation is O(1)."""
 
     def __init__(self) -> None:
         self.all: OrderedDict[Item, None] = OrderedDict()
-        # no namespace without an item; the one without a use for longest first
+        # Least recently used first; a namespace without an item is removed.
         self.of: OrderedDict[str | None, OrderedDict[Item, None]] = OrderedDict()
 
     def use(self, namespace: str | None, item: Item) -> None:
-        """Make an item the youngest; it is added if it is not there."""
+        """Make an item the most recently used; add it if it is missing."""
         own = self.of.setdefault(namespace, OrderedDict())
         self.of.move_to_end(namespace)
         for items in (self.all, own):
@@ -61,21 +61,21 @@ class ByAge(Generic[Item]):
             items.move_to_end(item)
 
     def remove(self, namespace: str | None, item: Item) -> None:
-        """Remove an item; it must be there."""
+        """Remove an item. Raises KeyError if it is missing."""
         del self.all[item], self.of[namespace][item]
         if not self.of[namespace]:
             del self.of[namespace]
 
     def by_namespace(self) -> set[tuple[str | None, Item]]:
-        """Every item with its namespace. O(items)."""
+        """Return every item with its namespace. O(items)."""
         return {(name, item) for name, items in self.of.items() for item in items}
 
 
 class PageCounts:
-    """Pages of namespaces; those that have any are there in order, the most pages first."""
+    """Page counts of namespaces; iteration yields the names with pages, largest count first."""
 
     def __init__(self) -> None:
-        self._sizes: dict[str | None, tuple[int, int]] = {}  # pages, and a number of its own
+        self._sizes: dict[str | None, tuple[int, int]] = {}  # (pages, unique number)
         self._names: SortedDict[tuple[int, int], str | None] = SortedDict()
         self._num_made = 0
 
@@ -86,11 +86,11 @@ class PageCounts:
         yield from reversed(self._names.values())
 
     def add(self, namespace: str | None, num_pages: int) -> None:
-        """Add pages to a namespace's, or take some from it. O(log n)."""
+        """Add pages to a namespace's count, or subtract them (negative). O(log n)."""
         size = self._sizes.pop(namespace, None)
         if size is None:
             self._num_made += 1
-            size = (0, -self._num_made)  # of equals the one that came first is the first
+            size = (0, -self._num_made)  # among equal counts the oldest is first
         else:
             del self._names[size]
         now = (size[0] + num_pages, size[1])
@@ -100,14 +100,16 @@ class PageCounts:
 
 
 class PinnedPrefixes:
-    """The pins of a tree, one at most for each prefix.
+    """Pins of a tree, at most one for each prefix.
 
-    ``quota``: pages that one namespace may pin; all together may pin twice as many, as far as
-    ``num_pages`` goes. Beyond that the oldest pin of the namespace gives way, or of the one that
-    pins most. A pin is as old as its last hit. Pages under several pins count once.
+    ``quota``: pages that one namespace may pin; all namespaces together may pin twice as many, but
+    at most ``num_pages``. Beyond that, the oldest pin of the namespace that exceeds its quota, or
+    of the namespace with the most pinned pages, is removed. The age of a pin counts from its last
+    hit. Pages under several pins count once.
 
-    There are no more sessions than pages that may be pinned, for many may have one prompt. Beyond
-    that the oldest session of the namespace that has most of them ends.
+    The number of sessions is at most the number of pages that may be pinned, since many sessions
+    may share one prompt. Beyond that, the oldest session of the namespace with the most sessions
+    ends.
     """
 
     def __init__(self, tree: RadixTree, *, quota: int, num_pages: int) -> None:
@@ -115,35 +117,37 @@ class PinnedPrefixes:
         self.total_quota = min(2 * quota, num_pages)
         self.now = 0.0  # seconds
         self._tree = tree
-        # by their last node, the oldest first
+        # Pins by their last node, the oldest first.
         self._pins: OrderedDict[Node, PinnedPrefix] = OrderedDict()
-        # by the time they end
+        # Pins by their end.
         self._due: SortedDict[tuple[float, int], PinnedPrefix] = SortedDict()
         self._num_pages = PageCounts()  # pinned pages of each namespace
         self._num_made = 0
-        # the pins that give way first, which are there for sessions alone, and those behind them
+        # Pins of sessions alone, which yield first; then the pins that requests asked for.
         self._unasked: ByAge[PinnedPrefix] = ByAge()
         self._asked: ByAge[PinnedPrefix] = ByAge()
-        self._sessions: dict[Session, list[PinnedPrefix]] = {}  # each one's pins, the oldest first
-        self._session_ages: ByAge[Session] = ByAge()  # a turn is a use
-        self.num_session_yields = 0  # pins of sessions that gave way before their time
+        # pins of each session, the oldest first
+        self._sessions: dict[Session, list[PinnedPrefix]] = {}
+        self._session_ages: ByAge[Session] = ByAge()  # a turn counts as a use
+        self.num_session_yields = 0  # pins of sessions alone that were removed before their end
 
     def __len__(self) -> int:
         return len(self._pins)
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that have a pin. O(1)."""
+        """Number of sessions that have a pin. O(1)."""
         return len(self._sessions)
 
     def keep(self, match: Match, ttl: float, session: str | None = None) -> None:
-        """Pin a match of at most ``quota`` pages, or prolong the pin it has.
+        """Pin a match of at most ``quota`` pages, or prolong its pin.
 
-        O(depth), and O(namespaces) for each pin that gives way, or O(log namespaces) where the
-        biggest has one that may, beside the pins under longer ones that it passes over.
+        A pin for a ``session`` replaces the pin of the session's turn before. It never removes a
+        pin that a request asked for: if the quota has no room beside these, the new pin itself is
+        removed.
 
-        The pin of a ``session`` takes the place of the one of the turn before. It makes no pin
-        that was asked for give way: it goes itself, where the quota has no room beside them.
+        O(depth). Each removal adds O(namespaces), or O(log namespaces) if the namespace with the
+        most pages has a removable pin, and the pins under longer ones that it passes over.
         """
         pinned = self._pinned(match, ttl)
         if session is None:
@@ -153,7 +157,7 @@ class PinnedPrefixes:
         self._shrink(pinned)
 
     def _pinned(self, match: Match, ttl: float) -> PinnedPrefix:
-        """The pin of a match, a new one where it has none."""
+        """Return the pin of a match; make one if it has none."""
         before = self._tree.num_pinned_pages
         lock = self._tree.lock(match, is_pin=True)
         known = self._pins.get(lock.node)
@@ -173,13 +177,13 @@ class PinnedPrefixes:
         return self._asked if pinned.is_asked else self._unasked
 
     def _ask(self, pinned: PinnedPrefix) -> None:
-        """Note that a request asked for a pin, which has just been used."""
+        """Note that a request asked for a pin and used it now."""
         self._ages(pinned).remove(pinned.namespace, pinned)
         pinned.is_asked = True
         self._ages(pinned).use(pinned.namespace, pinned)
 
     def _move(self, session: Session, pinned: PinnedPrefix) -> None:
-        """Make a pin the session's; those that it goes on from are the session's no more."""
+        """Add a pin to a session, and remove the pins of its earlier turns from the session."""
         known = self._sessions.get(session, [])
         others = [each for each in known if each is not pinned and not _goes_on(pinned, each)]
         kept = [*others[1 - MAX_CONVERSATIONS :], pinned]
@@ -193,9 +197,10 @@ class PinnedPrefixes:
             self._end_a_session()
 
     def _end_a_session(self) -> None:
-        """End the oldest session of the namespace that has most; its pins give way. O(namespaces).
+        """End the oldest session of the namespace with the most sessions. O(namespaces).
 
-        A caller that invents names of sessions so ends its own.
+        Its pins that have no other use are removed. A caller that invents session names so ends its
+        own sessions, not another namespace's.
         """
         most = max(self._session_ages.of.values(), key=len)
         session = next(iter(most))
@@ -204,60 +209,60 @@ class PinnedPrefixes:
                 self._give_way(each)
 
     def _forget(self, session: Session) -> list[PinnedPrefix]:
-        """Remove a session; returns its pins, which still know it."""
+        """Remove a session and return its pins, which still list it."""
         self._session_ages.remove(session[0], session)
         return self._sessions.pop(session)
 
     def _leave(self, session: Session, pinned: PinnedPrefix) -> bool:
-        """Take a session from a pin; returns whether nothing else wants the pin."""
+        """Remove a session from a pin; return whether the pin has no user left."""
         pinned.sessions.discard(session)
         return not pinned.sessions and not pinned.is_asked
 
     def touch(self, node: Node) -> None:
-        """A request hit the path to ``node``: its pins live on. O(depth) where there are pins."""
+        """Renew the pins on the path to ``node``, which a request hit. O(depth) with pins."""
         if self._pins:
             for passed in node.path():
                 if passed.pins and (pinned := self._pins.get(passed)) is not None:
                     self._renew(pinned)
 
     def expire(self, now: float) -> None:
-        """Remove the pins whose time is over. O(1), and O(depth + log n) for each of them."""
+        """Remove the expired pins. O(1), and O(depth + log n) for each removed pin."""
         self.now = now
         while self._due and self._due.peekitem(0)[0][0] <= now:
             self._drop(self._due.peekitem(0)[1])
 
     def evict_pin(self) -> None:
-        """Remove the oldest pin that makes pages evictable; there must be one.
+        """Remove the oldest pin that makes pages evictable. Raises StopIteration without one.
 
-        A pin that was asked for is removed only where sessions have none. O(1), beside the older
-        pins that it passes over: requests read them, or they are under longer ones.
+        A pin that a request asked for is removed only if no pin of a session qualifies. O(1), and
+        O(1) for each older pin that requests read or that is under a longer pin.
         """
         pins = chain(self._unasked.all, self._asked.all)
         self._give_way(next(pin for pin in pins if pin.lock.node.ref_count == 1))
 
     def drop(self, *namespaces: str | None) -> None:
-        """Remove all pins of these namespaces, of all when none is named. O(pins)."""
+        """Remove all pins of some namespaces, by default of all. O(pins)."""
         flushed = FlushedNamespaces(namespaces)
         for pinned in list(self._pins.values()):
             if pinned.namespace in flushed:
                 self._drop(pinned)
 
     def drop_below(self, node: Node) -> None:
-        """Remove the pins that go through ``node``. O(pins * depth)."""
+        """Remove the pins whose path contains ``node``. O(pins * depth)."""
         for pinned in list(self._pins.values()):
             if node in pinned.lock.node.path():
                 self._drop(pinned)
 
     def last_pages(self, among: Container[int]) -> set[int]:
-        """The last page of each pin that is ``among`` these, of pins that have any.
+        """Return the last page of each pin that is ``among`` these pages.
 
-        O(pins), and O(their pages) as far as none is.
+        A pin without such a page adds none. O(pins), and O(pages passed without a find).
         """
         found: set[int] = set()
         passed: set[Node] = set()
         for pinned in self._pins.values():
             node: Node | None = pinned.lock.node
-            while node is not None and node not in passed:  # else the rest of the way is known
+            while node is not None and node not in passed:  # a passed node was searched already
                 passed.add(node)
                 page_id = next(filter(among.__contains__, reversed(node.page_ids)), None)
                 if page_id is not None:
@@ -267,15 +272,15 @@ class PinnedPrefixes:
         return found
 
     def of(self, namespace: str | None) -> list[PinnedPrefix]:
-        """The pins of a namespace, the oldest first. O(pins)."""
+        """Return the pins of a namespace, the oldest first. O(pins)."""
         return [pinned for pinned in self._pins.values() if pinned.namespace == namespace]
 
     def num_pages(self, namespace: str | None) -> int:
-        """Pages that a namespace pins. O(1)."""
+        """Return how many pages a namespace pins. O(1)."""
         return self._num_pages[namespace]
 
     def locks(self) -> Iterator[LockHandle]:
-        """The locks of all pins."""
+        """Iterate over the locks of all pins."""
         return (pinned.lock for pinned in self._pins.values())
 
     def check(self) -> None:
@@ -332,7 +337,7 @@ class PinnedPrefixes:
         self._drop(pinned)
 
     def _shrink(self, newest: PinnedPrefix) -> None:
-        """Remove older pins until the quotas hold."""
+        """Remove older pins until the quotas hold; the newest one if no other is removable."""
         own = newest.namespace
         while self._num_pages[own] > self.quota:
             self._give_way(self._first_to_go([own], newest))
@@ -340,20 +345,20 @@ class PinnedPrefixes:
             self._give_way(self._first_to_go(self._num_pages, newest))
 
     def _first_to_go(self, namespaces: Iterable[str | None], newest: PinnedPrefix) -> PinnedPrefix:
-        """The pin that gives way to the newest: of sessions first, then the oldest."""
+        """Return the pin to remove: pins of sessions first, then the oldest; else the newest."""
         ranks = [self._unasked] if not newest.is_asked else [self._unasked, self._asked]
         others = (
             pin for ages in ranks if ages.of for name in namespaces for pin in ages.of.get(name, ())
         )
-        # One under a longer pin would go in vain: none of its pages would be unpinned.
+        # Removing a pin under a longer one would unpin no page.
         found = (pin for pin in others if pin is not newest and pin.lock.node.pins == 1)
         return next(found, newest)
 
 
 def _goes_on(now: PinnedPrefix, before: PinnedPrefix) -> bool:
-    """Whether a turn has at least half of an earlier one: else it is another conversation's.
+    """Whether a turn continues an earlier one: it shares at least half of its pages.
 
-    The end of the earlier one may be missing: templates drop thoughts, agents shorten results.
+    Not all, because chat templates drop reasoning and agents shorten results.
     """
     paths = zip(now.lock.node.path(), before.lock.node.path(), strict=False)
     shared = sum(len(mine.page_ids) for mine, theirs in paths if mine is theirs)

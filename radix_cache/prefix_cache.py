@@ -1,4 +1,4 @@
-"""The page accountant: every KV page belongs to the free list, to one tree node or to one lease."""
+"""Accounting of KV pages: each belongs to the free list, to one tree node, or to one lease."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from .pins import PinnedPrefixes
 from .transfers import POOL_SHARE, TransferLocks
 from .tree import RadixTree
 
-PIN_QUOTA = 0.25  # of the pool
+PIN_QUOTA = 0.25  # share of the pool, 0 to 1
 SESSION_TTL = 300.0  # seconds
 NO_QUOTA = 1.0
-IDLE_AFTER = 3  # times the pool, in evicted pages; see NamespaceQuota
+IDLE_AFTER = 3  # multiple of the pool size, in evicted pages; see NamespaceQuota
 
 
 class PrefixCache:
-    """Lends KV pages to requests and keeps what they computed for later requests.
+    """Lends KV pages to requests and keeps their computed KV for later requests.
 
-    Four verbs move pages: `acquire` borrows the longest cached prefix, `extend` adds private pages,
-    `publish` gives finished ones to the tree, `release` ends the lease. `pin` keeps cached pages
-    past pressure for a while, `tick` sets the time. ``pin_quota`` is the share of the pool that
-    one namespace may pin; all together may pin twice as much. The last turn of a session stays
-    pinned for ``session_ttl`` seconds; 0: it is not pinned. What a namespace left in the cache
-    beyond ``cache_quota`` of the pool makes room before anything else does, but for what no request
-    came back to while three times the pool was evicted. Raises ValueError for bad sizes.
+    Four methods move pages: `acquire` borrows the longest cached prefix, `extend` adds private
+    pages, `publish` gives finished pages to the tree, `release` ends the lease. `pin` protects
+    cached pages from eviction for a time, `tick` sets the time. ``pin_quota`` is the share of the
+    pool that one namespace may pin; all namespaces together may pin twice as much. The last turn of
+    a session stays pinned for ``session_ttl`` seconds; 0: it is not pinned. Pages of a namespace
+    that owns more than ``cache_quota`` of the pool are evicted before the pages of others. Pages of
+    an idle namespace, which no request used while three times the pool was evicted, are evicted
+    even earlier. Raises ValueError for bad sizes.
 
-    ``states``: slots for recurrent states, for a model that has them. Its requests go on only where
-    the state at a page's end is kept, so what `match_len`, `would_fit` and `acquire` find ends at
-    the last such page.
+    ``states``: slots for recurrent states, for a model that has them. Its requests resume only
+    where the state at a page's end is kept, so the prefix that `match_len`, `would_fit` and
+    `acquire` find ends at the last such page.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class PrefixCache:
         self.session_ttl = session_ttl
         self.num_total_pages = num_pages
         self.num_queries = 0  # tokens looked up, over all acquires
-        self.num_hits = 0  # tokens of those that were cached
+        self.num_hits = 0  # tokens of the queries that were cached
         self.eviction_log = EvictionLog(page_size)
-        # The tree owns the cached pages; others only look.
+        # The tree owns the cached pages; the other objects only observe it.
         quota = None if cache_quota >= 1 else max(1, int(num_pages * cache_quota))
         self.tree = RadixTree(
             page_size,
@@ -64,52 +65,52 @@ class PrefixCache:
         self.pins = PinnedPrefixes(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
         self.transfers = TransferLocks(self.tree, max_pages=int(num_pages * POOL_SHARE))
         self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
-        self.states = states  # owns the slots that no lease owns
+        self.states = states  # owner of the slots that no lease owns
         if states is not None:
             self.tree.add_observer(states)
-        # handed out since take_newly_allocated_pages; owned by their leases
+        # Pages allocated since take_newly_allocated_pages; owned by their leases.
         self._newly_allocated = array("q")
 
     @property
     def num_free_pages(self) -> int:
-        """Pages in the free list. O(1)."""
+        """Number of pages in the free list. O(1)."""
         return len(self._free)
 
     @property
     def num_evictable_pages(self) -> int:
-        """Cached pages that no lease borrows and no pin keeps. O(1)."""
+        """Number of cached pages without a lock. O(1)."""
         return self.tree.num_pages - self.tree.num_locked_pages
 
     @property
     def num_pinned_pages(self) -> int:
-        """Cached pages that some pin keeps, each counted once. O(1)."""
+        """Number of cached pages that a pin keeps, each counted once. O(1)."""
         return self.tree.num_pinned_pages
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that `extend` could hand out now: free, evictable, or pinned only. O(1)."""
+        """Number of pages that `extend` can use: free, evictable, or held by pins alone. O(1)."""
         return self.num_free_pages + self.num_evictable_pages + self.tree.num_yielding_pages
 
     @property
     def usage(self) -> float:
-        """Share of the pool that live leases hold, 0 to 1: what is merely kept does not count."""
+        """Share of the pool in use, 0 to 1; pages that can be freed do not count."""
         return 1 - self.num_available_pages / self.num_total_pages
 
     def match_len(
         self, tokens: array[int], *, namespace: str | None = None, limit: int | None = None
     ) -> int:
-        """Count the tokens that `acquire` would find cached. O(len + depth)."""
+        """Return how many cached tokens `acquire` would find. O(len + depth)."""
         limit = _borrowable(len(tokens), limit)
         match = self.tree.match(tokens, namespace=namespace, limit=limit)
         return self._num_resumable(match) * self.page_size
 
     def _num_resumable(self, match: Match) -> int:
-        """Count the pages of a match that a request can go on behind."""
+        """Count the pages of a match after which a request can resume."""
         page_ids = match.page_ids
         return len(page_ids) if self.states is None else self.states.num_resumable(page_ids)
 
     def _resumable(self, match: Match, tokens: array[int]) -> Match:
-        """The part of a match of ``tokens`` behind which a request can go on."""
+        """Return the part of a match of ``tokens`` after which a request can resume."""
         num_pages = self._num_resumable(match)
         if num_pages == len(match.page_ids):
             return match
@@ -127,9 +128,9 @@ class PrefixCache:
     ) -> bool:
         """Whether `acquire` and then `extend` to ``upto`` would leave ``slack`` pages available.
 
-        Pages of the match count once: as borrowed, no longer as evictable. Pins do not stand in
-        the way, for they yield. Changes nothing. O(len + depth), and O(slots) where there are
-        states, of which one must be left, too.
+        Pages of the match count once: as borrowed, no longer as evictable. Pins do not count
+        against it, because they yield. Changes nothing. O(len + depth), and O(slots) for models
+        with recurrent states, which need an available slot, too.
         """
         limit = _borrowable(len(tokens), limit)
         match = self.tree.match(tokens, namespace=namespace, limit=limit)
@@ -150,11 +151,12 @@ class PrefixCache:
     ) -> KVLease:
         """Borrow the longest cached prefix, in whole pages, of at most ``limit`` tokens.
 
-        ``is_first=False`` leaves the counters alone: a preempted request finds what it wrote.
+        ``is_first=False`` leaves the hit counters unchanged: a preempted request finds its own
+        pages.
 
-        The last token is never borrowed, for its logits must be computed. The time of pins that it
-        hits begins anew. Raises RuntimeError where the model has states and no slot can be had.
-        O(len + depth + log n).
+        The last token is never borrowed, because its logits must be computed. Pins on the path are
+        renewed. Raises RuntimeError if the model has states and no slot is available. O(len + depth
+        + log n).
         """
         limit = _borrowable(len(tokens), limit)
         found = self.tree.match(tokens, namespace=namespace, limit=limit)
@@ -179,18 +181,18 @@ class PrefixCache:
         return self.states.lend(match.page_ids, self.pinned_states())
 
     def pinned_states(self) -> Collection[int]:
-        """Pages whose states the next requests of pins go on from: the last of each that has one.
+        """Return the last page with a state of each pin; empty while slots are free.
 
-        While slots are free, no state gives way and none is named. As `PinnedPrefixes.last_pages`.
+        The next requests of pins resume from these states. O(pins), as `PinnedPrefixes.last_pages`.
         """
         if self.states is None or self.states.num_free:
             return NOTHING_PINNED
         return self.pins.last_pages(self.states.attached)
 
     def _note_found(self, lease: KVLease, num_found: int) -> None:
-        """Note how many tokens' pages were found: more than are borrowed if no state was kept.
+        """Note how many tokens were found: more than are borrowed if no state was kept.
 
-        A page is the usual price: a state stands before its request's last token.
+        One page is the usual loss, because a state is kept before the last token of its request.
         """
         lease.num_found_tokens = num_found
         if lease.state is None:
@@ -202,10 +204,11 @@ class PrefixCache:
     # -- states of a lease, of models that have them
 
     def keep_states(self, lease: KVLease, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """Slots for the wanted page ends in the rows ``[start, stop)``, the last one's included.
+        """Return (position, slot) of the wanted page ends in the rows ``[start, stop)``.
 
-        (position, slot), rising. They are the lease's until the step is published. A page end for
-        which no slot can be had is not kept. O(page ends * log slots), beside `pinned_states`.
+        The positions ascend; an end at ``stop`` is included. The lease owns the slots until the
+        step is published. A page end is skipped if no slot can be freed. O(page ends * log slots),
+        and the time of `pinned_states`.
         """
         state = lease.state
         if self.states is None or state is None:
@@ -219,20 +222,20 @@ class PrefixCache:
         return tuple((position, slot) for position, slot, _ in state.keeps)
 
     def settle_state(self, lease: KVLease, stop: int) -> None:
-        """A step that computed the rows up to ``stop`` has ended: note where the state stands.
+        """Note the state's position after a step that computed the rows up to ``stop``. O(1).
 
-        That is the last page's end before its last row. O(1).
+        The state stands at the last page end before the step's last row.
         """
         if self.states is not None and lease.state is not None:
             self.states.settle(lease.state, (stop - 1) // self.page_size * self.page_size)
 
     def void_state(self, lease: KVLease) -> None:
-        """A step of the lease failed half way: its state is of no use to any request. O(1)."""
+        """Mark the lease's state as void, because a step failed half way. O(1)."""
         if self.states is not None and lease.state is not None:
             self.states.settle(lease.state, 0)
 
     def _attach_keeps(self, lease: KVLease, num_computed: int) -> None:
-        """Attach the states that the last step kept, now that their pages are the tree's."""
+        """Attach the states that the last step kept, now that the tree owns their pages."""
         state = lease.state
         if self.states is None or state is None:
             return
@@ -242,7 +245,7 @@ class PrefixCache:
         state.keeps = [kept for kept in state.keeps if kept[0] > num_computed]
 
     def _release_state(self, lease: KVLease, *, keep: bool) -> None:
-        """Attach a lease's own state to the page at whose end it stands, or free its slot."""
+        """Attach a lease's own state to the page at its position, or free its slot."""
         state, lease.state = lease.state, None
         if self.states is None or state is None:
             return
@@ -256,13 +259,13 @@ class PrefixCache:
     # -- states from tiers
 
     def begin_state_load(self) -> int | None:
-        """A slot to read a state into, the caller's until `end_state_load`; None: there is none."""
+        """Return a slot to read a state into, or None; `end_state_load` takes it back."""
         return None if self.states is None else self.states.begin_load(self.pinned_states())
 
     def end_state_load(self, slot: int, lease: KVLease | None = None, position: int = 0) -> None:
-        """Free a slot; or, with a lease, keep the state in it, which the lease goes on from.
+        """Free a slot, or with a lease keep its state and let the lease resume from it.
 
-        It stands at ``position``, to which the lease's pages were published. O(log slots).
+        The state stands at ``position``, to which the lease's pages were published. O(log slots).
         """
         if self.states is None:
             return
@@ -273,7 +276,7 @@ class PrefixCache:
             lease.state.num_recomputed = max(0, lease.num_found_tokens - position)
 
     def part_state(self, lease: KVLease) -> None:
-        """Free the slot and the log of a lease that no step will be computed for. O(1)."""
+        """Free the slot and the log of a lease that will not compute a step. O(1)."""
         state, lease.state = lease.state, None
         if self.states is not None and state is not None:
             self.states.give_back(state)
@@ -281,12 +284,12 @@ class PrefixCache:
     # -- pages of a lease
 
     def extend(self, lease: KVLease, upto: int, *, evict: bool = True) -> bool:
-        """Make the page table reach position ``upto`` (exclusive): all or nothing.
+        """Extend the page table to position ``upto`` (exclusive), completely or not at all.
 
-        False means that it does not fit, and then nothing has changed. With ``evict=False`` only
-        free pages are taken: drafts never push out what is committed. Pins yield when all else is
-        gone. Raises ValueError for a released lease. O(pages added + log n per leaf evicted); for
-        each pin that yields, those that are passed over.
+        Returns False, without a change, if the pages do not fit. With ``evict=False`` only free
+        pages are taken: drafts never evict cached pages. Pins yield when no other page is left.
+        Raises ValueError for a released lease. O(pages added + log n per leaf evicted); each pin
+        that yields adds the pins that it passes over.
         """
         lease.require_live()
         needed = -(-upto // self.page_size) - len(lease.page_ids)
@@ -298,7 +301,8 @@ class PrefixCache:
         taken = self._free[-needed:]
         taken.reverse()
         del self._free[-needed:]
-        lease.page_ids = lease.page_ids + taken  # a step under way may read the old table
+        # a new array: a step under way may read the old table
+        lease.page_ids = lease.page_ids + taken
         self._newly_allocated += taken
         return True
 
@@ -310,8 +314,8 @@ class PrefixCache:
     def shrink(self, lease: KVLease, upto: int) -> None:
         """Free private pages that positions below ``upto`` do not need.
 
-        Drafts borrow pages ahead; kept, they would push out what is cached later on. Raises
-        ValueError for a released lease. O(pages given back).
+        Drafts borrow pages in advance; if kept, these would cause evictions later. Raises
+        ValueError for a released lease. O(pages freed).
         """
         lease.require_live()
         keep = max(lease.num_shared_pages, -(-upto // self.page_size))
@@ -321,10 +325,10 @@ class PrefixCache:
     def publish(self, lease: KVLease, tokens: array[int], num_computed: int) -> range:
         """Give the whole pages of ``tokens[:num_computed]`` to the tree; they stay borrowed.
 
-        Where the tree has the same prefix already, the lease adopts the tree's pages and frees its
-        own copies. Returns the positions that were not cached before. Raises ValueError for a
-        released lease, or when ``num_computed`` goes beyond the tokens or the page table.
-        O(new pages + nodes they pass).
+        If the tree has the same prefix already, the lease adopts the tree's pages and frees its own
+        copies. Returns the positions that were not cached before. Raises ValueError for a released
+        lease, or if ``num_computed`` exceeds the tokens or the page table. O(new pages + nodes they
+        pass).
         """
         lease.require_live()
         if not 0 <= num_computed <= min(len(tokens), len(lease.page_ids) * self.page_size):
@@ -344,11 +348,12 @@ class PrefixCache:
     def release(
         self, lease: KVLease, tokens: array[int], num_computed: int, *, keep: bool = True
     ) -> range:
-        """End a lease: publish what is committed, free the rest, unlock the borrowed pages.
+        """End a lease: publish its computed pages, free the rest, unlock the borrowed pages.
 
-        With ``keep=False`` nothing more is published: what a failed request computed (NaN, say)
-        must not reach others. Returns what `publish` does, and raises as it does, ValueError the
-        second time above all. O(new pages + depth + log n).
+        With ``keep=False`` nothing more is published: KV of a failed request (NaN, say) must not
+        reach others. Returns the positions that were not cached before. Raises ValueError for a
+        released lease, or if ``num_computed`` exceeds the tokens or the page table. O(new pages +
+        depth + log n).
         """
         lease.require_live()
         written = self.publish(lease, tokens, num_computed) if keep else range(0)
@@ -356,7 +361,7 @@ class PrefixCache:
             self._release_state(lease, keep=keep)
         self._free += lease.page_ids[lease.num_shared_pages :]
         self.tree.unlock(lease.lock)
-        lease.page_ids = array("q")  # anew, not emptied: a running step may still read the old one
+        lease.page_ids = array("q")  # a new array: a running step may still read the old one
         return written
 
     def pin(
@@ -367,11 +372,11 @@ class PrefixCache:
         ttl: float,
         namespace: str | None = None,
     ) -> int:
-        """Keep the first ``num_tokens`` for ``ttl`` seconds past the last `tick` or later hit.
+        """Pin the first ``num_tokens`` for ``ttl`` seconds after the last `tick` or later hit.
 
-        Whole pages, as far as they are cached and the namespace's quota goes; returns how many
-        tokens that is. Then older pins give way. O(num_tokens + depth), and what
-        `PinnedPrefixes.keep` takes.
+        Only whole pages are pinned, as far as they are cached and the namespace's quota allows;
+        returns how many tokens are. Older pins are removed if the quotas require it. O(num_tokens +
+        depth), and the time of `PinnedPrefixes.keep`.
         """
         match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens:
@@ -381,10 +386,11 @@ class PrefixCache:
     def pin_session(
         self, tokens: array[int], num_tokens: int, *, session: str, namespace: str | None = None
     ) -> None:
-        """Keep the first ``num_tokens`` as the last turn of a session, for `session_ttl` seconds.
+        """Pin the first ``num_tokens`` as a session's last turn, for `session_ttl` seconds.
 
-        The pin of the turn before is over, even before its time. As `pin` else, but it makes no pin
-        give way that was asked for. O(num_tokens + depth), and what `PinnedPrefixes.keep` takes.
+        Only whole cached pages within the namespace's quota are pinned. The pin of the turn before
+        ends, even before its time. A pin that a request asked for is never removed. O(num_tokens +
+        depth), and the time of `PinnedPrefixes.keep`.
         """
         match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens and self.session_ttl:
@@ -395,9 +401,9 @@ class PrefixCache:
         return self.tree.match(tokens, namespace=namespace, limit=limit)
 
     def tick(self, now: float) -> None:
-        """Set the time in seconds; remove the pins that have expired, and end late transfers.
+        """Set the time in seconds; remove expired pins and end expired transfers.
 
-        O(transfers), and O(depth + log n) for each pin or transfer that is over.
+        O(transfers), and O(depth + log n) for each pin or transfer that ends.
         """
         self.eviction_log.now = now
         self.pins.expire(now)
@@ -406,23 +412,24 @@ class PrefixCache:
             self.transfers.expire()
 
     def take_newly_allocated_pages(self) -> array[int]:
-        """Pages handed out from the free list since the last call, each once.
+        """Return the pages allocated since the last call, each once.
 
-        Whatever other pools hold under these ids is void. Call it before the step that writes them.
+        The content of other pools under these page ids is void. Call it before the step that writes
+        them.
         """
         fresh = array("q", dict.fromkeys(self._newly_allocated))
         self._newly_allocated = array("q")
         return fresh
 
     def return_newly_allocated_pages(self, page_ids: array[int]) -> None:
-        """Put back pages of a step that was not computed: the next call returns them again."""
+        """Put back the pages of a step that was not computed: the next call returns them again."""
         self._newly_allocated = page_ids + self._newly_allocated
 
     def flush(self, *namespaces: str | None) -> int:
-        """Drop what is cached and not borrowed, in these namespaces or in all when none is named.
+        """Drop cached pages that no lease borrows, in these namespaces, by default in all.
 
-        ``flush(None)`` empties the shared default only. Pins go, too. Returns how many pages became
-        free. O(leaves + nodes dropped + pins).
+        ``flush(None)`` empties the shared default only. Pins are removed, too. Returns how many
+        pages became free. O(leaves + nodes dropped + pins).
         """
         self.pins.drop(*namespaces)
         freed = self.tree.flush(*namespaces)
@@ -430,10 +437,11 @@ class PrefixCache:
         return len(freed)
 
     def flush_prefix(self, tokens: array[int], *, namespace: str | None = None) -> int:
-        """Drop pages behind the whole pages of ``tokens`` that no lease borrows, pinned or not.
+        """Drop unborrowed pages after the whole pages of ``tokens``, pinned or not.
 
-        The pages of ``tokens`` go as well, up to where what begins otherwise branches off. Raises
-        ValueError for less than a page. Returns how many pages became free. O(len + nodes below).
+        The pages of ``tokens`` are dropped as well, up to the last branch to another prefix.
+        Returns how many pages became free. Raises ValueError for less than a page of tokens. O(len
+        + nodes below).
         """
         limit = len(tokens) // self.page_size * self.page_size
         if not limit:
@@ -451,7 +459,7 @@ class PrefixCache:
         audit.run(self.checks(leases))
 
     def checks(self, leases: Iterable[KVLease]) -> audit.Steps:
-        """`check` in steps: only while no lease moves pages and ``tree.version`` stays."""
+        """Run `check` in steps. No lease may move pages and ``tree.version`` must not change."""
         leases = list(leases)
         locks = [*(lease.lock for lease in leases), *self.pins.locks(), *self.transfers.locks()]
         yield from self.tree.checks(locks)

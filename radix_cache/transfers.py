@@ -1,7 +1,7 @@
 """Transfers: locks of the tree that keep pages for another process while it reads them.
 
-A pin yields when pages are needed, and the reader would get what lies there by then. So a transfer
-locks its pages as a lease does, and has an end: when the reader has them, or after a time.
+A pin would yield when pages are needed, and the reader would get their new content. So a transfer
+locks its pages as a lease does. It ends when the reader has the pages, or after a time limit.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from dataclasses import dataclass
 from .node import LockHandle
 from .tree import RadixTree
 
-MAX_TRANSFERS = 1024  # at a time
-POOL_SHARE = 0.75  # of the pool's pages that may be held: requests need the rest
-SECONDS = 30.0  # that pages are held without a word of the reader
-MAX_SECONDS = 600.0  # that they are held at most, however often a reader asks for more time
+MAX_TRANSFERS = 1024  # most transfers at a time
+POOL_SHARE = 0.75  # largest share of the pool that transfers may hold: requests need the rest
+SECONDS = 30.0  # time that pages are held without a message of the reader
+MAX_SECONDS = 600.0  # longest time that pages are held, however often a reader renews
 WORD_BYTES = 8
 NAME_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class HeldPages:
-    """The first pages of a prompt, held for one reader.
+    """First pages of a prompt, held for one reader.
 
     Pages never change while they are held. `TransferLocks.words` has the number ``nonce`` at
-    ``slot`` for just as long: a reader that finds it there behind its reading has read the pages.
+    ``slot`` for exactly this time: a reader that finds it there after its reading has read the
+    right pages.
     """
 
-    name: str  # that no other process can guess
+    name: str  # random, so that other processes cannot guess it
     page_ids: array[int]
     slot: int
     nonce: int  # never 0
@@ -42,24 +43,26 @@ class _Transfer:
     pages: HeldPages
     lock: LockHandle  # owned by `TransferLocks`
     until: float
-    latest: float  # that ``until`` may become
+    latest: float  # upper limit of ``until``, seconds
 
 
 class TransferLocks:
-    """The pages of a tree that are held for other processes.
+    """Locks of the pages of a tree that are held for other processes.
 
-    ``max_pages``: how many may be held, those of several transfers counted for each.
+    ``max_pages``: largest number of pages held; a page of several transfers counts once for each.
     """
 
     def __init__(
         self, tree: RadixTree, *, max_pages: int, max_transfers: int = MAX_TRANSFERS
     ) -> None:
-        self.words = array("Q", bytes(WORD_BYTES * max_transfers))  # stays where it is in memory
+        # never reallocated: readers have its address
+        self.words = array("Q", bytes(WORD_BYTES * max_transfers))
         self.now = 0.0  # seconds, as `PrefixCache.tick` sets it
-        self.num_pages = 0  # held, as `max_pages` counts them
+        self.num_pages = 0  # pages held, counted as for `max_pages`
         self.max_pages = max_pages
         self.on_hold: Callable[[], None] = lambda: None  # called when a transfer begins
-        self.refused: Counter[str] = Counter()  # by cause; counted by those who read requests
+        # refused transfers by cause; counted where requests are read
+        self.refused: Counter[str] = Counter()
         self.ended = {"done": 0, "expired": 0}  # transfers, by how they ended
         self._tree = tree
         self._held: dict[str, _Transfer] = {}  # by name
@@ -70,7 +73,7 @@ class TransferLocks:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more pages can be held now. O(1)."""
+        """Whether no further page can be held. O(1)."""
         return not self._free or self.num_pages >= self.max_pages
 
     def hold(
@@ -83,8 +86,8 @@ class TransferLocks:
     ) -> HeldPages | None:
         """Hold the cached pages of the first ``num_tokens`` for `SECONDS`.
 
-        None where no whole page of them is cached, or there is no room for them and ``num_spare``
-        pages more. O(num_tokens + depth).
+        Returns None if no whole page of them is cached, or if there is no room for them and for
+        ``num_spare`` more pages. O(num_tokens + depth).
         """
         match = self._tree.match(tokens, namespace=namespace, limit=num_tokens)
         count = len(match.page_ids)
@@ -104,24 +107,24 @@ class TransferLocks:
         return name in self._held
 
     def renew(self, name: str) -> None:
-        """Hold a transfer's pages for `SECONDS` from now on; unknown ones are ignored.
+        """Extend a transfer to `SECONDS` from now; ignore an unknown name.
 
-        Not beyond `MAX_SECONDS` from its beginning.
+        A transfer lasts at most `MAX_SECONDS` from its beginning.
         """
         if (transfer := self._held.get(name)) is not None:
             transfer.until = min(self.now + SECONDS, transfer.latest)
 
     def end(self, name: str) -> bool:
-        """End a transfer whose reader is done; returns whether it was held. O(depth + log n)."""
+        """End a transfer whose reader is done; return whether it was held. O(depth + log n)."""
         return self._end(name, "done")
 
     def expire(self) -> None:
-        """End the transfers whose time is over. O(transfers), O(depth + log n) for each of them."""
+        """End the expired transfers. O(transfers), and O(depth + log n) for each one ended."""
         for name in [name for name, each in self._held.items() if each.until <= self.now]:
             self._end(name, "expired")
 
     def close(self) -> None:
-        """End all of them."""
+        """End all transfers."""
         for name in list(self._held):
             self._end(name, "expired")
 
@@ -130,7 +133,7 @@ class TransferLocks:
         if transfer is None:
             return False
         pages = transfer.pages
-        self.words[pages.slot] = 0  # before a page can change
+        self.words[pages.slot] = 0  # the word is cleared before a page can change
         self._free.append(pages.slot)
         self.num_pages -= len(pages.page_ids)
         self.ended[how] += 1
@@ -138,7 +141,7 @@ class TransferLocks:
         return True
 
     def locks(self) -> Iterator[LockHandle]:
-        """The locks of all transfers."""
+        """Iterate over the locks of all transfers."""
         return (transfer.lock for transfer in self._held.values())
 
     def check(self) -> None:

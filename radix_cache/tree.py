@@ -1,4 +1,4 @@
-"""A compressed radix tree over pages of tokens: which prefix is cached, in which pages."""
+"""Compressed radix tree over pages of tokens: finds cached prefixes and their pages."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .node import (
 
 
 class RadixTree:
-    """Cached prefixes and the pages that hold them, one tree for each namespace.
+    """Cached prefixes and their pages, one tree for each namespace.
 
-    `match` looks and changes nothing. `lock` holds a match, `unlock` gives it back; both refresh
-    its recency. `insert_below` grows what a lock holds. `evict` takes unlocked leaves in the
-    order of their last use; those of namespaces that own more than ``quota`` pages first, unless
-    there is only one namespace or another was not used while ``idle_after`` pages were evicted.
-    Raises ValueError for a page size below one token.
+    `match` finds a prefix and changes nothing. `lock` holds a match, `unlock` releases it; both
+    refresh its recency. `insert_below` extends the prefix that a lock holds. `evict` takes unlocked
+    leaves least recently used first; leaves of namespaces that own more than ``quota`` pages come
+    first, unless there is only one namespace or another was not used while ``idle_after`` pages
+    were evicted. Raises ValueError for a page size below one token.
     """
 
     def __init__(
@@ -43,22 +43,22 @@ class RadixTree:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, not {page_size}")
         self.page_size = page_size  # tokens
-        self.num_pages = 0  # owned by nodes
-        self.num_locked_pages = 0  # those of them that some lock holds
-        self.num_pinned_pages = 0  # that some pin holds
-        self.num_yielding_pages = 0  # that pins alone hold
+        self.num_pages = 0  # pages owned by nodes
+        self.num_locked_pages = 0  # pages that a lock holds
+        self.num_pinned_pages = 0  # pages that a pin holds
+        self.num_yielding_pages = 0  # pages that only pins hold
         self.owned = NamespaceQuota(quota, idle_after)
-        self.num_nodes = 0  # roots not counted
+        self.num_nodes = 0  # without roots
         self.num_evicted = 0  # pages, ever
-        self.num_evicted_by_quota = 0  # those of them whose namespace had too many
+        self.num_evicted_by_quota = 0  # pages evicted because their namespace was over quota
         self._page_bytes = page_size * ITEM_SIZE
         self._on_stored: list[OnStored] = []
         self._on_dropped = [] if on_dropped is None else [on_dropped]
-        self._roots: dict[str | None, Node] = {}  # those with a child or a lock
+        self._roots: dict[str | None, Node] = {}  # roots with a child or a lock
         self._index = EvictionIndex()  # unlocked leaves, no roots
         self._locks: set[LockHandle] = set()  # live locks
         self._clock = 0  # one tick per lock, growth and unlock
-        self.epoch = 0  # one tick per node cut or dropped: older matches are void
+        self.epoch = 0  # one tick per node cut or dropped; matches of an older epoch are stale
 
     def add_observer(self, observer: CacheObserver) -> None:
         """Tell ``observer`` of every page that joins the tree or leaves it from now on."""
@@ -67,15 +67,15 @@ class RadixTree:
 
     @property
     def version(self) -> int:
-        """A number that changes whenever the tree does."""
+        """Number that changes whenever the tree does."""
         return self._clock + self.epoch
 
     def match(
         self, tokens: array[int], *, namespace: str | None = None, limit: int | None = None
     ) -> Match:
-        """The longest cached prefix within ``limit`` tokens, in whole pages; changes nothing.
+        """Return the longest cached prefix within ``limit`` tokens, in whole pages.
 
-        Recency stays as it was: a scheduler may look at requests that it does not admit.
+        Recency does not change: a scheduler may look at requests that it does not admit.
         O(len(tokens) + depth), at memcmp speed.
         """
         data, size = token_bytes(tokens, limit), self._page_bytes
@@ -90,10 +90,10 @@ class RadixTree:
         return Match(start // ITEM_SIZE, page_ids, namespace, node, taken, self.epoch)
 
     def lock(self, match: Match, *, is_pin: bool = False) -> LockHandle:
-        """Hold exactly the pages of ``match``, cutting the last node where the match ends.
+        """Hold exactly the pages of ``match``, splitting the last node where the match ends.
 
-        Without the cut, a short match into a long node would hold pages that no request reads.
-        Raises ValueError when the tree has cut or dropped a node since. O(depth + log n).
+        Without the split, a short match into a long node would hold pages that no request reads.
+        Raises ValueError if the tree has cut or dropped a node since the match. O(depth + log n).
         """
         if match.epoch != self.epoch:
             raise ValueError("the match is stale: the tree has cut or dropped nodes since")
@@ -109,7 +109,7 @@ class RadixTree:
         return lock
 
     def unlock(self, lock: LockHandle) -> None:
-        """Release a lock, exactly once; ValueError the second time. O(depth + log n)."""
+        """Release a lock. Raises ValueError if it was released before. O(depth + log n)."""
         self._require_live(lock)
         self._locks.remove(lock)
         lock.is_live, lock.num_pages = False, 0
@@ -126,8 +126,9 @@ class RadixTree:
         *,
         namespace: str | None = None,
     ) -> array[int]:
-        """`insert_below` the namespace's root; nothing stays held. O(len(tokens) + log n).
+        """Insert pages below the namespace's root, without a lasting lock. O(len(tokens) + log n).
 
+        Returns the page ids that the tree already had for the first tokens, as `insert_below` does.
         Without ``page_ids``, for a tree of tokens alone, the id of every page is 0.
         """
         if page_ids is None:
@@ -141,12 +142,12 @@ class RadixTree:
     def insert_below(
         self, lock: LockHandle, tokens: array[int], page_ids: array[int]
     ) -> array[int]:
-        """Cache the tokens that follow what ``lock`` holds, and move the lock to their end.
+        """Cache the tokens after the prefix that ``lock`` holds, and move the lock to their end.
 
-        Returns the page ids that the tree already had for the first of these tokens: the caller
-        keeps its own copies of those. The rest of ``page_ids`` belongs to the tree from now on.
-        Raises ValueError for a released lock or tokens that do not fill their pages.
-        O(len(tokens) + nodes passed), however long the prefix above is.
+        Returns the page ids that the tree already had for the first tokens: the caller still owns
+        its own copies. The rest of ``page_ids`` belongs to the tree from now on.
+        Raises ValueError for a released lock, or for tokens that do not fill their pages.
+        O(len(tokens) + nodes passed), for any length of the prefix above.
         """
         self._require_live(lock)
         if len(tokens) != len(page_ids) * self.page_size:
@@ -159,12 +160,13 @@ class RadixTree:
         return found
 
     def evict(self, num_pages: int) -> array[int]:
-        """Drop unlocked pages and return their ids, exactly ``num_pages`` if there are so many.
+        """Drop up to ``num_pages`` unlocked pages and return their ids.
 
-        Leaves go in the order of their last use. While namespaces are beyond their quota, those of
-        idle ones go first, then their own until they keep to it. Of the last leaf only the tail
-        that is needed goes, for the front of a prefix is worth more than its end. O(log n) per
-        leaf, O(1) per page, O(namespaces beyond) for both.
+        Fewer are dropped only if no more are unlocked. Leaves are evicted least recently used
+        first. While namespaces are over quota, leaves of idle namespaces come first, then their own
+        until they keep to it. The last leaf loses only its tail, as far as needed: the front of a
+        prefix is worth more than its end. O(log n) per leaf, O(1) per page, O(namespaces over
+        quota) for both.
         """
         freed = array("q")
         while (missing := num_pages - len(freed)) > 0:
@@ -179,7 +181,7 @@ class RadixTree:
         return freed
 
     def flush(self, *namespaces: str | None) -> array[int]:
-        """Drop every unlocked node of these namespaces (of all by default); return its pages.
+        """Drop every unlocked node of some namespaces, by default of all; return its pages.
 
         O(leaves + nodes dropped).
         """
@@ -189,25 +191,26 @@ class RadixTree:
     def flush_below(self, match: Match) -> array[int]:
         """Drop every unlocked node that goes through the end of ``match``; return its pages.
 
-        The pages on the way there go as well, up to where others branch off. O(nodes below).
+        Pages above the end are dropped as well, up to the first node with other children or a lock.
+        O(nodes below).
         """
         nodes = [] if match.node is None else match.node.below()
         return self._drop_upwards([node for node in nodes if not node.children])
 
     def roots(self) -> Iterator[Node]:
-        """The roots of all namespaces, each a node without tokens. O(namespaces)."""
+        """Iterate over the roots of all namespaces, nodes without tokens. O(namespaces)."""
         return iter(self._roots.values())
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, roots included, parents first. O(n)."""
+        """Iterate over all nodes, roots included, parents first. O(n)."""
         return (node for root in self._roots.values() for node in root.below())
 
     def check(self) -> None:
-        """Assert every invariant of the tree. O(pages), for tests and for idle moments."""
+        """Assert every invariant of the tree. O(pages), for tests and idle moments."""
         audit.run(self.checks())
 
     def checks(self, locks: Iterable[LockHandle] | None = None) -> audit.Steps:
-        """`check` in steps; ``locks``, where given, are to be all locks that are out."""
+        """Run `check` in steps; ``locks``, if given, must be all live locks."""
         if locks is not None:
             assert set(locks) == self._locks, "the live locks are not those of the live leases"
         nodes: list[Node] = []
@@ -228,7 +231,7 @@ class RadixTree:
     # -- walking and growing
 
     def _descend(self, lock: LockHandle, data: bytes) -> array[int]:
-        """Move a lock down the nodes that hold ``data``; return their page ids."""
+        """Move a lock down the nodes that hold ``data``; return the ids of their pages."""
         start, size, found = 0, self._page_bytes, array("q")
         while child := lock.node.children.get(data[start : start + size]):
             same = child.common_pages(data, start)
@@ -245,7 +248,7 @@ class RadixTree:
             lock.node.ref_count, lock.node.last_used = 1, self._clock
             lock.node.link(self.page_size)
             self.num_nodes += 1
-        else:  # held by this lock alone: growing in place avoids one node per publish
+        else:  # only this lock holds it: growing in place avoids one node per publish
             self._count(node, -1)
             first = len(node.page_ids)
             node.key += tokens
@@ -256,10 +259,10 @@ class RadixTree:
             on_stored(lock.node, first)
 
     def _split(self, lower: Node, num_pages: int) -> Node:
-        """Cut a node after ``num_pages``: a new one above it takes the front.
+        """Split a node after ``num_pages``; return a new node above it, which has the front.
 
-        The node itself stays the lower half, so locks, children and the eviction index still
-        point at the right end. The caller holds the upper half at once.
+        The node itself stays the lower half, so locks, children and the eviction index still refer
+        to the right end. The caller locks the upper half at once.
         """
         upper = lower.cut_front(num_pages, self.page_size)
         upper.link(self.page_size)
@@ -272,7 +275,7 @@ class RadixTree:
     # -- counts
 
     def _count(self, node: Node, sign: int = 1) -> None:
-        """Add a node's pages to the counts; with -1 subtract them, before the node changes."""
+        """Add a node's pages to the counts, or subtract them (-1) before the node changes."""
         count = sign * len(node.page_ids)
         self.num_pages += count
         if node.ref_count:
@@ -307,7 +310,7 @@ class RadixTree:
     # -- shrinking
 
     def _settle(self, node: Node) -> None:
-        """File a node that has become an unlocked leaf; forget a root that holds nothing."""
+        """Add a node that has become an unlocked leaf to the index, or drop an unused root."""
         if node.ref_count or node.children:
             return
         if node.parent is None:
@@ -318,7 +321,7 @@ class RadixTree:
             self._index.add(node)
 
     def _drop_upwards(self, leaves: Iterable[Node]) -> array[int]:
-        """Drop leaves, then those above them, for as long as they are unlocked leaves."""
+        """Drop leaves, then their parents while they are unlocked leaves; return the pages."""
         freed = array("q")
         for node in leaves:
             while node.parent is not None and not node.ref_count and not node.children:
@@ -328,7 +331,7 @@ class RadixTree:
         return freed
 
     def _drop(self, leaf: Node, cause: Cause) -> array[int]:
-        """Forget a leaf that is out of the index; return its pages."""
+        """Remove a leaf that is not in the index from the tree; return its pages."""
         for on_dropped in self._on_dropped:
             on_dropped(leaf, 0, cause)
         parent = leaf.unlink(self.page_size)
@@ -340,7 +343,7 @@ class RadixTree:
         return leaf.page_ids
 
     def _trim(self, leaf: Node, num_pages: int) -> array[int]:
-        """Take the last pages of a leaf that is out of the index, and file it again."""
+        """Remove the last pages of a leaf that is not in the index, and add it to the index."""
         first = len(leaf.page_ids) - num_pages
         for on_dropped in self._on_dropped:
             on_dropped(leaf, first, "evicted")

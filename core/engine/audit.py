@@ -11,14 +11,14 @@ from ...radix_cache.audit import Steps
 from ..scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-SECONDS = 60.0  # between two audits in idle moments, at least
+SECONDS = 60.0  # least time between two audits in idle moments
 SLICE = 1000  # steps of an audit in an idle moment between turns of others: about a millisecond
-QUIET = 1.0  # seconds without a request until an audit that one cut short is begun again
+QUIET = 1.0  # seconds without a request before an interrupted audit is begun again
 AuditResult = dict[str, object]
 
 
 def inspect(scheduler: Scheduler) -> AuditResult:
-    """Check all invariants now: ``ok`` with the counts, or the ``violation``. O(pages)."""
+    """Check all invariants now: return ``ok`` with the counts, or the ``violation``. O(pages)."""
     if violation := _advance(scheduler.checks(), None):
         return {"ok": False, "violation": violation}
     cache = scheduler.cache
@@ -60,7 +60,7 @@ class Auditor:
     def __init__(self, scheduler: Scheduler) -> None:
         self.num_failures = 0
         self._scheduler = scheduler
-        self.open_requests: list[asyncio.Future[AuditResult]] = []  # for `answer_requests`
+        self.open_requests: list[asyncio.Future[AuditResult]] = []  # answered by `answer_requests`
         self._passed = -SECONDS  # time of the last complete idle audit
         self._was_cut = False  # whether the last idle audit was interrupted
 
@@ -74,15 +74,15 @@ class Auditor:
         requests, self.open_requests = self.open_requests, []
         waiting = [each for each in requests if not each.done()]  # the others were cancelled
         if waiting:
-            result = self._inspect()  # one audit a round resolves all of them
+            result = self._inspect()  # one audit per round resolves all of them
             for each in waiting:
                 each.set_result(result)
 
     async def audit_while_idle(self, now: float, wake: asyncio.Event) -> None:
-        """Audit while no request is there, at most every `SECONDS`: a large pool takes a while.
+        """Audit while there is no request, at most every `SECONDS`: a large pool takes a while.
 
         Other tasks run in between. Setting ``wake`` interrupts the audit; the next one then waits
-        for a longer pause, or short pauses would be full of audits that never end.
+        for a longer pause, because short pauses would be full of audits that never end.
         """
         if now - self._passed < SECONDS:
             return
@@ -96,7 +96,7 @@ class Auditor:
                 self._passed, self._was_cut = now, False
 
     async def _inspect_slowly(self, wake: asyncio.Event) -> bool:
-        """Audit in slices; return whether it ended before the cache changed."""
+        """Audit in slices; return whether the audit ended before the cache changed."""
         tree, steps = self._scheduler.cache.tree, self._scheduler.checks()
         version = tree.version
         while tree.version == version and not wake.is_set():
@@ -107,7 +107,7 @@ class Auditor:
         return False
 
     def close(self, error: Exception) -> None:
-        """Fail the requests for an audit that are open."""
+        """Fail the open requests for an audit."""
         requests, self.open_requests = self.open_requests, []
         for each in requests:
             if not each.done():

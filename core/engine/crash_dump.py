@@ -1,6 +1,6 @@
 """Crash dumps: a JSON file that describes an engine, written when it dies or on request.
 
-It has requests by id and counts, pools, the last steps and each thread's stack. It never has a
+A dump has requests by id and counts, pools, the last steps and each thread's stack. It never has a
 prompt, an answer, a key, a cache salt, or the text of an exception, which may quote any of them.
 """
 
@@ -26,7 +26,7 @@ from .model_thread import Watchdog
 
 logger = logging.getLogger(__name__)
 CrashReport = dict[str, object]
-_NUMBERS = itertools.count(1)  # two dumps of one second
+_NUMBERS = itertools.count(1)  # distinguishes dumps of the same second
 
 
 def make_report(
@@ -38,9 +38,9 @@ def make_report(
     failure: BaseException | None = None,
     about: Mapping[str, object] | None = None,
 ) -> CrashReport:
-    """Describe the engine. A part that cannot be made is replaced by the reason.
+    """Describe the engine. A part that fails is replaced by the kind of its error.
 
-    It only reads, so another thread may call it while the event loop is stuck.
+    The function only reads, so another thread may call it while the event loop is stuck.
     """
     parts: dict[str, Callable[[], object]] = {
         "failure": lambda: None if failure is None else _describe_failure(failure),
@@ -61,7 +61,7 @@ def make_report(
 
 
 def write_report(report: CrashReport, folder: Path) -> Path | None:
-    """Write a report to a new file that only this user may read; None and a log line on failure."""
+    """Write a report to a new file that only this user may read; None after a logged failure."""
     name = f"foretoken-{os.getpid()}-{_now('%Y%m%dT%H%M%SZ')}-{next(_NUMBERS)}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def write_report(report: CrashReport, folder: Path) -> Path | None:
 
 
 def stacks() -> dict[str, list[str]]:
-    """The stack of each thread by its name: places in the code, no values."""
+    """Return the stack of each thread by its name: code positions, no values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         f"{names.get(ident, 'unknown')} ({ident})": _places(traceback.extract_stack(frame))
@@ -88,7 +88,7 @@ def stacks() -> dict[str, list[str]]:
 def _value_or_error(part: Callable[[], object]) -> object:
     try:
         return part()
-    except Exception as error:  # a broken engine is what this is for
+    except Exception as error:  # the engine may be broken in any way
         return f"cannot be described: {type(error).__name__}"
 
 

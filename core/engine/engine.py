@@ -1,7 +1,7 @@
 """Engine: the asyncio loop between callers and the model thread.
 
 One loop, one model thread. Requests and the cache change on the loop's thread alone: in the
-engine's task, which is suspended while the model thread runs a step, and in calls of others on that
+engine's task, which is suspended while the model thread runs a step, and in other calls on that
 loop (`submit`, `flush_cache`). So there are no locks.
 """
 
@@ -38,7 +38,7 @@ from .model_thread import ModelThread, StepThread, Supervision, Watchdog
 from .step_executor import OverlapWork, StepExecutor
 
 logger = logging.getLogger(__name__)
-FEW_EVENTS = 2  # at most so many are delivered at once: waking the loop later costs more
+FEW_EVENTS = 2  # most events that are delivered at once: waking the loop later costs more
 DEFAULT_SUPERVISION = Supervision()
 CLOSED, STEPS_FAILED = "the engine was closed", "steps failed; the engine stopped"
 
@@ -46,9 +46,9 @@ CLOSED, STEPS_FAILED = "the engine was closed", "steps failed; the engine stoppe
 class Engine:
     """Serves requests until closed.
 
-    If a step raises, it is run again in parts: the requests that fail alone end, the
-    others are not affected. After three steps in a row without a successful part, or one that does
-    not return, the engine ends: every stream gets an error, and a crash dump is written.
+    If a step raises, it is run again in parts: the requests that fail alone end, the others are not
+    affected. After three steps in a row without a successful part, or after one that does not
+    return, the engine ends: every stream gets an error, and a crash dump is written.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class Engine:
         self._clock = clock
         self._warm_up = warm_up
         self._thread = make_thread("foretoken-model", on_thread_start)
-        weakref.finalize(self, self._thread.close)  # of an engine that was left open
+        # closes the thread of an engine that was left open
+        weakref.finalize(self, self._thread.close)
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._companions = companions
@@ -110,7 +111,7 @@ class Engine:
     def _make_tier_io(
         self, make_thread: Callable[[str, Callable[[], None]], StepThread]
     ) -> TierIO | None:
-        """Return what reads and writes pages of tiers, with a thread; None without tiers."""
+        """Return the I/O of the tiers, with its thread; None without tiers."""
         if self.scheduler.page_loads is None:
             return None
         thread = make_thread("foretoken-io", lambda: None)
@@ -123,7 +124,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop runs; false before `start`, after `close` and when steps fail."""
+        """Whether the loop runs; false before `start`, after `close` and after failed steps."""
         task = self._task
         return task is not None and not task.done() and not task.cancelling()
 
@@ -134,7 +135,7 @@ class Engine:
 
     @property
     def readiness(self) -> str | None:
-        """Why the engine cannot take new requests now; None if it can. Cheap."""
+        """Reason why the engine cannot take new requests now; None if it can. Cheap."""
         if self.draining:
             return "the engine is shutting down"
         if not self.alive:
@@ -145,33 +146,33 @@ class Engine:
 
     @property
     def now(self) -> float:
-        """Seconds on the engine's clock, by which arrivals, pins and evictions are timed."""
+        """Seconds on the engine's clock, which times arrivals, pins and evictions."""
         return self._clock()
 
     @property
     def limits(self) -> SchedulerLimits:
-        """Bounds of a step and of the queue."""
+        """Limits of a step and of the queue."""
         return self.scheduler.limits
 
     @property
     def load(self) -> Load:
-        """Requests and cache now. Cheap."""
+        """Present load of requests and cache. Cheap."""
         return Load.of(self.scheduler)
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page of the prefix cache."""
+        """Number of tokens of a page of the prefix cache."""
         return self.scheduler.cache.page_size
 
     @property
     def num_pages(self) -> int:
-        """Pages of the KV pool."""
+        """Number of pages of the KV pool."""
         return self.scheduler.cache.num_total_pages
 
     def submit(self, request: Request) -> TokenStream:
-        """Accept a request; its answer arrives on the stream.
+        """Accept a request and return the stream of its answer.
 
-        Raises `EngineDead`, `QueueFull`, and what `Scheduler.check` raises.
+        Raises `EngineDead`, `QueueFull`, and the errors of `Scheduler.check`.
         """
         if not self.alive or self.draining:
             raise EngineDead(
@@ -184,13 +185,13 @@ class Engine:
         except QueueFull as full:
             full.retry_after = self._inbox.retry_after()
             raise
-        self._step_executor.withdraw()  # or its first token would wait for another step
+        self._step_executor.withdraw()  # otherwise its first token would wait for another step
         return self._inbox.accept(request, self._clock())
 
     def fetch(self, request: Request) -> None:
-        """Load the pages that a request offers into the prefix cache; nothing is computed for it.
+        """Load the pages that a request offers into the prefix cache, without any computing.
 
-        Its peer is notified in any case. What cannot be loaded is left, without an error.
+        Its peer is notified in any case. Pages that cannot be loaded are skipped, without an error.
         """
         if self.alive:
             self.scheduler.fetch(request, self._clock())
@@ -203,16 +204,16 @@ class Engine:
         self.scheduler.check(request, pending=None)
 
     def abort(self, request_id: str) -> None:
-        """End a request between two steps; unknown and finished ones are ignored."""
+        """End a request between two steps; an unknown or finished one is ignored."""
         self._inbox.abort(request_id)
 
-    # What follows waits for nothing, but `audit`. It is awaited because that is how callers know an
-    # engine, which may also be in another process.
+    # The following methods do not wait, except `audit`. They are coroutines because an engine may
+    # also be in another process, and callers see both kinds alike.
 
     async def flush_cache(self, *namespaces: str | None) -> int:
         """Drop unused cached prefixes, and the tokens that look-up drafters have indexed.
 
-        Of these namespaces, of all when none is named. Returns how many pages that freed.
+        Only those in these namespaces; by default in all. Returns how many pages became free.
         """
         num_pages = self.scheduler.flush(*namespaces)
         if self._tier_io is not None:
@@ -220,11 +221,11 @@ class Engine:
         return num_pages
 
     async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
-        """Drop what begins with these tokens and is not in use, pins or not.
+        """Drop unused cached pages that begin with these tokens, pinned or not.
 
         All indexed tokens of the namespace are dropped, and all its pages in tiers: they are not
-        stored by prefix. Returns how many pages of the pool that freed. Raises `InvalidRequest` for
-        tokens that do not fill a page.
+        stored by prefix. Returns how many pages of the pool became free. Raises `InvalidRequest`
+        for tokens that do not fill a page.
         """
         num_pages = self.scheduler.flush_prefix(tokens, namespace)
         if self._tier_io is not None:
@@ -232,9 +233,9 @@ class Engine:
         return num_pages
 
     async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
-        """Occupancy and hit counters of the prefix cache and its tiers, in pages and tokens.
+        """Return occupancy and hits of the prefix cache and its tiers, in pages and tokens.
 
-        ``pins`` lists those of one namespace only.
+        ``pins`` lists the pins of one namespace only.
         """
         cache = self.scheduler.cache
         cache.tick(self._clock())  # without steps nothing else expires pins
@@ -244,28 +245,28 @@ class Engine:
 
     @property
     def num_failed_steps(self) -> int:
-        """Runs of the model thread that raised."""
+        """Number of runs of the model thread that raised."""
         return self._step_executor.num_failed_steps
 
     @property
     def num_bisections(self) -> int:
-        """Steps that failed and were run again in parts."""
+        """Number of steps that failed and were run again in parts."""
         return self._step_executor.num_bisections
 
     @property
     def num_audit_failures(self) -> int:
-        """Audits that found something wrong."""
+        """Number of audits that found a violation."""
         return self._auditor.num_failures
 
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> dict[str, object]:
         """Describe the engine for the live page, with the paths of its requests in the cache.
 
-        Paths are reported of requests that run, and of ``finished`` ones.
+        Paths are reported for running requests and for ``finished`` ones.
         """
         return describe_engine(self.scheduler, self.metrics, finished)
 
     async def audit(self) -> AuditResult:
-        """Check every page and request between two steps; see `core.engine.audit.inspect`.
+        """Check every page and request between two steps; return the result of `inspect`.
 
         Raises `EngineDead`.
         """
@@ -276,7 +277,7 @@ class Engine:
         return await result
 
     def report(self, reason: str) -> CrashReport:
-        """Describe the engine as a crash dump does; works while the loop is stuck."""
+        """Describe the engine for a crash dump; works while the loop is stuck."""
         about, now = self.supervision.about, self._clock()
         return make_report(
             reason, self.scheduler, self._watchdog, now, failure=self.failure, about=about
@@ -296,7 +297,7 @@ class Engine:
     async def start(self) -> None:
         """Start serving on the running event loop, after the warm-up of the model thread.
 
-        Raises `EngineDead` after `close`, and what the warm-up raises.
+        Raises `EngineDead` after `close`, and any error of the warm-up.
         """
         self._require_open()
         if self._task is None:
@@ -317,9 +318,9 @@ class Engine:
             raise EngineDead("the engine was closed")
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Stop: refuse new requests, wait for running ones, then abort those that are left.
+        """Stop: refuse new requests, wait for running ones, then abort the rest.
 
-        A second call waits for the first.
+        Waits at most ``drain_seconds``. A second call waits for the first.
         """
         self.draining = True
         if self._closing is None:
@@ -345,7 +346,7 @@ class Engine:
             await asyncio.to_thread(self._companions.end)
 
     async def _run(self) -> None:
-        """Run the loop; whatever ends it, every stream is ended."""
+        """Run the loop; however it ends, every stream is ended."""
         last: EngineDead | None = EngineDead(CLOSED)
         self._round_began = self._clock()
         try:
@@ -362,11 +363,11 @@ class Engine:
             logger.critical("the engine failed and stops", exc_info=failure)
             self.failure, last = failure, EngineDead(STEPS_FAILED)
         finally:
-            if not sys.is_finalizing():  # else no stream is read, and modules may be half gone
+            if not sys.is_finalizing():  # otherwise no stream is read, and modules may be half gone
                 self._end(last)
 
     def _end(self, last: EngineDead | None) -> None:
-        """End the streams first: writing a crash dump may take a while."""
+        """End the streams, then write a crash dump, which may take a while."""
         report = self.report("the engine died") if self.failure or self.hung else None
         self._end_everything(last)
         if report is not None and self._companions is not None:
@@ -376,7 +377,7 @@ class Engine:
             self.dump(report)
 
     async def _turn(self) -> None:
-        """One round: inbox, plan, step. Events are delivered while the model computes."""
+        """Run one round: inbox, plan, step. Events are delivered while the model computes."""
         if self._lost is not None:
             raise self._lost
         self._inbox.drain(self._clock())
@@ -394,12 +395,12 @@ class Engine:
             self._round_began = self._clock()
 
     def _lose(self, failure: BaseException) -> None:
-        """A companion ended: end the engine as soon as the step under way has."""
+        """Note that a companion ended: the engine ends after the step under way."""
         self._lost = failure
         self._inbox.notify()
 
     def _load_ended(self) -> None:
-        """Have the next step planned anew: a request need not wait for its pages any longer."""
+        """Have the next step planned again, because a request need not wait for its pages."""
         self._step_executor.withdraw()
         self._inbox.notify()
 
@@ -422,12 +423,12 @@ class Engine:
         self._round_began = now
 
     async def _wait_for_work(self) -> None:
-        self._inbox.wake.clear()  # the inbox is empty; from here on an arrival sets it again
+        self._inbox.wake.clear()  # the inbox is empty; an arrival sets it again
         if not self.scheduler.num_requests:
-            self.scheduler.speculator.work()  # it forgets the requests that ended last
+            self.scheduler.speculator.work()  # the speculator forgets the requests that ended last
             self._inbox.mark_idle()
             await self._auditor.audit_while_idle(self._clock(), self._inbox.wake)
-        # Requests may be there and have nothing to compute: they wait for pages from a tier.
+        # There may be requests without anything to compute: they wait for pages from a tier.
         due = self.scheduler.request_table.next_deadline
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(
@@ -439,7 +440,7 @@ class Engine:
         self._inbox.deliver(self._clock())
 
     def _end_everything(self, error: EngineDead | None) -> None:
-        """Abort all requests, or fail them with an error; those in the inbox included."""
+        """Abort all requests, or fail them with an error, including requests in the inbox."""
         last = error or EngineDead(CLOSED)
         try:
             self._step_executor.withdraw()

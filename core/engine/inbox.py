@@ -13,29 +13,30 @@ from ..scheduling.scheduler import Event, Scheduler
 from ..telemetry.metrics import EngineMetrics
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
-NUM_TIMES = 64  # requests that finished last, by which the rate is known
+NUM_TIMES = 64  # number of latest finished requests that give the rate
 
 
 class RequestInbox:
-    """Holds what callers submitted since the last step, and the streams of all requests.
+    """Arrivals and aborts since the last step, and the streams of all requests.
 
-    Callers call `accept`, `abort` and `notify`, the engine's loop the others; all on one event
-    loop.
+    Callers call `accept`, `abort` and `notify`, the engine's loop calls the other methods; all on
+    one event loop.
     """
 
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics) -> None:
-        self.streams: dict[str, TokenStream] = {}  # of requests that have not ended
-        self.wake = asyncio.Event()  # an arrival or an abort
-        self.idle = asyncio.Event()  # no request is there
+        self.streams: dict[str, TokenStream] = {}  # streams of requests that have not ended
+        self.wake = asyncio.Event()  # set by an arrival or an abort
+        self.idle = asyncio.Event()  # set while there is no request
         self._scheduler, self._metrics = scheduler, metrics
         self._arrived: list[tuple[Request, float]] = []  # with the time of arrival
-        self._num_arrived: Counter[Tenant] = Counter()  # of each tenant
+        self._num_arrived: Counter[Tenant] = Counter()  # arrivals of each tenant
         self._aborted: list[str] = []
         self._events: list[Event] = []  # not delivered yet
-        self._finished: deque[float] = deque(maxlen=NUM_TIMES)  # times, without a pause between
+        # times of the latest ends since the last idle moment
+        self._finished: deque[float] = deque(maxlen=NUM_TIMES)
 
     def pending_arrivals(self, tenant: Tenant) -> PendingArrivals:
-        """Requests that were accepted and not passed to the scheduler yet. O(1)."""
+        """Return the requests that were accepted and not passed to the scheduler yet. O(1)."""
         return PendingArrivals(len(self._arrived), self._num_arrived[tenant])
 
     def accept(self, request: Request, now: float) -> TokenStream:
@@ -48,7 +49,7 @@ class RequestInbox:
         return stream
 
     def abort(self, request_id: str) -> None:
-        """Abort a request; unknown ids are ignored."""
+        """Abort a request; an unknown id is ignored."""
         if request_id in self.streams:
             self._aborted.append(request_id)
             self.notify()
@@ -59,7 +60,7 @@ class RequestInbox:
         self.wake.set()
 
     def retry_after(self) -> float:
-        """Seconds until the queue is empty, at the rate at which requests finished lately."""
+        """Return the seconds until the queue is empty, at the recent rate of finished requests."""
         return retry_seconds(self._finished, len(self._scheduler.waiting) + len(self._arrived))
 
     def drain(self, now: float) -> None:
@@ -79,7 +80,7 @@ class RequestInbox:
 
     @property
     def num_undelivered(self) -> int:
-        """Events that are not delivered yet."""
+        """Number of events that are not delivered yet."""
         return len(self._events)
 
     def queue_events(self, events: Iterable[Event]) -> None:
@@ -94,12 +95,12 @@ class RequestInbox:
             self._metrics.observe_delta(request, delta, now)
             if delta.terminal:
                 del self.streams[request.request_id]
-                # Else an abort that came too late would end the next request of that id.
+                # Otherwise an abort that came too late would end the next request with that id.
                 self._aborted = [id_ for id_ in self._aborted if id_ != request.request_id]
                 self._finished.append(now)
 
     def mark_idle(self) -> None:
-        """Note that no request is there: a rate measured over idle time would be too low."""
+        """Note that there is no request: a rate measured over idle time would be too low."""
         self.idle.set()
         self._finished.clear()
 
@@ -114,9 +115,9 @@ class RequestInbox:
 
 
 def retry_seconds(finished: Sequence[float], num_requests: int) -> float:
-    """Seconds until ``num_requests`` have finished, at the rate of those ``finished``; 1 to 60.
+    """Return the seconds until ``num_requests`` have finished at the present rate; 1 to 60.
 
-    ``finished``: times at which requests ended, in order.
+    ``finished``: times at which requests ended, in order; they give the rate.
     """
     if len(finished) < 2 or finished[-1] <= finished[0]:
         return MIN_RETRY_SECONDS
@@ -127,15 +128,16 @@ def retry_seconds(finished: Sequence[float], num_requests: int) -> float:
 class TokenStream:
     """Async iterator over the `Delta`s of one request, for one reader.
 
-    The engine never waits for a reader: deltas that are not read yet are merged, so a slow reader
-    costs one slot. The last delta has a finish reason; a failed request raises its error instead.
+    The engine never waits for a reader: unread deltas are merged, so a slow reader costs one slot.
+    The last delta has a finish reason; a failed request raises its error instead.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self._slot: Delta | None = None
         self._ended = False  # the terminal delta was pushed; nothing may follow
-        self._waiter: asyncio.Future[None] | None = None  # of a reader that has nothing to read
+        # future of a reader that has nothing to read
+        self._waiter: asyncio.Future[None] | None = None
         self._on_end: Callable[[], None] | None = None
 
     @property
@@ -144,7 +146,7 @@ class TokenStream:
         return self._ended
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Have this called, once, when the engine is done with the request; at once if it is."""
+        """Call ``call`` once when the engine is done with the request; at once if it is."""
         if self._ended:
             call()
         else:
@@ -181,5 +183,5 @@ class TokenStream:
             self._slot = Delta(error=delta.error)
             delta.error = None
             return delta
-        # streams may share the error: its traceback would grow with each
+        # Streams may share the error: its traceback would grow with each.
         raise delta.error.with_traceback(None)

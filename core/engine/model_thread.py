@@ -1,7 +1,7 @@
 """ModelThread: the one thread that computes, seen from the event loop, and its watchdog.
 
-What `concurrent.futures` and `asyncio.shield` do for the same costs locks, callbacks and turns of
-the loop, a tenth of a millisecond a step: as long as a small model takes for a token.
+With `concurrent.futures` and `asyncio.shield` the same would cost locks, callbacks and turns of the
+loop, a tenth of a millisecond per step: as long as a small model takes for a token.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..interface.plan import StepPlan
 from ..scheduling.chunk_budget import num_step_tokens
 
 T = TypeVar("T")
-EXIT_SECONDS = 10.0  # that the interpreter's exit waits for a call under way
+EXIT_SECONDS = 10.0  # time that the interpreter's exit waits for a call under way
 MAX_RECORDS = 64  # runs of the model thread that are kept
-BEATS = 8  # of the watchdog, after which a step is given up
+BEATS = 8  # beats of the watchdog after which a step is given up
 STEP_SECONDS, READY_SECONDS = 120.0, 10.0
 
 
 class Job(Generic[T]):
-    """A call under way. Belongs to the event loop on which it was started."""
+    """Call under way. Belongs to the event loop on which it was started."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.work = work
@@ -41,7 +41,7 @@ class Job(Generic[T]):
         self._failure: BaseException | None = None
 
     async def result(self) -> T:
-        """Wait for what the call returns or raises, to its end even if the caller is cancelled."""
+        """Wait for the call's end, even if the caller is cancelled; return or raise its outcome."""
         cancelled: asyncio.CancelledError | None = None
         while not self.is_over:
             try:
@@ -53,10 +53,10 @@ class Job(Generic[T]):
             raise cancelled
         if self._failure is not None:
             raise self._failure
-        return self._result  # type: ignore[return-value] # a T where nothing was raised
+        return self._result  # type: ignore[return-value] # a T if nothing was raised
 
     def end(self, result: T | None, failure: BaseException | None) -> None:
-        """Called on the event loop. The first call counts: an abandoned job stays abandoned."""
+        """Record the call's end, on the event loop; only the first end of a call counts."""
         if self.is_over:
             return
         self._result, self._failure, self.is_over = result, failure, True
@@ -65,27 +65,27 @@ class Job(Generic[T]):
 
 
 class StepThread(Protocol):
-    """The thread in which an engine computes; tests put a fake in its place."""
+    """Thread in which an engine computes; tests replace it."""
 
     def start(self, work: Callable[[], T]) -> Job[T]:
         """Begin a call; its outcome is passed to ``Job.end`` on the event loop."""
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin no further call."""
 
 
 class ModelThread:
-    """Runs one call after the other until it is closed; whoever makes one closes it.
+    """Thread that runs one call after the other until it is closed by its owner.
 
-    ``on_start`` runs in it first; every call raises what that raises.
+    ``on_start`` runs in it first; if that raises, every call raises the same error.
     """
 
     def __init__(self, name: str, on_start: Callable[[], None]) -> None:
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
-        self._lock = threading.Lock()  # no job behind the end
+        self._lock = threading.Lock()  # no job may follow the end marker
         self._is_closed = False
         self._current: Job[Any] | None = None  # the call that the thread is in
-        self._latest: weakref.ref[Job[Any]] | None = None  # that was started
+        self._latest: weakref.ref[Job[Any]] | None = None  # the job that was started last
         # A daemon: an engine that was not closed must not keep the interpreter from exiting.
         self._thread = threading.Thread(
             target=self._serve, args=(on_start,), name=name, daemon=True
@@ -118,30 +118,31 @@ class ModelThread:
     def _is_given_up(self) -> bool:
         """Whether the thread is in a call that was abandoned.
 
-        A launch has no waiting caller; then the call started behind it decides.
+        A launch has no waiting caller; then the latest started call decides.
         """
         job, latest = self._current, None if self._latest is None else self._latest()
         return job is not None and (job.is_over or (latest is not None and latest.is_over))
 
     def _serve(self, on_start: Callable[[], None]) -> None:
-        """The thread; while it waits it holds no call."""
+        """Run the thread; while it waits it holds no call."""
         _, failure = _outcome(on_start)
         del on_start
         while (job := self._jobs.get()) is not None:
             self._current = job
             outcome = _outcome(job.work) if failure is None else (None, failure)
             self._current = None
-            with contextlib.suppress(RuntimeError):  # its loop is closed: no caller waits
+            with contextlib.suppress(RuntimeError):  # the job's loop is closed: no caller waits
                 job.loop.call_soon_threadsafe(job.end, *outcome)
             del job, outcome
 
 
-_RUNNING: weakref.WeakSet[ModelThread] = weakref.WeakSet()  # a running thread holds its own
+# a running thread keeps its own object alive
+_RUNNING: weakref.WeakSet[ModelThread] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
-    """Kernels must not run while the memory that they read is torn down."""
+    """End all threads: kernels must not run while the memory that they read is torn down."""
     running = list(_RUNNING)
     for thread in running:
         thread.close()
@@ -152,17 +153,17 @@ def _end_all() -> None:
 def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except BaseException as failure:  # raised where it is waited for
+    except BaseException as failure:  # raised for the caller that waits
         return None, failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """Limits on the seconds of a step, and what is left behind when an engine dies.
+    """Time limits of a step, and the crash dumps of an engine that dies.
 
     ``step_timeout``: seconds after which a step is given up and the engine with it; 0 is never.
-    ``ready_step_seconds``: a longer step makes the engine unready meanwhile. ``dump_dir``: where
-    crash dumps go, None for none; ``about`` is put into them.
+    ``ready_step_seconds``: a longer step makes the engine unready meanwhile. ``dump_dir``: folder
+    of crash dumps, None for no dumps; ``about`` is added to them.
     """
 
     step_timeout: float = STEP_SECONDS
@@ -172,7 +173,7 @@ class Supervision:
 
 
 class StepHung(Exception):  # noqa: N818 - nothing was raised: that is the trouble
-    """The model thread did not return from a step."""
+    """Raised if the model thread did not return from a step in time."""
 
 
 class StepRecord(NamedTuple):
@@ -182,7 +183,7 @@ class StepRecord(NamedTuple):
     seconds: float
     num_requests: int
     num_tokens: int
-    failure: str | None  # the kind of exception
+    failure: str | None  # kind of the exception
 
 
 class Watchdog:
@@ -196,13 +197,13 @@ class Watchdog:
 
     def __init__(self, seconds: float) -> None:
         self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
-        self._began: float | None = None  # of the call under way, on the engine's clock
+        self._began: float | None = None  # begin of the call under way, on the engine's clock
         self._period = seconds / BEATS
         self._seconds = seconds
-        self._job: Job[Any] | None = None  # under way
-        self._num_jobs = 0  # so far
-        self._seen = 0  # of these, at the last beat
-        self._num_beats = 0  # since the present one was first seen
+        self._job: Job[Any] | None = None  # the job under way
+        self._num_jobs = 0  # number of jobs so far
+        self._seen = 0  # number of jobs at the last beat
+        self._num_beats = 0  # beats since the present job was first seen
         self._timer: asyncio.TimerHandle | None = None
         self.gave_up = False
 
@@ -222,7 +223,7 @@ class Watchdog:
             self.records.append(StepRecord(began, now - began, *counts, kind))
 
     def seconds_under_way(self, now: float) -> float:
-        """Seconds since the present call began; 0 between two calls."""
+        """Return the seconds since the present call began; 0 between two calls."""
         return 0.0 if self._began is None else now - self._began
 
     def close(self) -> None:

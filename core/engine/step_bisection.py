@@ -1,8 +1,8 @@
 """StepBisection: runs a failed step again in parts until the failing requests are known.
 
-The requests of a plan may be computed again: their KV goes to the same positions of the same
-pages, and the noise of a token is a function of its position. The parts have no drafts: drafts
-may be what failed, and no answer depends on them. Chunks of prompts of a model with recurrent
+The requests of a plan may be computed again: their KV goes to the same positions of the same pages,
+and the noise of a token is a function of its position. The parts have no drafts: a draft may be the
+cause of the failure, and no answer depends on drafts. Prompt chunks of a model with recurrent
 states are the exception: a state may have moved on beyond their first rows.
 """
 
@@ -28,12 +28,13 @@ from ..interface.plan import (
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..scheduling.chunk_budget import LEAST_CHUNK, num_chunk_tokens
 
-_GPU_FAILED = ("CUDA error", "Error [CUDA]")  # in errors of torch and Triton
+_GPU_FAILED = ("CUDA error", "Error [CUDA]")  # markers in error texts of torch and Triton
 
 
 def may_have_lost_model(failure: BaseException) -> bool:
-    """Whether no later step may succeed: a rank is gone, or a GPU refused a call, which it does
-    with every later one after a bad access.
+    """Whether no later step may succeed: a rank or a GPU is lost.
+
+    After a bad access a GPU refuses every later call.
     """
     if isinstance(failure, RankLost):
         return True
@@ -41,8 +42,8 @@ def may_have_lost_model(failure: BaseException) -> bool:
 
 
 def forget_frames(failure: BaseException | None) -> None:
-    """Release what the frames of a failure hold: the next run may need that memory."""
-    seen: set[int] = set()  # causes may go round in a circle
+    """Release the objects in the frames of a failure: the next run may need their memory."""
+    seen: set[int] = set()  # causes may form a cycle
     while failure is not None and id(failure) not in seen:
         seen.add(id(failure))
         traceback.clear_frames(failure.__traceback__)
@@ -54,8 +55,8 @@ class StepBisection:
 
     One failing request among n is found in 2 log2 n runs. Each part that succeeds earns one more
     run; when all are used up, the remaining parts are run once and fail as a whole. If memory ran
-    out over prompt chunks, half of their tokens are run; the others wait for a later step.
-    ``left_out``: what is not run again, because its state may have moved on.
+    out with prompt chunks, half of their tokens are run; the others wait for a later step.
+    ``left_out``: requests that are not run again, because their state may have moved on.
     """
 
     def __init__(self, plan: StepPlan, failure: Exception) -> None:
@@ -64,16 +65,17 @@ class StepBisection:
         self._may_lack_memory = is_out_of_memory(failure) and (
             num_chunk_tokens(plan.requests) > LEAST_CHUNK
         )
-        self.failure = failure  # the last one
+        self.failure = failure  # the last failure
         self.num_passed = 0  # parts that succeeded
         self.failing_requests: list[ScheduledRequest] = []
         self._plan = plan
         smaller = [] if self.left_out else _splits(requests, failure)
-        self._parts = smaller or ([requests] if requests else [])  # a stack: the next is the last
+        # a stack: the next part is the last item
+        self._parts = smaller or ([requests] if requests else [])
         self._failures_left = 1 + 2 * max(0, len(requests) - 1).bit_length()
 
     def next(self) -> StepPlan | None:
-        """The part to run now; None at the end. Call `passed` or `failed` after it.
+        """Return the part to run now; None at the end. Call `passed` or `failed` after it.
 
         Each part repeats the new pages and released requests: the failed run may not have read
         them.
@@ -81,12 +83,12 @@ class StepBisection:
         return replace(self._plan, requests=self._parts.pop()) if self._parts else None
 
     def passed(self) -> None:
-        """The part succeeded: searching on is worth another run."""
+        """Note that the part succeeded: searching on is worth another run."""
         self.num_passed += 1
         self._failures_left += 1
 
     def failed(self, part: StepPlan, failure: Exception) -> None:
-        """The part raised: run smaller parts next, or its requests are the failing ones."""
+        """Note that the part raised: run smaller parts, or record its requests as failing."""
         self.failure = failure
         self._failures_left -= not is_out_of_memory(failure)  # lack of memory has a rule of its own
         parts = _splits(part.requests, failure)
@@ -96,9 +98,10 @@ class StepBisection:
         self.failing_requests += part.requests
 
     def health_check(self, page_size: int) -> StepPlan:
-        """A one-token dummy step, to check that the model works at all.
+        """Return a one-token dummy step, which checks that the model works at all.
 
-        It writes into the last page of a failing request, which is not published, and its state.
+        The step writes into the last page of a failing request, which is not published, and its
+        state.
         """
         last = (self.failing_requests or self.left_out)[-1]
         state = last.extras.state
@@ -117,28 +120,28 @@ class StepBisection:
         return replace(self._plan, requests=[scheduled], is_plain=True)
 
     def failing_plan(self) -> StepPlan:
-        """The plan with the failing requests alone."""
+        """Return the plan with the failing requests alone."""
         return replace(self._plan, requests=self.failing_requests)
 
     def left_out_plan(self) -> StepPlan:
-        """The plan with what was left out alone."""
+        """Return the plan with the left-out requests alone."""
         return replace(self._plan, requests=self.left_out)
 
     @property
     def is_explained(self) -> bool:
-        """Whether none of what was left out need be to blame: others failed, or memory ran out."""
+        """Whether other requests, or a lack of memory, explain the failure."""
         return bool(self.failing_requests) or self._may_lack_memory
 
 
 def _splits(
     requests: Sequence[ScheduledRequest], failure: Exception
 ) -> list[list[ScheduledRequest]]:
-    """The parts to run instead, the last one first; none if nothing can be split further."""
+    """Return the parts to run instead, last one first; empty if no further split is possible."""
     num_tokens = num_chunk_tokens(requests)
     if is_out_of_memory(failure) and num_tokens > LEAST_CHUNK:
         chunks = _cut(requests, max(LEAST_CHUNK, num_tokens // 2))
         decodes = [scheduled for scheduled in requests if scheduled.stop - scheduled.start == 1]
-        if num_chunk_tokens(chunks) < num_tokens:  # images are not cut
+        if num_chunk_tokens(chunks) < num_tokens:  # mutual image rows are not cut
             return [chunks, decodes] if decodes else [chunks]
     if len(requests) < 2:
         return []
@@ -147,9 +150,9 @@ def _splits(
 
 
 def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[ScheduledRequest]:
-    """Cut chunks to ``num_tokens`` in all; a request that gets none waits for a later step.
+    """Cut chunks to ``num_tokens`` in all; a request without tokens waits for a later step.
 
-    One whose KV is packed gets a token at least: a later plan would have it packed again.
+    A request whose KV is packed gets at least one token: a later plan would have it packed again.
     """
     kept = []
     for scheduled in requests:

@@ -30,11 +30,11 @@ OnEvents = Callable[[list[Event]], None]
 class OverlapWork:
     """Does the event loop's own work while the model thread computes.
 
-    One thread at a time holds Python's lock. At the beginning of a step that must be the model
+    One thread at a time holds Python's lock. At the beginning of a step this must be the model
     thread, which prepares its kernels: work done by the loop then delays the step. So the loop
-    waits for `kernels_started`. Waking it costs two threads' time, so a small amount of work is
-    done at once. ``work`` is called once for each step, before it ends. All but
-    `kernels_started` is called on the event loop.
+    waits for `kernels_started`. Waking the loop costs two threads' time, so a small amount of work
+    is done at once. ``work`` is called once for each step, before it ends. All methods but
+    `kernels_started` are called on the event loop.
     """
 
     def __init__(self, work: Callable[[], None], is_much: Callable[[], bool]) -> None:
@@ -45,7 +45,7 @@ class OverlapWork:
         self._failure: BaseException | None = None
 
     def begin(self, *, is_notified: bool) -> None:
-        """Begin a step. ``is_notified``: `kernels_started` will be called in it."""
+        """Begin a step. ``is_notified``: `kernels_started` will be called during the step."""
         is_late, self._has_entered = self._has_entered, False
         if is_notified and not is_late and self._is_much():
             self._loop, self._is_due = asyncio.get_running_loop(), True
@@ -66,7 +66,7 @@ class OverlapWork:
             self._failure = failure
 
     def finish(self) -> None:
-        """End a step: do the work now if it is still due. Raises what the work raised."""
+        """End a step: do the work now if it is still due. Raises any error of the work."""
         self._has_entered = False
         if self._is_due:
             self._is_due = False
@@ -81,10 +81,10 @@ class OverlapWork:
 
 
 class InFlightStep:
-    """A step in the model thread, which may begin before the output of the last one is read.
+    """Step in the model thread, which may begin before the output of the last one is read.
 
-    A plan made ahead lacks the last token of each request: the step before it, ``after``, chooses
-    them on the device. ``splits``: the thread launches the step in one call and waits for it in
+    A plan made ahead lacks the last token of each request: the preceding step, ``after``, chooses
+    it on the device. ``splits``: the thread launches the step in one call and waits for it in
     another, so that the next launch may come between.
     """
 
@@ -108,7 +108,7 @@ class InFlightStep:
         self._claims = [None]  # the thread that pops the item decides whether the step is computed
         self._job: Job[StepOutput] | None = None
         self._pending: Pending | None = None
-        self._failure: BaseException = StepCancelled()  # why nothing is pending
+        self._failure: BaseException = StepCancelled()  # why there is no pending step
 
     def start(self, thread: StepThread) -> None:
         """Have the thread begin the step as soon as it can."""
@@ -118,7 +118,7 @@ class InFlightStep:
             self._job = thread.start(self._run)
 
     def outcome(self, thread: StepThread) -> Job[StepOutput]:
-        """The call that ends with the step; call it after the start of the step behind it."""
+        """Return the call that ends with the step; to be called after the next step's start."""
         if self._job is None:
             self._job = thread.start(self._finish)
         return self._job
@@ -131,13 +131,13 @@ class InFlightStep:
 
     def _claim(self) -> bool:
         try:
-            self._claims.pop()  # one of two threads succeeds
+            self._claims.pop()  # only one of the two threads succeeds
         except IndexError:
             return False
         return True
 
     def _take_previous(self) -> Pending | None:
-        """Return the step before and drop the reference: or each step would keep all before it."""
+        """Return the preceding step and drop the reference, so that past steps can be freed."""
         after, self._after = self._after, None
         if not self._claim() or (after is not None and after._pending is None):
             raise StepCancelled
@@ -152,7 +152,8 @@ class InFlightStep:
             self._pending = self._runner.launch(
                 self.plan, self._take_previous(), self._on_kernels_started
             )
-        except StepCancelled:  # `_failure` is set already; this one's frames hold the step before
+        # `_failure` is set already, and this error's frames hold the preceding step
+        except StepCancelled:
             return
         except BaseException as failure:  # raised by `_finish`
             self._failure = failure
@@ -163,17 +164,17 @@ class InFlightStep:
         try:
             return self._pending.finish()
         except BaseException:
-            self._pending = None  # the step behind it is not computed
+            self._pending = None  # the following step is not computed
             raise
 
 
 class StepExecutor:
     """Computes an engine's steps, and the next one ahead if its plan is known.
 
-    ``on_events`` takes the events of what was committed; ``overlap_work`` works while the thread
-    computes. ``overlap``: whether a step may be launched before the one ahead of it is committed,
-    by runners that are `StepRunner.is_async`. A step that raises is run again in parts: requests
-    that fail alone end, the others are not affected.
+    ``on_events`` takes the events of each commit; ``overlap_work`` works while the thread computes.
+    ``overlap``: whether a step may be launched before the preceding one is committed, by runners
+    that are `StepRunner.is_async`. A step that raises is run again in parts: requests that fail
+    alone end, the others are not affected.
     """
 
     def __init__(
@@ -195,25 +196,25 @@ class StepExecutor:
         self._on_events, self._clock = on_events, clock
         self._overlap_work = overlap_work
         self._overlap = overlap
-        self._next: InFlightStep | None = None  # of a plan made ahead
-        self._ended = 0.0  # when the last run did, on the clock
+        self._next: InFlightStep | None = None  # the step of a plan made ahead
+        self._ended = 0.0  # end of the last run on the clock
         self._num_fruitless = 0  # steps in a row without a successful part
 
     @property
     def planned_ahead(self) -> StepPlan | None:
-        """The plan of the step that was started ahead, if there is one."""
+        """Plan of the step that was started ahead, if there is one."""
         return None if self._next is None else self._next.plan
 
     def withdraw(self) -> None:
-        """A request arrived: cancel the step started ahead, if it has not begun."""
+        """Cancel the step started ahead, if it has not begun, because a request arrived."""
         if self._next is not None and self._next.withdraw():
             self._drop()
 
     async def step(self, plan: StepPlan, runner: StepRunner) -> StepOutput | None:
-        """Compute and commit a plan; None if it was run in parts.
+        """Compute and commit a plan; the output is None if it was run in parts.
 
-        Raises `StepHung`, and what the step raised if it is the third in a row without a
-        successful part and a dummy step fails as well.
+        Raises `StepHung`. Raises the step's error if it is the third in a row without a successful
+        part and a dummy step fails as well.
         """
         in_flight, self._next = self._next, None
         if in_flight is None:
@@ -287,7 +288,7 @@ class StepExecutor:
         job = in_flight.outcome(self._thread)
         self._watchdog.watch(job, began)
         try:
-            try:  # the thread may have begun a step made ahead: it notifies no more
+            try:  # the thread may have begun a step made ahead, which notifies no more
                 self._overlap_work.begin(is_notified=not in_flight.is_ahead)
             finally:
                 # requests must not change while the thread reads them
@@ -340,8 +341,8 @@ class StepExecutor:
     async def _check_health(self, bisection: StepBisection, runner: StepRunner) -> None:
         """Raise the failure, unless a dummy step succeeds.
 
-        If it does, the model works, and each of these steps had only requests that fail alone. A
-        GPU that is lost fails every step: no request is blamed for that.
+        If it does, the model works, and each of the failed steps had only requests that fail alone.
+        A GPU that is lost fails every step: no request is blamed for that.
         """
         plan = bisection.health_check(self._scheduler.cache.page_size)
         in_flight = self._start(plan, runner)

@@ -1,4 +1,4 @@
-"""Draft: a tree of draft tokens. DraftPlan: what one request drafts in a step."""
+"""Draft: a tree of draft tokens. DraftPlan: the plan of one request's draft in a step."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import msgspec
 
 
 class Draft(msgspec.Struct, frozen=True, gc=False):
-    """A tree of draft tokens behind a request's ``tokens``, and the source of each.
+    """Tree of draft tokens that follow a request's ``tokens``, and the source of each.
 
-    ``parents[i]`` is the node that node ``i`` follows: an earlier one, or -1 for the last of
-    ``tokens``. Nodes come depth first, the best child first, and siblings differ: so a prefix of
-    the nodes is a tree, too. A draft without ``parents`` is a chain: each token follows the one
-    before it.
+    ``parents[i]`` is the node before node ``i``: an earlier node, or -1 for the last of ``tokens``.
+    Nodes come depth first, the best child first, and siblings differ: so a prefix of the nodes is a
+    tree, too. A draft without ``parents`` is a chain: each token follows the one before it.
     """
 
     token_ids: Sequence[int] = ()
     sources: Sequence[str] = ()  # [len(token_ids)]
-    parents: Sequence[int] = ()  # [len(token_ids)], or none for a chain
-    # [len(token_ids)] probability that a node and all before it on its path are accepted, or none.
-    # A proposer reports its own estimate, 0 for looked-up nodes that it did not find itself.
+    parents: Sequence[int] = ()  # [len(token_ids)]; empty for a chain
+    # [len(token_ids)] probability that a node and all nodes before it on its path are accepted, or
+    # empty. A proposer reports its own estimate, 0 for looked-up nodes that it did not find itself.
     survival: Sequence[float] = ()
-    note: object = None  # of the proposer for the speculator; no other code reads it
+    note: object = None  # data of the proposer for the speculator; no other code reads it
 
     @classmethod
     def of(cls, token_ids: Sequence[int], source: str) -> Draft:
-        """A draft whose tokens all come from one source."""
+        """Return a chain whose tokens all come from one source."""
         return cls(token_ids, (source,) * len(token_ids))
 
     def first(self, count: int) -> Draft:
-        """The tree of its first ``count`` nodes."""
+        """Return the tree of the first ``count`` nodes."""
         if count >= len(self.token_ids):
             return self
         count = max(0, count)
@@ -44,13 +43,13 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         )
 
     def trunk(self) -> Draft:
-        """The chain of its best path: from the first node on, as far as each follows the last."""
+        """Return the trunk as a chain."""
         if not self.parents:
             return self
         return msgspec.structs.replace(self.first(self.trunk_len), parents=())
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the first level down to ``node``, which is the last of them."""
+        """Return the nodes from the first level down to ``node``, inclusive."""
         if not self.parents:
             return list(range(node + 1))
         path = []
@@ -60,7 +59,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         return path[::-1]
 
     def depths(self) -> list[int]:
-        """The level of each node, 1 for those behind the last of ``tokens``."""
+        """Return the depth of each node, 1 for the children of the last of ``tokens``."""
         if not self.parents:
             return list(range(1, len(self.token_ids) + 1))
         depths: list[int] = []
@@ -70,13 +69,13 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def height(self) -> int:
-        """Tokens of its longest path."""
+        """Number of tokens on its longest path."""
         if not self.parents:
             return len(self.token_ids)
         return max(self.depths(), default=0)
 
     def runs(self) -> list[tuple[int, int]]:
-        """Runs of nodes ``[first, stop)``, each the child of the one before it; trunk first."""
+        """Return the runs ``[first, stop)`` of nodes that are chains; the trunk comes first."""
         num_nodes = len(self.token_ids)
         if not self.parents:
             return [(0, num_nodes)] if num_nodes else []
@@ -87,19 +86,19 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def trunk_len(self) -> int:
-        """Nodes of the first run."""
+        """Number of nodes of the trunk."""
         if not self.parents:
             return len(self.token_ids)
         return sum(takewhile(bool, map(int.__eq__, self.parents, count(-1))))
 
     @property
     def is_chain(self) -> bool:
-        """Whether it has one path at most."""
+        """Whether it has at most one path."""
         return self.trunk_len == len(self.token_ids)
 
     @property
     def is_valid(self) -> bool:
-        """Whether every node follows an earlier one, or the last of ``tokens``."""
+        """Whether every node follows an earlier node or the last of ``tokens``."""
         if not self.parents:
             return True
         sound = all(-1 <= parent < node for node, parent in enumerate(self.parents))
@@ -110,38 +109,39 @@ NO_DRAFT = Draft()
 
 
 class DraftPlan(msgspec.Struct, frozen=True, gc=False):
-    """Plan of one request's draft in a step: known tokens, a number for the proposer, or both.
+    """Plan of one request's draft in a step: known tokens, a token limit for the proposer, or both.
 
-    With both the proposer merges what it guesses into the known tokens; where it may not branch,
-    the better of the two chains is verified. Either may be a tree. If pages are short, the last
-    nodes beside the trunk are dropped first.
+    With both, the proposer merges its guesses with the known tokens; if it may not branch, the
+    better of the two chains is verified. Either may be a tree. If pages are short, the last nodes
+    off the trunk are dropped first.
     """
 
     draft: Draft = NO_DRAFT
-    max_draft: int = 0  # draft tokens that the proposer may draft, the known ones among them
-    may_branch: bool = False  # whether what the proposer guesses may be a tree
-    # Tokens that 1, 2, ... nodes of all drafts with prices in the step must bring in all; beyond
-    # these each costs what the last one adds.
+    max_draft: int = 0  # most draft tokens, known tokens included, if the proposer drafts
+    may_branch: bool = False  # whether the proposer's draft may be a tree
+    # Expected tokens that the first 1, 2, ... nodes of all priced drafts of the step must gain in
+    # total; beyond the list, each node costs the last difference.
     row_prices: tuple[float, ...] = ()
-    key_price: float = 0.0  # that each of its nodes must bring besides, for the keys it attends to
-    # Tokens that one more pass of the proposer with 1, 2, ... rows must bring the step.
+    # expected tokens that each node must gain in addition, for the keys it attends to
+    key_price: float = 0.0
+    # Expected tokens that one more proposer pass with 1, 2, ... rows must gain for the step.
     pass_prices: tuple[float, ...] = ()
 
     @property
     def depth(self) -> int:
-        """Most positions behind the request's tokens that its draft reaches."""
+        """Largest number of positions after the request's tokens that its draft reaches."""
         height, most = self.draft.height, self.max_draft
-        return height if height > most else most  # a quarter of the time of `max`
+        return height if height > most else most  # takes a quarter of the time of `max`
 
     @property
     def num_rows(self) -> int:
-        """Rows of the forward pass that it adds to a plain decode."""
+        """Number of rows that the draft adds to the forward pass of a plain decode."""
         known, most = len(self.draft.token_ids), self.max_draft
         return known if known > most else most
 
     @property
     def num_beside_trunk(self) -> int:
-        """Most draft tokens whose KV needs a slot of a spare page."""
+        """Largest number of draft tokens whose KV needs a slot of a spare page."""
         if not (self.draft.parents or self.may_branch):
             return 0
         known = len(self.draft.token_ids) - self.draft.trunk_len

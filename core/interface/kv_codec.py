@@ -1,6 +1,6 @@
-"""The KV dtypes: how a pool stores keys and values, and which backends compute them.
+"""KV dtypes: how a pool stores keys and values, and which backends support them.
 
-This table has no torch, so that the options can read it.
+This module does not import torch, so that the options can read its table.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ KV_DTYPE_HELP = "data type of the KV pool; int8, or fp8 (e4m3) on a GPU, holds t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCodec:
-    """How a pool stores a vector: the key or the value of one token, layer and KV head.
+    """Format in which a pool stores a vector: the key or the value of one token, layer and KV head.
 
     A scaled codec divides the vector by a float32 scale, which is stored beside it, rounds each
-    quotient to a number, and stores the number in a byte. The scale is the largest magnitude of
-    the vector over ``top``. The backend torch computes every codec by this table alone.
+    quotient to a number, and stores the number in a byte. The scale is the largest magnitude of the
+    vector divided by ``top``. The torch backend needs only this table to support a codec.
     """
 
     name: KvDtype
-    number: str = ""  # torch dtype of the numbers; empty: items are stored in the model's dtype
-    top: float = 0.0  # the largest number
-    native_code: int | None = None  # in native/kernels/decoder/kv_codec.h; None: not computed there
-    capability: tuple[int, int] = (0, 0)  # the least that the Triton kernels need of a GPU
+    number: str = ""  # torch dtype of the stored numbers; empty: the model's dtype
+    top: float = 0.0  # largest number of the dtype
+    native_code: int | None = None  # code in native/kernels/decoder/kv_codec.h; None: unsupported
+    capability: tuple[int, int] = (0, 0)  # least compute capability that the Triton kernels need
 
     @property
     def is_scaled(self) -> bool:
@@ -39,7 +39,7 @@ KV_CODECS: Mapping[KvDtype, KvCodec] = {
     for codec in (
         KvCodec(name="auto", native_code=0),
         KvCodec(name="int8", number="int8", top=127.0, native_code=1),
-        # No CPU multiplies e4m3, and int8 takes as many bytes and is more exact.
+        # CPUs do not multiply e4m3, and int8 takes as many bytes and is more exact.
         KvCodec(name="fp8", number="float8_e4m3fn", top=448.0, capability=(8, 9)),
     )
 }

@@ -1,4 +1,4 @@
-"""StepOutput: what the model thread returns for a `StepPlan`."""
+"""StepOutput: the result that the model thread returns for a `StepPlan`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenLogprob:
 
 
 class Refusal(str):
-    """An error that the request's own parameters caused, for example its grammar."""
+    """Error that the request's own parameters caused, for example its grammar."""
 
     __slots__ = ()
 
@@ -42,21 +42,22 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     request_id: str
     token_ids: Sequence[int] = ()
-    draft: Draft = NO_DRAFT  # that was verified
-    path: Sequence[int] = ()  # its accepted nodes, the first level first
-    logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] if requested
-    prompt_logprobs: Sequence[TokenLogprob] = ()  # of the prompt in tokens[start + 1 : stop + 1]
-    pooled: Floats | None = None  # float32: what `Pooling` wants, once the prompt is computed
+    draft: Draft = NO_DRAFT  # draft that was verified
+    path: Sequence[int] = ()  # accepted nodes of the draft, by depth
+    logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] if requested, else empty
+    # log-probabilities of tokens[start + 1 : stop + 1]
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+    pooled: Floats | None = None  # float32 result of `Pooling`, once the prompt is computed
     error: str | None = (
-        None  # this request failed alone (NaN logits); `Refusal`: by its own parameters
+        None  # error of this request alone (NaN logits); `Refusal`: caused by its own parameters
     )
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The outcome of a `StepPlan`, requests in its order. Times are in seconds."""
+    """Outcome of a `StepPlan`, with the requests in its order. Times are in seconds."""
 
     requests: Sequence[RequestOutput]
     times: Mapping[str, float] = msgspec.field(default_factory=dict)  # "draft", "forward", "verify"
-    num_rows: int = 0  # that the target's forward pass computed
-    lost_proposer: bool = False  # it failed repeatedly and drafts no more
-    num_images: int = 0  # whose vectors the image tower computed
+    num_rows: int = 0  # rows of the target's forward pass
+    lost_proposer: bool = False  # the proposer failed repeatedly and drafts no more
+    num_images: int = 0  # images whose vectors the image tower computed

@@ -1,10 +1,10 @@
-"""StepPlan: what the event loop asks the model thread to compute.
+"""StepPlan: a step for the model thread to compute.
 
 While a step runs, the event loop changes no request, so a plan may lend the request's own
 ``tokens`` and page table instead of copying them; the model thread only reads them.
 
-Several of these objects are made for each request and step. They are msgspec structs because a
-dataclass takes several times as long to construct and is tracked by the garbage collector.
+Each step makes several such objects for each request. They are msgspec structs because a dataclass
+takes several times as long to construct and is tracked by the garbage collector.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ NO_PAGES = array("q")
 
 
 class StateUse(msgspec.Struct, frozen=True, gc=False):
-    """The recurrent state of one request in a step, for models that keep one.
+    """Recurrent state of one request in a step, for models that keep one.
 
-    State ``slot`` and ``log`` are the request's own. The state stands at a page's end at or before
-    the step's first row, the log holds the positions from there on. ``source``: a slot that is
-    copied to ``slot`` before the step, where the request goes on from a kept state; -1: none. The
-    slot of a request that starts at position 0 is reset.
+    The request owns the state ``slot`` and the ``log``. The state stands at a page's end at or
+    before the step's first row, the log holds the positions after it. ``source``: the slot of a
+    kept state that is copied to ``slot`` before the step, because the request resumes from it; -1:
+    none. The slot of a request that starts at position 0 is reset.
     """
 
     slot: int
     log: int
     source: int = -1
     keeps: tuple[tuple[int, int], ...] = ()
-    """(position, slot), rising: page ends in the step's rows whose state goes to that slot, too."""
+    """(position, slot), ascending: page ends among the step's rows whose state is kept, too."""
 
 
 class ScheduledExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What only some requests' shares of a step have; the others share `PLAIN`.
+    """Extra data of some requests' shares of a step; other shares use `PLAIN`.
 
-    With ``num_packed_away`` all positions lie so many places further to the front in the pages.
+    With ``num_packed_away`` every position is stored that many places earlier in the pages.
     """
 
     state: StateUse | None = None  # None: the model keeps no recurrent state
-    adapter: Adapter | None = None  # the request's
-    images: tuple[PromptImage, ...] = ()  # all of the prompt's
-    num_packed_away: int = 0  # tokens before the share that are not in the pages
-    pack: KvPack | None = None  # before the step
+    adapter: Adapter | None = None  # adapter of the request
+    images: tuple[PromptImage, ...] = ()  # all images of the prompt
+    num_packed_away: int = 0  # tokens before the share whose KV was packed away
+    pack: KvPack | None = None  # packing that is done before the step
 
 
 PLAIN = ScheduledExtras()
@@ -58,11 +58,11 @@ PLAIN = ScheduledExtras()
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
-    ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
-    to ``stop`` and the longest path of its draft. Nodes of the draft beside its trunk have their KV
-    in the ``spare_page_ids`` until one of their paths is accepted. A request that ``is_ahead`` has
-    one pending token, at ``stop - 1``, which the step under way is choosing: ``tokens`` holds those
-    before it, and may grow meanwhile.
+    ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)``; the table reaches at
+    least to ``stop`` and the end of the longest path of the draft. Draft nodes off the trunk have
+    their KV in ``spare_page_ids`` until one of their paths is accepted. A request that ``is_ahead``
+    has one pending token, at ``stop - 1``, which the step under way is choosing: ``tokens`` holds
+    the tokens before it, and may grow meanwhile.
     """
 
     request_id: str
@@ -71,35 +71,35 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop: int
     page_ids: array[int]  # page table; lent, read only
     sampling: SamplingMetadata
-    draft_plan: DraftPlan = NO_DRAFT_PLAN  # a draft is a chain if no page is spare
-    spare_page_ids: array[int] = NO_PAGES  # at the lease's end; held for this step
+    draft_plan: DraftPlan = NO_DRAFT_PLAN  # a draft is a chain if there are no spare pages
+    spare_page_ids: array[int] = NO_PAGES  # pages at the lease's end, used for this step alone
     is_ahead: bool = False
     extras: ScheduledExtras = PLAIN
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk reaches the last token, so that its last row yields a new one."""
+        """Whether the chunk reaches the last token, so that its last row samples a new one."""
         return self.sampling.pooling is None and (self.is_ahead or self.stop == len(self.tokens))
 
     def text_ids(self, start: int, stop: int) -> array[int]:
-        """``tokens[start:stop]`` with a 0 for each row of an image, for what knows text alone."""
+        """Return ``tokens[start:stop]``, with 0 for each row of an image."""
         return text_ids(self.tokens[start:stop], self.extras.images)
 
     @property
     def pools(self) -> bool:
-        """Whether the chunk reaches the last token, and its row has the numbers of `Pooling`."""
+        """Whether the chunk reaches the last token, whose row yields the result of `Pooling`."""
         return self.sampling.pooling is not None and self.stop == len(self.tokens)
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One ragged batch."""
+    """Plan of one step: a ragged batch."""
 
     requests: Sequence[ScheduledRequest]
-    # taken from the free list since the last plan: their content is void
+    # Pages allocated since the last plan: their content is void.
     newly_allocated_pages: array[int]
-    loaded_pages: array[int] = NO_PAGES  # that came from a tier since the last plan, whole
-    is_plain: bool = False  # no request drafts: the speculator learns nothing from it
-    # requests that released their pages since the last plan: finished or preempted
+    loaded_pages: array[int] = NO_PAGES  # pages loaded whole from a tier since the last plan
+    is_plain: bool = False  # no request drafts: the speculator learns nothing from the step
+    # Requests that released their pages since the last plan: finished or preempted.
     released_request_ids: Sequence[str] = ()
 
     @property

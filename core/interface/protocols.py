@@ -1,7 +1,7 @@
-"""The protocols through which the engine meets what it drives: drafting and the model.
+"""Protocols between the engine and the parts that it drives: drafting and the model.
 
-`Speculator` decides what each request drafts, on the event loop's side. `StepRunner` computes
-steps in the model thread; one may be launched before the last has ended.
+`Speculator` decides the draft of each request, in the event loop. `StepRunner` computes steps in
+the model thread; it may launch a step before the last one has ended.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from .request import Request
 
 @dataclass(frozen=True, slots=True)
 class ProposerTraits:
-    """Traits of a proposer that the price of its drafts depends on."""
+    """Traits of a proposer that affect the price of its drafts."""
 
-    tokens_per_pass: int  # of a draft, that one of its passes yields
-    catches_up: bool  # whether it must compute tokens of a request itself before it drafts
-    weighs: bool  # whether it stops where a token is not worth its row, and may grow trees
+    tokens_per_pass: int  # tokens of a draft that one pass yields
+    catches_up: bool  # whether it must compute a request's tokens itself before it drafts
+    weighs: bool  # whether it stops where a token is not worth its row; it may then grow trees
 
 
 class RowPrice(NamedTuple):
-    """The cost of one more row in a step.
+    """Cost of one more row in a step.
 
-    A draft token is verified where the chance that it is accepted exceeds ``tokens``.
+    A draft token is worth its row if its probability of acceptance exceeds ``tokens``.
     """
 
     seconds: float
-    tokens: float  # that the engine would serve in that time
+    tokens: float  # tokens that the engine would serve in that time
 
 
 class Speculator:
-    """Decides what each decoding request drafts; this one never drafts, subclasses do."""
+    """Decides the draft of each decoding request; this class never drafts, subclasses do."""
 
     def drafts_nothing(
         self,
@@ -46,10 +46,10 @@ class Speculator:
         *,
         num_new_tokens: int = 0,  # noqa: ARG002
     ) -> bool:
-        """Return whether no request would draft, once each has ``num_new_tokens`` more.
+        """Return whether no request would draft, once each has ``num_new_tokens`` more tokens.
 
-        If so, `plan` and `observe` are not called for the step, and it may be planned before the
-        step before it has ended.
+        If so, `plan` and `observe` are not called for the step, and the step may be planned before
+        the preceding one has ended.
         """
         return True
 
@@ -63,9 +63,9 @@ class Speculator:
     ) -> Sequence[DraftPlan]:
         """Return one plan for each request, in order.
 
-        ``limits`` [num_requests]: tokens that a path of each draft may have, 0 included.
-        ``budget``: rows that all drafts together may add to the step. ``num_prefill``: pending
-        prompt tokens that share the step (about; at most what is left of the token budget).
+        ``limits`` [num_requests]: most tokens of a path of each draft, maybe 0. ``budget``: rows
+        that all drafts together may add to the step. ``num_prefill``: pending prompt tokens that
+        share the step (about; at most the rest of the token budget).
         """
         return [NO_DRAFT_PLAN] * len(requests)
 
@@ -74,11 +74,11 @@ class Speculator:
     ) -> None:
         """Learn from a committed output: the last ``num_served`` of ``request.tokens`` are new.
 
-        Called for outputs with tokens, also of requests that have just ended.
+        Called for outputs with tokens, also for requests that have just ended.
         """
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """Learn from a committed step; ``seconds`` since the last commit or its planning."""
+        """Learn from a committed step; ``seconds``: time since the last commit or its planning."""
 
     def join(self, request: Request) -> None:
         """Register a request that begins to run, for the first time or after a preemption."""
@@ -87,25 +87,25 @@ class Speculator:
         """Forget a request that ended."""
 
     def has_work(self) -> bool:
-        """Return whether `work` has something to do. Called often: it must be cheap."""
+        """Return whether `work` has something to do. Called often, so it must be cheap."""
         return False
 
     def work(self) -> None:
         """Do upkeep while the model thread computes a step; about a millisecond at a time."""
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget the tokens seen in these namespaces, in all when none is named."""
+        """Forget the tokens seen in these namespaces, by default in all."""
 
     def describe(self) -> Mapping[str, object]:
         """Describe the decisions since the last call, for the log."""
         return {}
 
     def row_price(self, num_requests: int) -> RowPrice | None:  # noqa: ARG002
-        """Return the cost of a row in a step of so many requests; None: unknown."""
+        """Return the cost of a row in a step of ``num_requests`` requests; None: unknown."""
         return None
 
     def drafters(self) -> Mapping[str, bool]:
-        """Return whether each drafter, by name, is still in use; False: it was given up."""
+        """Return by name whether each drafter is still in use; False: it failed too often."""
         return {}
 
     def broke_step(self) -> None:
@@ -121,18 +121,18 @@ OnKernelsStarted = Callable[[], None]
 
 
 class StepCancelled(Exception):  # noqa: N818 - nothing went wrong with this step itself
-    """A step was not computed: it was withdrawn, or the step before chose no token for it."""
+    """Raised for a step that was withdrawn, or for which the last step chose no token."""
 
 
 class Pending(Protocol):
-    """A step that was launched."""
+    """Step that was launched."""
 
     def finish(self) -> StepOutput:
-        """Wait for the output; may be repeated. Raises what the step raised: no output is valid."""
+        """Wait for the output and return it; may be repeated. Raises the step's error."""
 
 
 def ignore_kernels() -> None:
-    """An `OnKernelsStarted` that does nothing."""
+    """Do nothing, as an `OnKernelsStarted`."""
 
 
 class StepRunner(Protocol):
@@ -148,25 +148,24 @@ class StepRunner(Protocol):
         after: Pending | None = None,
         on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
-        """Begin one ragged batch.
+        """Launch one ragged batch and return the pending step.
 
-        Requests that are ``is_ahead`` take their last token from ``after``, the step launched
-        before this one, of which they are part too. The output of a request without such a token
-        means nothing. Only a runner that `is_async` gets such requests. ``on_kernels_started`` is
-        called once or more, before kernels begin, or once the device has them: Python's lock is
-        free then, for a while. Raises ValueError for a plan that cannot follow ``after``, and what
-        beginning it raises.
+        Requests that are ``is_ahead`` take their last token from ``after``, the preceding step,
+        which must include them. If a request got no such token, its output is void. Only a runner
+        that `is_async` gets such requests. ``on_kernels_started`` is called at least once, before
+        kernels begin or once the device has them: Python's lock is then free for a while. Raises
+        ValueError for a plan that cannot follow ``after``, and any error of the launch.
         """
 
 
 class Companions(Protocol):
-    """Other processes without which no step can be computed: the ranks of one model."""
+    """Other processes that every step needs: the ranks of one model."""
 
     def watch(self, on_lost: Callable[[BaseException], None]) -> None:
-        """Call ``on_lost`` on the running event loop when one of them ends."""
+        """Call ``on_lost`` on the running event loop when one of the processes ends."""
 
     def unwatch(self) -> None:
-        """Call it no more. Called on that loop."""
+        """Stop watching. Called on the event loop."""
 
     def end(self, *, at_once: bool = False) -> None:
-        """End them, ``at_once`` without waiting for them to stop; blocks until they are gone."""
+        """End the processes, ``at_once`` or when they have stopped; blocks until they are gone."""

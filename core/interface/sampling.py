@@ -1,8 +1,8 @@
-"""The sampling options of a request, and what the samplers of all backends must know of it.
+"""Sampling options of a request, and their resolved form for the samplers of all backends.
 
-The API's `SamplingParams` adds what concerns text to `TokenSamplingParams`: stop strings,
-structured output, predictions. What the answer may consist of reaches the core as a `Constraint`:
-it knows token ids, no grammar.
+The API's `SamplingParams` adds options that concern text to `TokenSamplingParams`: stop strings,
+structured output, predictions. Limits on the answer's tokens reach the core as a `Constraint`,
+which knows token ids, but no grammar.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from .extras.packing import LEAST_BUDGET
 
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
-MAX_LISTED = 1024  # stop_token_ids
+MAX_LISTED = 1024  # most stop_token_ids
 MAX_ALLOWED = 2**14
 NO_IDS: tuple[int, ...] = ()
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields for which the files of models recommend values."""
+"""Fields for which model files recommend values."""
 
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSamplingParams:
-    """Options of the choice of tokens. A bad value raises `InvalidRequest` naming its field.
+    """Options for the choice of tokens. Raises `InvalidRequest`, naming the field, for a bad value.
 
     ``max_tokens=None`` means up to the end of the context; with ``prompt_only`` the prompt is
-    computed and no token, and ``max_tokens`` is 0. ``temperature=0`` is greedy; ``top_k=0`` and
-    ``top_p=1`` are off. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives wanted
-    beside the token itself. ``kv_budget``: tokens of the answer that keep their KV, where the
-    engine evicts; None: as the engine is set.
+    computed and no token is generated, and ``max_tokens`` is 0. ``temperature=0`` is greedy;
+    ``top_k=0`` and ``top_p=1`` are off. ``logprobs`` and ``prompt_logprobs`` are the number of
+    alternatives in addition to the token itself. ``kv_budget``: tokens of the answer that keep
+    their KV if the engine packs KV; None: the engine's setting.
     """
 
     temperature: float = 1.0
@@ -72,7 +72,7 @@ class TokenSamplingParams:
     prompt_only: bool = False
 
     def __post_init__(self) -> None:
-        """Normalise sequences to tuples and check every field."""
+        """Convert sequences to tuples and check every field."""
         if self.stop_token_ids is not NO_IDS:
             ids = as_tuple("stop_token_ids", self.stop_token_ids)
             object.__setattr__(self, "stop_token_ids", ids)
@@ -141,45 +141,45 @@ def _bias(bias: Mapping[int, float]) -> dict[int, float]:
 
 
 Mask = memoryview
-"""One byte for each token of the vocabulary, 1 where it is allowed; read only."""
+"""One byte for each token of the vocabulary, 1 if it is allowed; read only."""
 
 
 class ConstraintFailed(Exception):  # noqa: N818 - it fails its request, nothing else
-    """The tokens after this output cannot be determined: the request ends with this error."""
+    """Raised if the next allowed tokens cannot be determined: the request ends with this error."""
 
 
 class Constraint(Protocol):
-    """The tokens that may follow a request's output. Belongs to one thread; `fork` makes another.
+    """Tokens that may follow a request's output. Belongs to one thread; `fork` makes another.
 
-    They depend on the output before them and on nothing else. So with a constraint, too, a token is
+    The allowed tokens depend only on the output before them. So with a constraint, too, a token is
     a function of its path: the answer is the same for every drafter, depth and batch.
 
-    In every call the output so far is ``tokens[start:]``. It only grows from call to call; what is
-    guessed to follow it may be anything. Costs grow with what is new, not with the whole output.
-    All raise `ConstraintFailed`.
+    In every call the output so far is ``tokens[start:]``. It only grows from call to call; guesses
+    that follow it may be anything. Costs grow with the new tokens, not with the whole output. Every
+    method but `fork` may raise `ConstraintFailed`.
     """
 
     def allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
-        """Mask of the tokens that may follow the output and then ``tail``.
+        """Return the mask of the tokens that may follow the output and then ``tail``.
 
-        None, which is no limit at all, where the tail itself is not allowed or ends the answer:
-        what is drawn there is never served.
+        Returns None, which is no limit, if the tail itself is not allowed or ends the answer:
+        tokens drawn there are never served.
         """
 
     def forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
-        """The tokens that follow for sure, ``most`` at most: nothing else is allowed there."""
+        """Return the tokens, ``most`` at most, that must follow because no others are allowed."""
 
     def count_allowed(self, tokens: array[int], start: int, guess: Sequence[int]) -> int:
-        """Leading tokens of ``guess`` that may follow the output; cheap, and at times too many."""
+        """Return how many first tokens of ``guess`` may follow the output; maybe too many."""
 
     def fork(self) -> Constraint:
-        """Another one at the beginning of the output."""
+        """Return another constraint at the beginning of the output."""
 
 
 class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Numbers of a prompt's last row in place of an answer: the request ends when they are there.
+    """Numbers of a prompt's last row in place of an answer; the request ends with them.
 
-    The hidden state behind the final norm, or with ``token_ids`` the unprocessed logits of these.
+    The hidden state after the final norm, or with ``token_ids`` their unprocessed logits.
     """
 
     token_ids: tuple[TokenId, ...] = NO_IDS
@@ -189,26 +189,26 @@ class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SamplingMetadata:
     """One request's parameters for the samplers of all backends, resolved once at admission.
 
-    ``has_processors``: logits processors apply at every position; below ``min_tokens`` they apply
-    in any case. ``needs_history``: choosing or reporting a token needs more than its logits and its
+    ``has_processors``: logits processors apply at every position; below ``min_tokens`` they always
+    apply. ``needs_history``: choosing or reporting a token needs more than its logits and its
     position. ``constraint`` belongs to the model thread; other threads fork it. Compared by
     identity.
     """
 
     params: TokenSamplingParams
-    seed: int  # the request's own seed, or the one drawn for it; 64 bits, unsigned
+    seed: int  # seed of the request, or drawn for it; 64 bits, unsigned
     prompt_len: int  # tokens; output position = token index - prompt_len
-    stop_ids: frozenset[int] = frozenset()  # suppressed while fewer than min_tokens are out
+    stop_ids: frozenset[int] = frozenset()  # suppressed until min_tokens are generated
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
-    constraint_param: str | None = None  # the field that it was made from, for errors
-    pooling: Pooling | None = None  # what it wants in place of tokens
+    constraint_param: str | None = None  # field that the constraint was made from, for errors
+    pooling: Pooling | None = None  # result wanted in place of tokens
     has_processors: bool = field(init=False)
     needs_history: bool = field(init=False)
     _cache: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """The only place that says which parameters edit logits before the temperature."""
+        """Set `has_processors` and `needs_history`; no other code derives them."""
         params = self.params
         reads_history = (
             params.repetition_penalty != 1.0
@@ -224,11 +224,11 @@ class SamplingMetadata:
 
     @property
     def generates(self) -> bool:
-        """Whether the request wants tokens, and not its prompt computed alone."""
+        """Whether the request wants tokens, not only its prompt computed."""
         return self.pooling is None and not self.params.prompt_only
 
     def token_id_fields(self) -> dict[str, Collection[int]]:
-        """The token ids that the caller's parameters name, by parameter.
+        """Return the token ids that the caller's parameters name, by parameter.
 
         Ids of ``stop_ids`` that the caller did not write (a model's own) are left out.
         """
@@ -240,9 +240,9 @@ class SamplingMetadata:
         }
 
     def cached(self, make: Callable[..., Made], *args: Hashable) -> Made:
-        """Return ``make(self, *args)``, made once and kept as long as the request.
+        """Return ``make(self, *args)``, computed once and kept as long as the request.
 
-        For what a backend derives from the parameters. Called in the model thread.
+        A cache for the data that a backend derives from the parameters. Called in the model thread.
         """
         key = (make, *args)
         try:
@@ -253,7 +253,7 @@ class SamplingMetadata:
 
 
 def beyond_vocabulary(param: str, ids: Collection[int], vocab_size: int) -> str | None:
-    """Message for token ids that a vocabulary does not have; None if it has them all."""
+    """Return an error message for token ids outside a vocabulary; None if all are inside."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return None
     wrong = min(ids) if min(ids) < 0 else max(ids)

@@ -1,1 +1,1 @@
-"""Options of an engine and of a request: how a field is declared, and its checks."""
+"""Options of an engine and of a request: declaration and checks of their fields."""

@@ -17,19 +17,19 @@ from ..errors import InvalidRequest, shown
 
 MAX_INT = 2**31 - 1
 MAX_PORT = 65535
-ENDLESS = 2**40  # a bound from here on is not worth naming beside the other one
+ENDLESS = 2**40  # errors do not name an upper bound from here on
 
 # Checked where a message of another process is decoded, not where an object is constructed.
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]  # finite: neither bound takes a nan
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]  # finite: both bounds exclude NaN
 
 CheckNumber = Callable[[str, object, float, float], None]
 
 
 class Bound(NamedTuple):
-    """The range of a number."""
+    """Range of a number."""
 
     name: str
     check: CheckNumber
@@ -41,7 +41,7 @@ class Bound(NamedTuple):
 def with_defaults(
     owner: type, bounds: Iterable[tuple[str, CheckNumber, float, float]]
 ) -> tuple[Bound, ...]:
-    """Bounds of a dataclass's fields, each with the field's default."""
+    """Return the bounds of a dataclass's fields, each with the field's default."""
     defaults = {each.name: each.default for each in fields(owner)}
     return tuple(Bound(*bound, defaults[bound[0]]) for bound in bounds)
 
@@ -61,7 +61,7 @@ def require(holds: bool, param: str, message: str) -> None:
 
 
 def as_tuple(param: str, values: Sequence[object]) -> tuple[object, ...]:
-    """A list's items; raises `InvalidRequest` for what is not a list."""
+    """Return a list's items as a tuple. Raises `InvalidRequest` for another type."""
     require(not isinstance(values, (str, bytes)), param, "must be a list")
     try:
         return tuple(values)
@@ -89,12 +89,12 @@ def check_number(param: str, value: object, low: float, high: float) -> None:
 
 
 def tcp_port(param: str, address: str) -> int:
-    """Port of an address such as tcp://127.0.0.1:5557, 0 for any free one.
+    """Return the port of an address such as tcp://127.0.0.1:5557; 0 stands for any free one.
 
-    Raises `InvalidRequest` for what is no such address.
+    Raises `InvalidRequest` for any other text.
     """
     port = None
-    with suppress(ValueError):  # a port that is no number, or beyond 65535
+    with suppress(ValueError):  # the port is not a number, or beyond 65535
         parts = urlsplit(address)
         if parts.hostname and address == f"tcp://{parts.netloc}":
             port = parts.port

@@ -1,7 +1,7 @@
 """Settings: fields of a dataclass that are also flags, variables and keys of a file.
 
 `setting` makes such a field, with the help, the range and the unit of its flag; its type is the
-annotation. `check_settings` refuses a value of another type or out of range, wherever it is from.
+annotation. `check_settings` refuses a value of another type or out of range, from any origin.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from ..errors import InvalidRequest, shown
 
 T = TypeVar("T")
-HIGHEST = 2**40  # of a number without another limit
+HIGHEST = 2**40  # upper limit of a number without a limit of its own
 SIZE = "SIZE"  # metavar of a number of bytes, which may have a unit
 _UNITS = {
     "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
@@ -31,25 +31,25 @@ _KINDS: Mapping[type, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A setting as flags, variables and files name and read it."""
+    """Setting as flags, variables and files name and read it."""
 
-    name: str  # as the flag has it, with underscores
-    field: str = ""  # as the dataclass has it
+    name: str  # flag name, with underscores
+    field: str = ""  # name of the dataclass's field
     default: Any
     help: str
     metavar: str
     least: float
     most: float
-    choices: tuple[str, ...]  # texts that it may be
-    kinds: frozenset[type] = frozenset()  # types that it may have: those of `_KINDS`, and NoneType
+    choices: tuple[str, ...]  # allowed texts
+    kinds: frozenset[type] = frozenset()  # allowed types: the keys of `_KINDS`, and NoneType
     group: str  # heading in the help
-    separator: str | None  # of several values in one text
-    is_basic: bool  # shown by --help, not by --help-all alone
+    separator: str | None  # separator of several values in one text
+    is_basic: bool  # shown by --help, not only by --help-all
     is_secret: bool  # never shown in errors
 
     @property
     def flag(self) -> str:
-        """``--max-running`` for ``max_running``."""
+        """Flag text: ``--max-running`` for ``max_running``."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
@@ -63,9 +63,9 @@ class Setting:
         return list in self.kinds
 
     def read(self, text: str) -> Any:  # noqa: ANN401 - of one of `kinds`
-        """The value that a text of the command line or of the environment means.
+        """Return the value of a text from the command line or the environment.
 
-        Raises `ValueError`: what the value must be.
+        Raises `ValueError`, which says what the value must be.
         """
         if self.is_list:
             if self.separator is None:
@@ -84,7 +84,7 @@ class Setting:
         return self.convert(text)
 
     def convert(self, value: object) -> Any:  # noqa: ANN401 - of one of `kinds`
-        """The value that a file gives. Raises `ValueError`: what it must be."""
+        """Return the value of an item from a file. Raises `ValueError`: what it must be."""
         if self.is_list and isinstance(value, str):
             return self.read(value)
         if self.metavar == SIZE and isinstance(value, str):
@@ -95,11 +95,11 @@ class Setting:
         return tuple(value) if isinstance(value, list) else value
 
     def check(self, value: object) -> None:
-        """Raise `ValueError` for a value of another type, of no choice, or out of range."""
+        """Raise `ValueError` for a value of a wrong type, outside the choices, or out of range."""
         self._check_kind(value)
         if isinstance(value, str) or not isinstance(value, int | float):
             return
-        if not value >= self.least:  # also for nan
+        if not value >= self.least:  # also false for NaN
             raise ValueError(f"must be at least {self.least:.12g}{self._not(value)}")
         if value > self.most:
             raise ValueError(f"must be at most {self.most:.12g}{self._not(value)}")
@@ -132,7 +132,7 @@ class Setting:
         return f"{texts} or {name}" if self.kinds & {int, float} else f"one of {texts}"
 
     def _switched(self, value: bool) -> bool:
-        """The field's value for that of its flag: ``no_ui`` is False where it is set."""
+        """Return the field's value: ``value`` of the flag, negated for a default of True."""
         return value != (self.default is True)
 
     def _not(self, value: object) -> str:
@@ -153,10 +153,10 @@ def setting(
     is_basic: bool = False,
     is_secret: bool = False,
 ) -> T:
-    """A field that is a setting; the arguments are the attributes of `Setting`.
+    """Return a dataclass field that is a setting; the arguments are attributes of `Setting`.
 
-    ``flag``: its name where that is not the field's; a switch that is True by default has the flag
-    ``no_NAME``. ``group`` holds for the fields that follow, too.
+    ``flag``: the flag's name if it differs from the field's; without it, a switch that is True by
+    default has the flag ``no_NAME``. ``group`` also applies to the fields that follow.
     """
     made = Setting(
         name=flag,
@@ -175,7 +175,7 @@ def setting(
 
 
 def settings_of(owner: type) -> Mapping[str, Setting]:
-    """The settings of a dataclass by the names of their flags, in order."""
+    """Return the settings of a dataclass by the names of their flags, in order."""
     return _settings_of(owner)
 
 
@@ -210,7 +210,7 @@ def _kind(part: Any) -> type:  # noqa: ANN401 - an annotation
 
 
 def check_settings(owner: object) -> None:
-    """Raise `InvalidRequest` naming the first setting of a dataclass that is not as it must be."""
+    """Raise `InvalidRequest` naming the first invalid setting of a dataclass."""
     for each in settings_of(type(owner)).values():
         try:
             each.check(getattr(owner, each.field))
@@ -219,7 +219,7 @@ def check_settings(owner: object) -> None:
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of a size such as 4GiB, 512MB or 1000000. Raises `ValueError`: what it must be."""
+    """Return the bytes of a size such as 4GiB, 512MB or 1000000. Raises `ValueError`."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([KMGT]I?)?B?\s*", str(text).upper())

@@ -1,9 +1,9 @@
-"""Asynchronous scheduling: plan the next step while the tokens of the present one are chosen.
+"""Asynchronous scheduling: plan the next step while the present step chooses its tokens.
 
 If no request arrives and every running request only decodes, the lengths after a step are known
 before it ends. So the next step can be planned and launched at once, and the host's work between
 two steps (commit and plan) overlaps with the device's. A request that turns out to have ended has
-one row too many in the next step; the output of that row is discarded.
+one surplus row in the next step; the output of that row is discarded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | No
     """
     loads = scheduler.page_loads
     if loads is not None and loads.is_late(now):
-        return None  # the next round gives it up
+        return None  # the next round gives up the late load
     continuing = _continuing(scheduler, plan) if plan.is_decode_only else []
     requests = [request for _, request in continuing]
     if not continuing or not scheduler.speculator.drafts_nothing(requests, num_new_tokens=1):
@@ -47,7 +47,7 @@ def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | No
 
 
 def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[ScheduledRequest, Request]]:
-    """Requests certain to decode again; empty if admission could change the batch."""
+    """Return the requests certain to decode again; empty if admission could change the batch."""
     running = scheduler.running
     here = [
         (scheduled, request)
@@ -64,17 +64,18 @@ def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[ScheduledReq
     if any(
         request.next_packing(scheduled.stop - 1) == scheduled.stop for scheduled, request in here
     ):
-        return []  # the packing waits for the outcome, and frees pages
+        return []  # the packing depends on the outcome, and frees pages
     if scheduler.cache.states is not None and _moves_states(scheduler.cache.page_size, here):
         return []
     return continuing
 
 
 def _moves_states(page_size: int, here: list[tuple[ScheduledRequest, Request]]) -> bool:
-    """Whether a recurrent state moves on to the next page's end in the step after this one.
+    """Whether a recurrent state moves to the next page's end in the following step.
 
-    Such a step waits for the outcome of this one: where the state of a request stands that ends, or
-    that is computed again because this step failed, must not depend on whether it has begun.
+    Such a step waits for the outcome of this one: the state's position of a request that ends, or
+    that is computed again because this step failed, must not depend on whether the next step has
+    begun.
     """
     return any(scheduled.stop % page_size == 0 for scheduled, _ in here)
 

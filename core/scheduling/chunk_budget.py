@@ -1,6 +1,6 @@
-"""ChunkBudget: prompt tokens that a step may compute beside decoding requests.
+"""ChunkBudget: number of prompt tokens that a step may compute beside decoding requests.
 
-The time of a step is the gap between two tokens of each decoding request. The time of a chunk is
+The time of a step is the gap between two tokens of each decoding request. The time of chunks is
 measured, so the gap is bounded in seconds on any machine; a chunk of fixed size would be a short
 pause on one machine and a long one on another.
 """
@@ -13,49 +13,56 @@ from collections.abc import Iterable
 from ..interface.output import StepOutput
 from ..interface.plan import ScheduledRequest, StepPlan
 
-LEAST_CHUNK = 16  # prompt tokens that a step computes at least: smaller chunks are not cut
-MEAN_RATE, STALE_RATE = 0.2, 0.5  # of a new value in a running mean; where the mean is old
-REGROWTH = 1 / 64  # of the room for prompts, by each step that fills it, once memory ran out
-STEP_SECONDS = 0.25  # that the prompts of a step may take where no request decodes
-WIDE_CHUNK = 64  # tokens that they may have whatever these take: narrower matrices cost more a row
-SHARE_OF_NEWCOMERS = 5  # one of so many prompt tokens of a step
-REMEASURE, MEASURE = 32, 2  # steps with chunks until one without is due; where none was seen yet
+LEAST_CHUNK = 16  # least prompt tokens of a step with chunks
+# Weight of a new value in a running mean; the weight if the mean is old.
+MEAN_RATE, STALE_RATE = 0.2, 0.5
+# Growth of the room for prompts after running out of memory, per step that fills it.
+REGROWTH = 1 / 64
+STEP_SECONDS = 0.25  # time for the prompts of a step in which no request decodes
+WIDE_CHUNK = 64  # tokens that they may always have: narrower matrices cost more per row
+SHARE_OF_NEWCOMERS = 5  # divisor: one fifth of a step's prompt tokens
+# Steps with chunks until a step without chunks is due; the number before the first measurement.
+REMEASURE, MEASURE = 32, 2
 
 
 def newcomer_share(budget: int) -> int:
     """Return how many of a step's prompt tokens go to the prompts with the least left to compute.
 
-    A fifth of ``budget``: the prompt that is first in order takes at most 1.25 times as long for
-    the others. Of small budgets `LEAST_CHUNK`, but never more than half.
+    A fifth of ``budget``, so the prompt that is first in order takes at most 1.25 times as long
+    because of the others. For small budgets it is `LEAST_CHUNK`, but at most half.
     """
     return min(budget // 2, max(LEAST_CHUNK, budget // SHARE_OF_NEWCOMERS))
 
 
 class ChunkBudget:
-    """Bounds the prompt tokens of a step by the time that they take.
+    """Limit of the prompt tokens of a step by their computing time.
 
-    ``slowdown``: how many times longer a step with chunks may take than one without. Where no
-    request decodes, a step's chunks take `STEP_SECONDS`: a request that arrives waits for its end.
-    Both bounds are off where ``slowdown`` is infinite. While prompts keep arriving, one step in
-    `REMEASURE` has no chunks, so that the time of decoding alone stays measured: without that, its
-    estimate would fall and the estimate of chunks would rise.
+    ``slowdown``: how many times longer a step with chunks may take than one without. If no request
+    decodes, a step's chunks take `STEP_SECONDS`: a request that arrives waits for its end. Both
+    limits are off if ``slowdown`` is infinite. While prompts keep arriving, one step in `REMEASURE`
+    has no chunks, so that the time of decoding alone stays measured: otherwise its estimate would
+    fall and the estimate of chunks would rise.
     """
 
     def __init__(self, slowdown: float) -> None:
         self._slowdown = slowdown
-        self._chunk_s = self._chunk_tokens = 0.0  # of recent chunks, both decayed
-        # of a step without chunks, by bit_length of its requests
+        # Seconds and tokens of recent chunks, both decayed.
+        self._chunk_s = self._chunk_tokens = 0.0
+        # Seconds of a step without chunks, by bit_length of its number of requests.
         self._plain_s: dict[int, float] = {}
-        self._num_chunked: dict[int, int] = {}  # steps with chunks since one without, likewise
+        self._num_chunked: dict[int, int] = {}  # steps with chunks since a step without, likewise
         self._room = math.inf  # prompt tokens of a step that fit into memory
 
     def limit(self, num_decodes: int, budget: int) -> int:
-        """Return the prompt tokens for a step with ``num_decodes`` decodes; at most ``budget``."""
+        """Return the most prompt tokens for a step with ``num_decodes`` decodes.
+
+        At most ``budget``, and at most the tokens that fit into memory.
+        """
         return int(min(self._room, self._limit(num_decodes, budget)))
 
     @property
     def token_seconds(self) -> float:
-        """Seconds that a prompt token took lately; 0 if none was computed."""
+        """Seconds per prompt token lately; 0 if none was computed."""
         return self._chunk_s / self._chunk_tokens if self._chunk_tokens else 0.0
 
     def shrink_chunks(self, plan: StepPlan) -> None:
@@ -77,7 +84,10 @@ class ChunkBudget:
         return self._tokens_in((self._slowdown - 1.0) * plain_s, LEAST_CHUNK, budget)
 
     def _tokens_in(self, seconds: float, least: int, most: int) -> int:
-        """Prompt tokens that take so long, if any were measured, within these bounds."""
+        """Return the prompt tokens computed in ``seconds``, from ``least`` to ``most``.
+
+        Returns ``most`` while no chunk was measured.
+        """
         if not self._chunk_s:
             return most
         tokens = seconds * self._chunk_tokens / self._chunk_s
@@ -112,9 +122,9 @@ class ChunkBudget:
         return self._num_chunked.get(size, 0) >= every
 
     def _plain(self, num_decodes: int) -> float:
-        """Seconds of a step without chunks, for the nearest measured number of requests.
+        """Return the seconds of a step without chunks at the nearest measured number of requests.
 
-        0 if none was measured.
+        0 if no step was measured.
         """
         size = num_decodes.bit_length()
         nearest = min(self._plain_s, key=lambda known: (abs(known - size), known), default=None)
@@ -122,12 +132,12 @@ class ChunkBudget:
 
 
 def num_step_tokens(requests: Iterable[ScheduledRequest]) -> int:
-    """Tokens computed for these requests, drafts not counted."""
+    """Return the number of tokens computed for these requests, without drafts."""
     return sum(scheduled.stop - scheduled.start for scheduled in requests)
 
 
 def num_chunk_tokens(requests: Iterable[ScheduledRequest]) -> int:
-    """Prompt tokens computed for these requests."""
+    """Return the number of prompt tokens computed for these requests."""
     return sum(
         scheduled.stop - scheduled.start
         for scheduled in requests

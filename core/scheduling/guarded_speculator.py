@@ -1,7 +1,7 @@
 """GuardedSpeculator: drafting may fail, the step may not.
 
-`Guarded` wraps what may fail in the event loop: a speculator, or one of its sources.
-`CircuitBreaker` is the rule by which every drafter is given up that keeps failing.
+`Guarded` wraps a part of the event loop that may fail: a speculator, or one of its sources.
+`CircuitBreaker` is the rule that turns off a drafter that keeps failing.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-MAX_FAILURES = 20  # in close succession, until a drafter is given up
-FORGIVEN = 0.05  # of a failure, for each call that succeeds
-ALL_DRAFTERS = "all"  # the name of drafting as a whole among the names of drafters
+MAX_FAILURES = 20  # failures in close succession after which a drafter is turned off
+FORGIVEN = 0.05  # part of a failure that each successful call cancels
+ALL_DRAFTERS = "all"  # name of drafting as a whole among the names of drafters
 
 
 class CircuitBreaker:
-    """Decides when a drafter is given up: after `MAX_FAILURES` in close succession.
+    """Decides when a drafter is turned off: after `MAX_FAILURES` in close succession.
 
-    One rule for all drafters: each success takes off `FORGIVEN` of a failure, so failures that lie
+    The rule is the same for all drafters: each success cancels `FORGIVEN` of a failure, so failures
     far apart never add up. The owner reads ``is_open`` after each failure and drops the drafter.
     """
 
     def __init__(self) -> None:
-        self._num_failures = 0.0  # less those that were forgiven
+        self._num_failures = 0.0  # failures minus the cancelled part
 
     @property
     def is_open(self) -> bool:
-        """Whether the drafter is to be given up."""
+        """Whether the drafter is to be turned off."""
         return self._num_failures >= MAX_FAILURES
 
     def record_failure(self) -> None:
@@ -47,21 +47,21 @@ class CircuitBreaker:
         self._num_failures += 1
 
     def record_success(self) -> None:
-        """Forgive a part of the failures so far."""
+        """Cancel a part of the failures so far."""
         if self._num_failures:
             self._num_failures = max(0.0, self._num_failures - FORGIVEN)
 
 
 class Guarded(Generic[T]):
-    """Wraps a drafter: a failure costs the call's result, and repeated failures the drafter.
+    """Wrapper of a drafter: a failure costs the call's result, repeated failures the drafter.
 
-    ``idle`` takes its place then. A success of one method says nothing of another: each has a
-    breaker of its own.
+    ``idle`` then replaces it. A success of one method says nothing about another: each has its own
+    breaker.
     """
 
     def __init__(self, inner: T, idle: T, title: str) -> None:
         self.inner, self._idle, self._title = inner, idle, title
-        self.breakers = defaultdict[str, CircuitBreaker](CircuitBreaker)  # by method
+        self.breakers = defaultdict[str, CircuitBreaker](CircuitBreaker)  # by method name
 
     @property
     def works(self) -> bool:
@@ -74,7 +74,7 @@ class Guarded(Generic[T]):
         self.count_failure(call)
 
     def count_failure(self, call: str) -> None:
-        """Count a failure of a method, and give the drafter up after too many."""
+        """Count a failure of a method, and turn the drafter off after too many."""
         breaker = self.breakers[call]
         breaker.record_failure()
         if breaker.is_open:
@@ -85,7 +85,7 @@ class Guarded(Generic[T]):
 def guard(
     method: Callable[Concatenate[T, P], R], *, if_failed: R
 ) -> Callable[Concatenate[Guarded[T], P], R]:
-    """Make a method that calls that of `Guarded.inner`, and returns ``if_failed`` if it raises."""
+    """Return a method that calls `Guarded.inner`'s, and returns ``if_failed`` if it raises."""
     name = method.__name__
 
     def call(self: Guarded[T], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -101,7 +101,7 @@ def guard(
 
 
 class GuardedSpeculator(Guarded[Speculator], Speculator):
-    """Wraps a speculator: if a call fails, the step goes on without drafts.
+    """Wrapper of a speculator: if a call fails, the step continues without drafts.
 
     After repeated failures drafting is turned off. A plan that exceeds its limits or its budget is
     a failure, too. A failed flush is raised, because the caller relies on the flush.
@@ -121,7 +121,7 @@ class GuardedSpeculator(Guarded[Speculator], Speculator):
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
     ) -> Sequence[DraftPlan]:
-        """Call the speculator; no drafts if it fails."""
+        """Return the speculator's plans; plans without drafts if it fails."""
         try:
             plans = self.inner.plan(requests, limits, budget=budget, num_prefill=num_prefill)
             _check(plans, limits, budget)
@@ -153,7 +153,8 @@ class GuardedSpeculator(Guarded[Speculator], Speculator):
 
     @override
     def count_failure(self, call: str) -> None:
-        super().count_failure("plan")  # whichever call it was: a plan alone makes up for it
+        # all failures count for `plan`, and only a successful plan cancels them
+        super().count_failure("plan")
 
 
 def guarded(speculator: Speculator) -> Speculator:

@@ -1,8 +1,8 @@
-"""Leases of KV pages: of a request, as its cache options say, and of its draft.
+"""Leases of KV pages for requests, by their cache options, and for their drafts.
 
-`awaits_prefix` and `would_fit` are the rules of admission that concern pages. Drafts take free
-pages only: cached pages are never evicted for a draft. After the step the scheduler shrinks the
-lease back to the committed tokens.
+`awaits_prefix` and `would_fit` are the admission rules that concern pages. Drafts take free pages
+only: cached pages are never evicted for a draft. After the step the scheduler shrinks the lease
+back to the committed tokens.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from ..interface.plan import NO_PAGES
 from ..interface.request import Request
 from .states import as_chain, claim_states
 
-RETURN_GROWTH = 64  # tokens that each running request may grow before a preempted one is back
+# Growth of each running request, in tokens, that must fit before a preempted request returns.
+RETURN_GROWTH = 64
 
 
 def cache_limit(request: Request) -> int | None:
     """Return how many tokens the request may read from the cache; None for no limit.
 
-    Log-probabilities of prompt tokens need computed rows: only what was sent already is read.
+    Log-probabilities of prompt tokens need computed rows: only tokens whose log-probabilities were
+    sent already are read from the cache.
     """
     if not request.cache.read:
         return 0
     if request.extras.kv_budget and request.num_output:
-        return request.prompt_len  # packing rewrites the pages behind it: they must be its own
+        return request.prompt_len  # packing rewrites the later pages: they must be private
     num_sent, wanted = request.num_prompt_logprobs, request.prompt_len - 1
     wants_logprobs = request.sampling.params.prompt_logprobs is not None
     return num_sent if wants_logprobs and num_sent < wanted else None
 
 
 def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request is about to have this one's next page, or a tier may have it.
+    """Whether a running request will publish the next page it needs, or a look-up is under way.
 
-    Where the model has states: whether one will keep a state that this one can go on from.
+    For a model with states: whether a running request will keep a state to resume from.
     """
     load = request.transfer.load
     if load is not None and not (load.is_found or load.is_over):
@@ -68,10 +70,10 @@ def num_uncached_tokens(cache: PrefixCache, request: Request) -> int:
 
 
 def would_fit(cache: PrefixCache, request: Request, running: Collection[Request]) -> bool:
-    """Whether all its tokens, and one more if it generates, fit beside those of running requests.
+    """Whether all its tokens, and one more if it generates, fit beside the running requests.
 
     A running request gets the pages of its prompt chunk by chunk. Each has room to grow, too:
-    without it a preempted request would be admitted and preempted again at once.
+    otherwise a preempted request would be admitted and preempted again at once.
     """
     growth = RETURN_GROWTH if request.num_preemptions else 1
     page_size = cache.page_size
@@ -109,7 +111,7 @@ def publish(cache: PrefixCache, request: Request) -> None:
     """Publish computed pages to the tree, if the request may write to the cache."""
     if request.lease is not None and request.cache.write:
         num_computed = request.num_computed
-        if request.extras.kv_budget:  # pages behind the prompt may still be packed
+        if request.extras.kv_budget:  # pages after the prompt may still be packed
             num_computed = min(num_computed, request.prompt_len)
         written = cache.publish(request.lease, request.tokens, num_computed)
         _note(request, written, cache.page_size)
@@ -121,7 +123,7 @@ def release_kv(cache: PrefixCache, request: Request, *, keep: bool = True) -> No
     if lease is not None:
         keep = keep and request.cache.write
         num_computed = request.num_computed
-        # The pages may be packed already for the next step, and what follows depends on it.
+        # The pages may be packed for the next step, and later KV depends on it.
         if request.num_packed_away(num_computed + 1):
             num_computed = request.prompt_len
         written = cache.release(lease, request.tokens, num_computed, keep=keep)
@@ -153,7 +155,7 @@ def pin_session(cache: PrefixCache, request: Request, num_computed: int) -> None
 
 
 def hold_prompt(cache: PrefixCache, request: Request) -> None:
-    """Hold the pages of a request's prompt, which has ended, for the engine that goes on with it.
+    """Hold the prompt's pages of an ended request for the engine that continues it.
 
     That engine computes the last token itself, for its logits.
     """
@@ -164,11 +166,11 @@ def hold_prompt(cache: PrefixCache, request: Request) -> None:
 def allocate_draft_pages(
     cache: PrefixCache, lease: KVLease, num_tokens: int, plan: DraftPlan
 ) -> tuple[DraftPlan, array[int]]:
-    """Take pages for ``plan`` behind the first ``num_tokens`` tokens; return the part that fits.
+    """Allocate pages for ``plan`` after the first ``num_tokens`` tokens; return the part that fits.
 
-    Its longest path is cut to the pages that are free. Also returns the pages for the nodes beside
-    the trunk: private ones at the lease's end, where shrinking it takes them back. Where they are
-    fewer than the plan could use, the runner drops the last nodes.
+    The longest path is cut to the free pages. Also returns the pages for the nodes off the trunk:
+    private pages at the lease's end, which `PrefixCache.shrink` frees. If these are fewer than the
+    plan could use, the runner drops the last nodes.
     """
     if plan is NO_DRAFT_PLAN:
         return plan, NO_PAGES
@@ -191,7 +193,7 @@ def allocate_draft_pages(
 
 
 def _note(request: Request, written: range, page_size: int) -> None:
-    """Count the prompt's full pages among those written, once, even after preemptions."""
+    """Count the prompt's full pages in ``written``, once even after preemptions."""
     upto = min(written.stop, request.prompt_len // page_size * page_size)
     new = upto - max(written.start, request.num_tokens_accounted)
     if new > 0:

@@ -1,7 +1,7 @@
 """Output processing: append a step's tokens to a request, up to the first terminal event.
 
-The cursor, usage and the delta are set after that cut. So ids, log-probabilities, text and counts
-agree, and tokens accepted beyond the cut leave no trace.
+``num_computed``, usage and the delta are set after that cut. So ids, log-probabilities, text and
+counts agree, and tokens accepted beyond the cut leave no trace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def take_output(
 ) -> Delta:
     """Append a step's tokens and return the delta for the reader.
 
-    Raises what the request's ``on_token`` raises.
+    Raises any error of the request's ``on_token``.
     """
     delta = Delta()
     if out.prompt_logprobs:
@@ -35,14 +35,14 @@ def take_output(
 
 
 def request_error(request: Request, out: RequestOutput) -> ForetokenError:
-    """The error of a request that failed alone; a refusal names the parameter that caused it."""
+    """Return the error of a request that failed alone; a refusal names the parameter to blame."""
     if not isinstance(out.error, Refusal):
         return ForetokenError(out.error)
     return InvalidRequest(str(out.error), param=_param_to_blame(request.sampling))
 
 
 def _param_to_blame(sampling: SamplingMetadata) -> str | None:
-    """The first parameter that bans tokens: together they may ban every token."""
+    """Return the first parameter that bans tokens: together they may ban every token."""
     if sampling.constraint_param is not None:
         return sampling.constraint_param
     if sampling.params.allowed_token_ids is not None:
@@ -53,7 +53,7 @@ def _param_to_blame(sampling: SamplingMetadata) -> str | None:
 
 
 def late_end(request: Request) -> Delta:
-    """Make the last delta of a request past its deadline: an error if it never ran."""
+    """Return the last delta of a request past its deadline: an error if it never ran."""
     if request.status is RequestStatus.WAITING and not request.num_output:
         return Delta(error=DeadlineExceeded("the deadline passed before the request could run"))
     return Delta(finish_reason=FinishReason.ABORT, stop_reason="deadline")
@@ -79,7 +79,7 @@ def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
 
 
 def _goes_on(request: Request, token_ids: Sequence[int]) -> bool:
-    """Whether none of these tokens can end the answer."""
+    """Whether no token of ``token_ids`` can end the answer."""
     return (
         request.on_token is None
         and request.stop_ids.isdisjoint(token_ids)
@@ -88,7 +88,7 @@ def _goes_on(request: Request, token_ids: Sequence[int]) -> bool:
 
 
 def _end_at(request: Request, token_id: int, delta: Delta) -> None:
-    """Set the finish reason if this token ends the answer; a stop wins over the length."""
+    """Set the finish reason if this token ends the answer; a stop token or string comes first."""
     if token_id in request.stop_ids:
         delta.finish_reason = FinishReason.STOP
         explicit = token_id in request.sampling.params.stop_token_ids
@@ -125,14 +125,14 @@ def _count(request: Request, out: RequestOutput, delta: Delta, now: float) -> No
 
 
 def _add_counts(counts: dict[str, int], sources: Sequence[str]) -> None:
-    for source in dict.fromkeys(sources):  # most often one
+    for source in dict.fromkeys(sources):  # mostly one source
         counts[source] = counts.get(source, 0) + sources.count(source)
 
 
 def _new_prompt_logprobs(
     request: Request, scheduled: ScheduledRequest, out: RequestOutput
 ) -> list[TokenLogprob]:
-    """Prompt log-probabilities not sent before: after a preemption they are computed again."""
+    """Return the prompt log-probabilities not sent before: a preemption computes them again."""
     new = list(out.prompt_logprobs[max(0, request.num_prompt_logprobs - scheduled.start) :])
     request.num_prompt_logprobs += len(new)
     return new

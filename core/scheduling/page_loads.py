@@ -1,12 +1,12 @@
-"""PageLoads: requests whose KV lies in a tier beyond the pool, and the pages that it goes to.
+"""PageLoads: loads of KV pages from tiers for requests that wait or run.
 
-A waiting request is looked up in the tiers; it is passed over until that is known. When it is
-admitted, and loading takes less time than computing, it gets pages for what was found and runs
+A waiting request is looked up in the tiers; admission passes over it until the result is known. If
+loading takes less time than computing, it gets pages for the found KV at its admission and runs
 without being planned: no step touches these pages, so the I/O thread writes them directly. Then it
-goes on as after a prefix hit. Whatever is missing, late or unsound is computed.
+continues as after a prefix hit. KV that is missing, late or damaged is computed.
 
-A model with recurrent states goes on behind the last page alone: its state is loaded first, and
-without it, or without one of the pages, all is computed.
+A model with recurrent states resumes only after the last page: its state is loaded first, and
+without the state, or without one of the pages, everything is computed.
 """
 
 from __future__ import annotations
@@ -23,67 +23,72 @@ from ..interface.extras.transfers import PageOffer
 from ..interface.request import Request
 from .leases import cache_limit, publish
 
-LOOKUP_SECONDS = 0.05  # after which a look-up counts as one that found nothing
-MEETING_SECONDS = 0.5  # the same where a peer is to be reached first
-LATE, LATE_SECONDS = 3.0, 0.25  # times the estimate, after which a load is late; but at least
-TRIAL_SECONDS = 30.0  # without a load, after which one that seems too slow is begun: it may not be
+LOOKUP_SECONDS = 0.05  # time limit of a look-up; after it, no page counts as found
+MEETING_SECONDS = 0.5  # time limit of a look-up if a peer is to be reached first
+# A load is late after this multiple of the estimate; and the least limit.
+LATE, LATE_SECONDS = 3.0, 0.25
+TRIAL_SECONDS = 30.0  # time without a load, after which a load is tried even if it seems too slow
 
 
 class PageLoads:
-    """The look-ups and loads under way; written by the scheduler and by the engine's I/O alone.
+    """Look-ups and loads under way; written by the scheduler and the engine's I/O alone.
 
-    ``on_order`` is called whenever the I/O thread gets something to look up or to load,
-    ``on_offer`` when it gets a peer to meet or to notify.
+    ``on_order`` is called whenever the I/O thread gets a look-up or a load, ``on_offer`` when it
+    gets a peer to meet or to notify.
 
-    A request may offer pages of a peer (`Transfer.offer`). They are looked up as others are, when
-    the peer was met. The offer ends as soon as its request does not wait for it any more, whatever
-    became of it: admitted without a load, loaded, late, preempted, ended.
+    A request may offer pages of a peer (`Transfer.offer`). They are looked up like others, once the
+    peer was met. The offer ends as soon as its request does not wait for it any more, for any
+    reason: admitted without a load, loaded, late, preempted, ended.
 
-    A request that is *fetched* is none of the scheduler's: its pages are loaded into the tree for
-    another one with the same prompt, and nothing is computed for it.
+    A *fetched* request is not scheduled: its pages are loaded into the tree for another request
+    with the same prompt, and nothing is computed for it.
     """
 
     def __init__(self, cache: PrefixCache, tiers: KVTiers) -> None:
         self.tiers = tiers
-        self.look_ups: deque[PageLoad] = deque()  # to be looked up
-        self.loads: deque[PageLoad] = deque()  # to be loaded, in turn
+        self.look_ups: deque[PageLoad] = deque()  # look-ups to be made
+        self.loads: deque[PageLoad] = deque()  # loads to be made, in order
         self.meetings: deque[PageOffer] = deque()  # offers whose peers are to be met
-        self.ended_offers: deque[PageOffer] = deque()  # whose peers are to be notified
-        self.num_offers = 0  # that have not ended
+        self.ended_offers: deque[PageOffer] = deque()  # offers whose peers are to be notified
+        self.num_offers = 0  # offers that have not ended
         self.on_offer: Callable[[], None] = lambda: None
         self.num_late = 0
         self.on_order: Callable[[PageLoad], None] = lambda _: None
         self._cache = cache
-        self._tries_at = 0.0  # when a load is begun even if it seems too slow
-        self._awaited: dict[str, PageLoad] = {}  # by the id of the request that waits for it
-        self._loading: dict[str, Request] = {}  # requests that have pages and wait for theirs
-        self._fetched: dict[str, Request] = {}  # requests that are fetched, until their ends
-        self._found_fetches: list[PageLoad] = []  # of these, looked up and not begun
-        self._now = 0.0  # of the latest round
-        self._loaded_pages = array("q")  # since the last plan
-        self._leases: dict[PageLoad, KVLease] = {}  # left by their requests, not yet by the thread
-        self.has_room: Callable[[Request], bool] = lambda _: True  # beside the running ones
+        self._tries_at = 0.0  # time from which a load is tried even if it seems too slow
+        self._awaited: dict[str, PageLoad] = {}  # by the id of the waiting request
+        # Requests that have pages and wait for their content.
+        self._loading: dict[str, Request] = {}
+        self._fetched: dict[str, Request] = {}  # fetched requests, until their ends
+        # Look-ups of fetched requests that are done and not begun.
+        self._found_fetches: list[PageLoad] = []
+        self._now = 0.0  # time of the latest round
+        self._loaded_pages = array("q")  # pages loaded since the last plan
+        # Leases left by their requests, still used by the thread.
+        self._leases: dict[PageLoad, KVLease] = {}
+        # Whether a request fits beside the running ones.
+        self.has_room: Callable[[Request], bool] = lambda _: True
 
     @property
     def num_loading(self) -> int:
-        """Requests that run and are not planned, because their pages are being loaded."""
+        """Number of running requests that are not planned, because their pages are being loaded."""
         return len(self._loading) - len(self._loading.keys() & self._fetched.keys())
 
     @property
     def fetched(self) -> Collection[Request]:
-        """Requests that are fetched: their tokens end with the pages that they offer."""
+        """Fetched requests: their tokens end with the pages that they offer."""
         return self._fetched.values()
 
     @property
     def leases(self) -> list[KVLease]:
-        """Leases of no running request: of fetched ones, and those with pages under I/O."""
+        """Leases without a running request: of fetched ones, and with pages under I/O."""
         fetched = [each.lease for each in self._fetched.values() if each.lease is not None]
         return [*self._leases.values(), *fetched]
 
     # -- offers ---------------------------------------------------------------------------------
 
     def meet(self, request: Request) -> None:
-        """Meet the peer of a request that offers pages; before `look_up`."""
+        """Meet the peer of a request that offers pages; to be called before `look_up`."""
         offer = request.transfer.offer
         if offer is not None:
             self.num_offers += 1
@@ -91,7 +96,7 @@ class PageLoads:
             self.on_offer()
 
     def end_offer(self, offer: PageOffer) -> None:
-        """Have the peer of an offer notified that no request was queued with."""
+        """Notify the peer of an offer that it may free the pages."""
         self.ended_offers.append(offer)
         self.on_offer()
 
@@ -106,9 +111,10 @@ class PageLoads:
     # -- fetches --------------------------------------------------------------------------------
 
     def fetch(self, request: Request, now: float) -> None:
-        """Load the pages that a request offers into the tree, if its prompt fits beside what runs.
+        """Load the pages that a request offers into the tree, if its prompt fits.
 
-        What is missing, late or unsound stays away. No running request yields pages for it.
+        Pages that are missing, late or damaged are left out. No running request is preempted for
+        it.
         """
         offer = request.transfer.offer
         if offer is not None:  # the request ends where its offer does
@@ -140,7 +146,7 @@ class PageLoads:
             self._end_fetch(request)
 
     def _end_fetch(self, request: Request) -> None:
-        """Leave what was loaded to the tree."""
+        """End a fetch, and publish the loaded pages."""
         del self._fetched[request.request_id]
         self.leave(request)
         lease, request.lease = request.lease, None
@@ -150,15 +156,15 @@ class PageLoads:
     # -- before admission -----------------------------------------------------------------------
 
     def look_up(self, request: Request, now: float) -> None:
-        """Look for the pages of a waiting request that the pool lacks, if they are many.
+        """Look up the pages of a waiting request that the pool lacks, if they are many.
 
-        Again, if the pool has lost some of its pages since the last time.
+        The look-up is repeated if the pool has lost some of its pages since the last one.
         """
         size, last, offer = self._cache.page_size, request.transfer.load, request.transfer.offer
         if cache_limit(request) is not None or not self.tiers.is_open:
             return
         if self._cache.states is not None and not request.cache.write:
-            return  # what is loaded could not be kept for the request to go on from
+            return  # loaded pages could not be published for the request to resume from
         first = self._cache.match_len(request.tokens, namespace=request.namespace) // size
         is_known = last is not None and (first >= last.first or not _is_done(last))
         num_tokens = (len(request.tokens) - 1) // size * size - first * size
@@ -176,14 +182,14 @@ class PageLoads:
         request.transfer = replace(request.transfer, load=load)
 
     def _take(self, request: Request) -> PageLoad | None:
-        """Take a request's look-up or load from it, if it has one."""
+        """Return a request's look-up or load, if it has one, and remove it from the request."""
         load = request.transfer.load
         if load is not None:
             request.transfer = replace(request.transfer, load=None)
         return load
 
     def found(self, load: PageLoad, keys: list[bytes]) -> None:
-        """Take the outcome of a look-up."""
+        """Record the result of a look-up: the keys of the pages found."""
         offer = load.offer
         if offer is not None and offer.is_met and len(keys) < len(offer.page_ids):
             self._cache.transfers.refused["foreign"] += 1
@@ -194,14 +200,14 @@ class PageLoads:
                 self._found_fetches.append(load)
 
     def is_late(self, now: float) -> bool:
-        """Whether something is to be given up by the next `begin_round`."""
+        """Whether the next `begin_round` will give up a look-up or a load."""
         return any(each.due <= now for each in self._awaited.values())
 
     def begin_round(self, now: float) -> None:
-        """Give up look-ups and loads of which nobody may wait longer; begin fetches.
+        """Give up look-ups and loads that are past their time limit; begin fetches.
 
-        No step is under way: one that was launched ahead may write rows of a request that ended,
-        whose pages are free.
+        No step may be under way: one that was launched ahead may write rows of a request that
+        ended, whose pages are free.
         """
         self._now = now
         for load in [each for each in self._awaited.values() if each.due <= now]:
@@ -231,7 +237,7 @@ class PageLoads:
     def begin(self, request: Request, now: float, compute_seconds: float) -> None:
         """Begin to load the pages of a request that was just admitted, if that is worth it.
 
-        ``compute_seconds``: how long it would take to compute a token; 0 if unknown.
+        ``compute_seconds``: seconds to compute a token; 0 if unknown.
         """
         self._begin(request, now, compute_seconds)
         if request.transfer.load is None:
@@ -265,7 +271,7 @@ class PageLoads:
         self._order(load)
 
     def _begin_state(self, load: PageLoad) -> bool:
-        """Take a slot for the state of a load, if the model has states; False: there is none."""
+        """Take a slot for a load's state, if the model has states; return False without one."""
         if self._cache.states is None:
             return True
         load.state_slot, load.lacks_state = self._cache.begin_state_load(), True
@@ -273,7 +279,7 @@ class PageLoads:
         return load.state_slot is not None
 
     def _num_calls(self, load: PageLoad) -> int:
-        """Number of calls for pages that take as long as the next one for the load."""
+        """Return how many calls for pages would take as long as the load's next call."""
         num_pages = self.tiers.num_state_pages if load.lacks_state else 1
         return -(-num_pages // self.tiers.pages_per_call)
 
@@ -289,9 +295,10 @@ class PageLoads:
         self.on_order(load)
 
     def loaded(self, load: PageLoad, num_asked: int, num_pages: int, now: float) -> None:
-        """Take the outcome of a call of the thread: of the pages asked for, so many are whole.
+        """Record the result of a call of the I/O thread: ``num_pages`` of ``num_asked`` are whole.
 
-        Patience begins anew with every call: without an estimate nobody knows how many it takes.
+        The time limit restarts with every call: without an estimate, the number of calls is
+        unknown.
         """
         load.is_in_thread = False
         if load.is_over:
@@ -312,7 +319,7 @@ class PageLoads:
         self.forget(request)
 
     def state_loaded(self, load: PageLoad, now: float, *, is_whole: bool) -> None:
-        """Take the outcome of a call of the thread for a state; then the pages are loaded."""
+        """Record the result of the thread's call for a state; then order the pages."""
         load.is_in_thread = False
         if load.is_over:
             self._leave_thread(load)
@@ -328,13 +335,13 @@ class PageLoads:
         self.forget(request)
 
     def _leave_thread(self, load: PageLoad) -> None:
-        """Free what the thread has left, of a load that no request waits for."""
+        """Free the slot and the lease of a load that no request waits for, after its call."""
         self._free_state(load)
         if (lease := self._leases.pop(load, None)) is not None:
             self._cache.release(lease, load.tokens, 0, keep=False)
 
     def _keep_loaded(self, request: Request, load: PageLoad) -> None:
-        """Count loaded pages as computed, and share them; with a state, if all are there."""
+        """Count loaded pages as computed, and publish them; with a state, only if all are there."""
         num_tokens = load.num_loaded * self._cache.page_size
         if not num_tokens:
             return
@@ -355,21 +362,21 @@ class PageLoads:
         slot, load.state_slot = load.state_slot, None
         if slot is not None:
             self._cache.end_state_load(slot, request.lease, request.num_computed)
-        if request.lease is not None:  # of pages that the tree had by then, the tree's are kept
+        if request.lease is not None:  # a page that the tree had by then was not adopted
             kept = request.lease.page_ids[load.first : load.first + load.num_loaded]
             self._loaded_pages.extend(each for each in kept if each in ids)
 
     def take_loaded_pages(self) -> array[int]:
-        """Return the pages that were loaded since the last call, those that were kept."""
+        """Return the pages loaded since the last call, without those that were not kept."""
         pages, self._loaded_pages = self._loaded_pages, array("q")
         return pages
 
     def return_loaded_pages(self, page_ids: array[int]) -> None:
-        """Put back pages of a step that was not computed."""
+        """Put back the loaded pages of a step that was not computed."""
         self._loaded_pages = page_ids + self._loaded_pages
 
     def _give_up(self, request: Request, load: PageLoad) -> None:
-        """Let a request compute what is late.
+        """Give up a load, so that the request computes the late pages.
 
         Pages under I/O stay with the old lease until the thread has left them.
         """
@@ -394,14 +401,14 @@ class PageLoads:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """End the waiting of a request for its look-up or load, and its offer, if it has them."""
+        """End a request's look-up or load, and its offer, if it has them."""
         load = self._take(request)
         if load is not None:
             self._end(load)
         self._leave_offer(request)
 
     def leave(self, request: Request) -> None:
-        """Take the lease of a request that is about to release it, if pages are under I/O."""
+        """Take over the lease of a request that is about to release it, if pages are under I/O."""
         load, lease = request.transfer.load, request.lease
         self.forget(request)
         if load is not None and lease is not None and load.is_in_thread:
@@ -409,14 +416,14 @@ class PageLoads:
             request.lease = None
 
     def _keep_lease(self, load: PageLoad, lease: KVLease) -> None:
-        """Keep a lease until the thread has left its pages; those that it is not in are free."""
+        """Keep a lease until the thread's call for its pages ends; free the other pages."""
         num_pages = load.first + load.num_loaded + self.tiers.pages_per_call
         self._cache.part_state(lease)
         self._cache.shrink(lease, num_pages * self._cache.page_size)
         self._leases[load] = lease
 
     def close(self) -> None:
-        """Release what is left, once the thread computes nothing more."""
+        """Release all leases, once the thread makes no more calls."""
         for request in list(self._fetched.values()):
             self._end_fetch(request)
         for load in list(self._leases):

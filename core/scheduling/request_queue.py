@@ -1,12 +1,12 @@
-"""WaitingQueue: which waiting request is admitted next.
+"""WaitingQueue: the waiting requests in the order of their admission.
 
 Three rules decide. Urgency: a lower ``priority`` goes first, and each ``aging_seconds`` of waiting
 count as one priority, up to the most urgent waiting request. Fairness: among the tenants whose
-first request is that urgent, the one served least goes first, by its virtual token counter. Order:
-the requests of one tenant go by `Request.order`, which never changes.
+first request has this urgency, the one served least goes first, by its virtual token counter.
+Order: the requests of one tenant go by `Request.order`, which never changes.
 
-So a stream of urgent requests does not starve others, and a tenant with one request does not
-wait behind another tenant's long queue.
+So a stream of urgent requests does not starve others, and a tenant with one request does not wait
+for another tenant's long queue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..interface.request import Request, Tenant, by_order, by_work
 
 SortKey = tuple[int, float, int]
 MAX_PROMOTED = 8  # tenants whose urgency rises in one round; the others follow a round later
-MAX_KNOWN = 4096  # tenants that do not wait, whose debt is remembered
+MAX_KNOWN = 4096  # most counters kept for tenants that do not wait
 
 
 class VirtualTokenCounter:
@@ -32,7 +32,7 @@ class VirtualTokenCounter:
     Only differences matter. A tenant that begins to wait is lifted to ``floor``, the least counter
     of the waiting tenants, so idle time saves up no credit (Sheng et al., "Fairness in Serving
     Large Language Models", 2024). A tenant at or below the floor need not be remembered: it would
-    be lifted anyway. Of the others at most ``MAX_KNOWN`` that do not wait are remembered.
+    be lifted anyway. Of the other tenants, at most ``MAX_KNOWN`` that do not wait are remembered.
     """
 
     def __init__(self) -> None:
@@ -82,37 +82,38 @@ def _work_then_order(request: Request) -> tuple[tuple[int, int], tuple[float, in
 
 @dataclass(slots=True, eq=False)
 class TenantQueue:
-    """The waiting requests of one tenant."""
+    """Waiting requests of one tenant."""
 
     tenant: Tenant
     requests: SortedKeyList[Request] = field(default_factory=_in_order)  # at least one
-    level: int = 0  # urgency of the first request, as a priority; filed under
-    sort_key: SortKey = (0, 0.0, 0)  # in the level: counter when it was filed, then order
-    # when the level falls by one, and the first request's serial
+    level: int = 0  # urgency of the first request, as a priority; key of `_levels`
+    sort_key: SortKey = (0, 0.0, 0)  # counter at the last filing, then the order
+    # Time when the level falls by one, and the first request's serial.
     promote_at: tuple[float, int] = (0.0, 0)
 
 
 class WaitingQueue:
-    """Requests that own no page, new or preempted, in the order in which they are to be let in.
+    """Requests that own no page, new or preempted, in the order of their admission.
 
-    A round begins with `begin_round`. Then `first` is to be removed, or passed over until the next
-    round. Each is O(log n + levels), where the levels are those that waiting made more urgent than
-    the most urgent priority, one for each ``aging_seconds``.
+    A round begins with `begin_round`. Then the request that `first` returns is to be removed, or
+    passed over until the next round. Each call is O(log n + levels), where the levels are those
+    that waiting made more urgent than the most urgent priority, one for each ``aging_seconds``.
     """
 
     def __init__(self, aging_seconds: float) -> None:
         self.counters = VirtualTokenCounter()
-        self.num_tokens = 0  # of all waiting requests
+        self.num_tokens = 0  # tokens of all waiting requests
         self._aging_seconds = aging_seconds
         self._now = -math.inf
-        self._requests: dict[str, Request] = {}  # all of them, by id
-        self._passed: list[Request] = []  # those that are in no tenant's queue until the next round
+        self._requests: dict[str, Request] = {}  # all waiting requests by id
+        self._passed: list[Request] = []  # requests passed over until the next round
         self._tenant_queues: dict[Tenant, TenantQueue] = {}
         self._levels: SortedDict[int, SortedDict[SortKey, TenantQueue]] = SortedDict()
         self._promotions: SortedDict[tuple[float, int], TenantQueue] = SortedDict()
-        self._priorities: SortedList[int] = SortedList()  # of all requests in tenants' queues
-        self._last_tenant: Tenant = None  # whose queue was emptied last
-        # all requests of each tenant, the shortest first
+        # Priorities of all requests in tenants' queues.
+        self._priorities: SortedList[int] = SortedList()
+        self._last_tenant: Tenant = None  # tenant whose queue was emptied last
+        # All requests of each tenant, the shortest first.
         self._by_work: dict[Tenant, SortedKeyList[Request]] = {}
 
     # -- content --------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ class WaitingQueue:
         return self._requests.values()
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate in the order of admission, as if no request arrived meanwhile. O(n log n)."""
+        """Iterate in the order of admission, as if no further request arrived. O(n log n)."""
         remaining = WaitingQueue(self._aging_seconds)
         remaining.counters, remaining._now = self.counters.copy(), self._now
         for request in self._requests.values():
@@ -161,13 +162,13 @@ class WaitingQueue:
             del self._by_work[request.tenant]
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
-        """Charge a tenant for computed tokens. O(1): its queue is filed anew when it is read."""
+        """Charge a tenant for computed tokens. O(1): its queue is refiled when it is read."""
         self.counters.charge(tenant, num_tokens)
 
     # -- a round of admission -------------------------------------------------------------------
 
     def begin_round(self, now: float) -> None:
-        """Begin a round: requests passed over are back, and waiting has raised urgencies."""
+        """Begin a round: add passed-over requests again, and raise urgencies by waiting time."""
         self._now = now
         passed, self._passed = self._passed, []
         for request in passed:
@@ -176,12 +177,12 @@ class WaitingQueue:
             self._promote()
 
     def first(self) -> Request | None:
-        """Return the request to be admitted next."""
+        """Return the request to be admitted next, or None."""
         foremost = min(self._urgent(), key=lambda tenant_queue: tenant_queue.sort_key, default=None)
         return None if foremost is None else foremost.requests[0]
 
     def shortest(self, may_run: Callable[[Request], bool]) -> Request | None:
-        """Return the shortest request of the tenant served least whose shortest one ``may_run``.
+        """Return the shortest request of the least served tenant whose shortest one ``may_run``.
 
         Priority goes before both. O(tenants).
         """
@@ -203,21 +204,21 @@ class WaitingQueue:
     # -- tenants' queues ------------------------------------------------------------------------
 
     def _urgent(self) -> list[TenantQueue]:
-        """The least served tenant of each level that is as urgent as the most urgent request."""
+        """Return the least served tenant's queue of each level up to the most urgent priority."""
         if not self._levels:
             return []
-        # Waiting raises a request to the most urgent waiting one and no further, so requests of a
-        # long queue and new ones are ordered by what their tenants were served.
+        # Waiting raises a request at most to the most urgent waiting priority, so requests of a
+        # long queue and new ones are ordered by the tokens that their tenants were served.
         most = max(self._priorities[0], self._levels.keys()[0])
         levels = takewhile(lambda level: level <= most, self._levels)
         return [self._least(self._levels[level]) for level in levels]
 
     def _join(self, tenant: Tenant) -> None:
-        """Lift the counter of a tenant that begins to wait to those of the tenants being served.
+        """Lift the counter of a tenant that begins to wait to the least one among urgent tenants.
 
-        If no tenant waits, the one that waited last counts. Tenants that wait with low priorities
-        do not: their counters stand still, and a new tenant lifted to those alone would go before
-        all that are being served.
+        If no tenant waits, the tenant that waited last counts. Tenants that wait with low
+        priorities do not count: their counters do not change, and a new tenant lifted only to them
+        would go before all tenants being served.
         """
         least = [tenant_queue.sort_key[0] for tenant_queue in self._urgent()]
         self.counters.forget(self._tenant_queues)
@@ -291,9 +292,9 @@ class WaitingQueue:
             del self._levels[tenant_queue.level]
 
     def _least(self, tenant_queues: SortedDict[SortKey, TenantQueue]) -> TenantQueue:
-        """The queue of a level whose tenant was served least.
+        """Return the queue of a level whose tenant was served least.
 
-        Counters only grow, so a queue that is filed too early is found and filed anew here.
+        Counters only grow, so a queue that is filed too early is found and refiled here.
         """
         while True:
             sort_key, tenant_queue = tenant_queues.peekitem(0)

@@ -1,4 +1,4 @@
-"""RequestTable: every request from its arrival to its end, and the limits that it must keep to."""
+"""RequestTable: every request from its arrival to its end, and the limits on requests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .leases import awaits_prefix, would_fit
 from .page_loads import PageLoads
 from .request_queue import WaitingQueue
 
-# A tenant is a ``cache_salt`` or an API key; requests without either are one tenant together.
-MULTI_TENANT_SECONDS = 600.0  # that a tenant counts as present after its last request
-MAX_PASSED = 16  # requests that a round passes over because their prefix is being computed
+# A tenant is a ``cache_salt`` or an API key; all requests without either are one tenant.
+MULTI_TENANT_SECONDS = 600.0  # time that a tenant counts as present after its last request
+MAX_PASSED = 16  # most requests that a round passes over because their prefix is being computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """Bounds of a step and of the queue, in tokens and requests.
+    """Limits of a step and of the queue, in tokens and requests.
 
     ``max_slowdown``: how many times longer a step may take because prompts are computed beside
-    decoding requests. ``aging_seconds``: waiting so long makes a request as urgent as one priority
-    does. ``max_priority``: the greatest distance of a request's priority from 0. ``kv_budget``:
+    decoding requests. ``aging_seconds``: time of waiting that makes a request one priority more
+    urgent. ``max_priority``: the greatest distance of a request's priority from 0. ``kv_budget``:
     tokens of each answer that keep their KV unless the request names a number; 0: no KV is packed.
     """
 
@@ -50,7 +50,7 @@ class PendingArrivals(NamedTuple):
     """Requests that are accepted but not queued yet: they count against the queue's room."""
 
     num_all: int = 0
-    num_own: int = 0  # of the tenant whose request is checked
+    num_own: int = 0  # accepted requests of the checked request's tenant
 
 
 NO_ARRIVALS = PendingArrivals()
@@ -66,12 +66,12 @@ def check_fits(request: Request, capacity: int) -> None:
 
 
 def longest_prompt(capacity: int, *, generates: bool) -> int:
-    """Return the tokens that a prompt may have: a request that generates needs one more."""
+    """Return the most prompt tokens; a request that generates needs room for one more."""
     return capacity - generates
 
 
 def max_len_of(request: Request, capacity: int) -> int:
-    """Return the tokens at which the request ends by length, ``capacity`` at most."""
+    """Return the number of tokens at which the request ends by length, at most ``capacity``."""
     if not request.sampling.generates:
         return request.prompt_len
     wanted = request.sampling.params.max_tokens
@@ -79,10 +79,10 @@ def max_len_of(request: Request, capacity: int) -> int:
 
 
 def kv_budget_of(request: Request, default: int) -> int:
-    """Return the tokens of the answer that keep their KV; 0: all.
+    """Return how many tokens of the answer keep their KV; 0: all.
 
     ``default``: the engine's budget, 0 if it packs no KV; then a budget of the request raises
-    `InvalidRequest`, as does one together with log-probabilities of the prompt.
+    `InvalidRequest`, as does a budget together with log-probabilities of the prompt.
     """
     params = request.sampling.params
     is_whole = params.prompt_logprobs is not None or request.sampling.pooling is not None
@@ -108,7 +108,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
 
 
 def _text_of(request: Request) -> Collection[int]:
-    """The token ids of a prompt without the rows of its images, whose ids are below 0.
+    """Return the token ids of a prompt without its image rows, whose ids are below 0.
 
     Raises `InvalidRequest` for images that do not fit the prompt or stand at its end, and for
     log-probabilities of a prompt with images.
@@ -139,23 +139,24 @@ def check_priority(request: Request, most: float) -> None:
 
 
 class RequestTable:
-    """The waiting and the running requests; each request is in exactly one of the two.
+    """Waiting and running requests; each request is in exactly one of the two.
 
-    Only its methods change ``running``, ``waiting`` and `Request.status`. ``capacity``: tokens
-    that one request may reach.
+    Only its methods change ``running``, ``waiting`` and `Request.status`. ``capacity``: most tokens
+    of one request, prompt and answer together.
     """
 
     def __init__(self, limits: SchedulerLimits, capacity: int) -> None:
         self.capacity = capacity
-        self.running: dict[str, Request] = {}  # in the order of `Request.order`
+        self.running: dict[str, Request] = {}  # sorted by `Request.order`
         self.waiting = WaitingQueue(limits.aging_seconds)
         self._limits = limits
         self._by_id: dict[str, Request] = {}
-        self._due: SortedDict[tuple[float, int], Request] = SortedDict()  # by deadline
-        self._last_tenants: tuple[Tenant, ...] = ()  # of the latest request, if there was one
+        self._due: SortedDict[tuple[float, int], Request] = SortedDict()  # requests by deadline
+        # Tenant of the latest request, if there was one.
+        self._last_tenants: tuple[Tenant, ...] = ()
         self._shared_until = -math.inf  # several tenants are present until then
         self._num_arrived = 0
-        self._now = 0.0  # of the latest arrival or round
+        self._now = 0.0  # time of the latest arrival or round
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -172,11 +173,12 @@ class RequestTable:
     def check(self, request: Request, pending: PendingArrivals | None = NO_ARRIVALS) -> None:
         """Refuse a request that cannot be served; ``pending`` ones are about to be added.
 
-        Without ``pending`` (None) the request is not to be added: the queue needs no room for it.
+        Without ``pending`` (None) the request will not be added, and the queue needs no room for
+        it.
 
-        Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for token ids that the model
-        does not have, a priority beyond the bound, a request id that is in use, and a KV
-        budget for an engine that packs no KV.
+        Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for token ids that the model does
+        not have, a priority beyond the limit, a request id that is in use, and a KV budget for an
+        engine that packs no KV.
         """
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
@@ -188,10 +190,10 @@ class RequestTable:
             self._check_room(request, pending)
 
     def _check_room(self, request: Request, pending: PendingArrivals) -> None:
-        """Refuse a request for which the queue has no room.
+        """Raise `QueueFull` for a request for which the queue has no room.
 
-        While several tenants are present, none may hold more places than it leaves free. So one
-        tenant that floods the queue gets half of it, two get a third each: a new tenant finds a
+        While several tenants are present, no tenant may hold more places than it leaves free. So
+        one tenant that floods the queue gets half of it, two get a third each: a new tenant finds a
         place. A tenant that is alone may use the whole queue.
         """
         most = self._limits.max_queued + self._limits.max_running
@@ -205,14 +207,14 @@ class RequestTable:
         if self._now >= self._shared_until:
             return
         num_own = self.waiting.num_of(request.tenant) + pending.num_own
-        num_soon = self._limits.max_running - len(self.running)  # need not wait
+        num_soon = self._limits.max_running - len(self.running)  # requests that need not wait
         if num_own - num_soon >= min(num_free, self._limits.max_queued):
             raise QueueFull(
                 f"the queue is full for this tenant: {num_own} of its requests are waiting"
             )
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request that `check` let through."""
+        """Queue a request that `check` accepted."""
         request.max_len = max_len_of(request, self.capacity)
         if budget := kv_budget_of(request, self._limits.kv_budget):
             request.extras = replace(request.extras, kv_budget=budget)
@@ -235,21 +237,21 @@ class RequestTable:
     def candidates(self, cache: PrefixCache, loads: PageLoads | None) -> Iterator[Request]:
         """Yield the requests whose turn it is; the caller admits each before it takes the next.
 
-        A request whose prefix is being computed by another one, looked up or fetched waits, and
+        A request whose prefix is being computed by another one, looked up or fetched, waits, and
         others go first.
         """
         num_passed = 0
         while num_passed < MAX_PASSED and (request := self.waiting.first()) is not None:
             if len(self.running) >= self._limits.max_running:
                 return
-            if loads is not None:  # the pool may have lost what it had when the request came
+            if loads is not None:  # the pool may have lost pages since the request arrived
                 loads.look_up(request, self._now)
             if awaits_prefix(cache, request, self._computed_now(loads)):
                 self.waiting.pass_over(request)
                 num_passed += 1
                 continue
             if not would_fit(cache, request, self.running.values()):
-                return  # those behind it must not take the pages that it waits for
+                return  # later requests must not take the pages that it waits for
             yield request
 
     def short_ones(
@@ -257,8 +259,8 @@ class RequestTable:
     ) -> Iterator[Request]:
         """Yield requests that may run before their turn; the caller admits each.
 
-        Those whose priority is more urgent than that of ``most``, or equal with at most half of its
-        tokens to compute. Only the shortest of each tenant is looked at.
+        A request may if its priority is more urgent than the one of ``most``, or equal with at most
+        half of its tokens to compute. Only the shortest request of each tenant is checked.
         """
         tried: set[Tenant] = set()
         priority, num_tokens = most
@@ -281,7 +283,7 @@ class RequestTable:
                 yield request
 
     def _computed_now(self, loads: PageLoads | None) -> Iterable[Request]:
-        """Requests whose pages others wait for: those that run, and those that are fetched."""
+        """Return the requests whose pages others wait for: running and fetched ones."""
         return chain(self.running.values(), () if loads is None else loads.fetched)
 
     def admit(self, request: Request) -> None:
@@ -314,7 +316,7 @@ class RequestTable:
 
     @property
     def next_deadline(self) -> float | None:
-        """The time at which the next deadline passes; None: no request has one."""
+        """Time of the next deadline; None: no request has a deadline."""
         return self._due.peekitem(0)[0][0] if self._due else None
 
     def expired(self, now: float) -> list[Request]:
@@ -323,9 +325,9 @@ class RequestTable:
         return list(self._due.values()[:count])
 
     def checks(self, cache: PrefixCache, other_leases: Sequence[KVLease] = ()) -> Steps:
-        """Assert every invariant that ties requests to each other and to pages. O(n + pages).
+        """Assert every invariant between requests, and between requests and pages. O(n + pages).
 
-        In steps, between which nothing may change. ``other_leases``: those without a request.
+        Runs in steps, between which nothing may change. ``other_leases``: leases without a request.
         """
         self._check_order()
         leases = [each.lease for each in self.running.values() if each.lease is not None]

@@ -1,8 +1,8 @@
-"""Scheduler: which tokens of which requests the next step computes.
+"""Scheduler: decides which tokens of which requests the next step computes.
 
 Pure Python, synchronous, without a clock: `add` and `abort` change the set of requests, `schedule`
-makes a plan, `commit` takes its outcome. With its request table it is the only writer of `Request`
-and, through `PrefixCache`, the only one that moves KV pages.
+makes a plan, `commit` applies its outcome. With its request table it is the only writer of
+`Request` and, through `PrefixCache`, the only one that moves KV pages.
 """
 
 from __future__ import annotations
@@ -60,22 +60,21 @@ from .states import MAX_STATE_DRAFT, use_state, want_states
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
-MAX_CLAIMS = 16  # waiting requests for which a prompt that begins keeps states
-MAX_DRAFT = 64  # draft tokens that one request may have in a step
+MAX_CLAIMS = 16  # most waiting requests for which a new prompt keeps states
+MAX_DRAFT = 64  # most draft tokens of one request in a step
 
 
 class Scheduler:
     """Continuous batching over one KV pool.
 
-    A step serves the requests that decode first, each with its draft, then prefill chunks with
-    what is left of the token budget: a long prompt never stalls a stream. Nor does it stall shorter
-    prompts: a share of the chunk tokens goes to the prompts with the least left to compute, the
-    rest in order. When pages run out the request that comes last is preempted: released and queued
-    again. That order (`Request.order`) never changes, so no two requests preempt each other in
-    turn, whatever the queue thinks of their tenants; and a request that waits long enough comes
-    before all new ones.
+    A step serves decoding requests first, each with its draft, then prefill chunks with the rest of
+    the token budget: a long prompt never stalls a stream. Nor does it stall shorter prompts: a
+    share of the chunk tokens goes to the prompts with the least left to compute, the rest in order.
+    When pages run out, the request that comes last is preempted: released and queued again. The
+    order (`Request.order`) never changes, so no two requests preempt each other in turn, whatever
+    the queue's order of tenants; and a request that waits long enough comes before all new ones.
 
-    A model with recurrent states has as many requests at a time as there are slots for. Raises
+    A model with recurrent states runs at most as many requests at a time as it has slots. Raises
     ValueError if it has tiers that keep no states.
     """
 
@@ -91,7 +90,7 @@ class Scheduler:
         self.cache = cache
         self.limits = limits
         self.speculator = guarded(speculator)
-        # Tokens that one request may reach: the context or the whole pool, whichever is less.
+        # Most tokens of one request: the context or the whole pool, whichever is less.
         pool = cache.num_total_pages * cache.page_size
         self.capacity = min(limits.max_model_len, pool)
         self.request_table = RequestTable(limits, self.capacity)
@@ -103,20 +102,20 @@ class Scheduler:
         if self.page_loads is not None:
             self.page_loads.has_room = self._has_room
         self._chunk_budget = ChunkBudget(limits.max_slowdown)
-        self._released_request_ids: list[str] = []  # since the last plan
+        self._released_request_ids: list[str] = []  # ids since the last plan
 
     def set_openings(self, openings: Sequence[array[int]]) -> None:
         """Set the token ids with which prompts end and answers open, the longest first.
 
-        The next turn of a conversation may have others in their place, so a recurrent state is kept
-        before them.
+        The next turn of a conversation may have other tokens in their place, so a recurrent state
+        is kept before them.
         """
         self.openings = openings
 
     # -- requests -------------------------------------------------------------------------------
 
     def check(self, request: Request, *, pending: PendingArrivals | None = NO_ARRIVALS) -> None:
-        """Refuse a request that cannot be served; raises what `RequestTable.check` raises."""
+        """Refuse a request that cannot be served; raises the errors of `RequestTable.check`."""
         self.request_table.check(request, pending)
 
     def add(self, request: Request, now: float) -> None:
@@ -130,9 +129,9 @@ class Scheduler:
             self.page_loads.look_up(request, now)
 
     def fetch(self, request: Request, now: float) -> None:
-        """Load the pages that a request offers, for another one with the same prompt.
+        """Load the pages that a request offers, for another request with the same prompt.
 
-        It is not queued, and nothing is computed for it. Ignored without tiers.
+        The request is not queued, and nothing is computed for it. Ignored without tiers.
         """
         if self.page_loads is not None:
             self.page_loads.fetch(request, now)
@@ -143,7 +142,7 @@ class Scheduler:
     def abort(
         self, request_id: str, now: float, error: ForetokenError | None = None
     ) -> list[Event]:
-        """End a request, waiting or running; unknown ids are ignored."""
+        """End a waiting or running request; an unknown id is ignored."""
         request = self.request_table.get(request_id)
         if request is None:
             return []
@@ -173,9 +172,10 @@ class Scheduler:
     ) -> list[Event]:
         """Preempt the requests of a step that failed and cannot be run again.
 
-        Their states have moved on: they go on from kept ones. Unless the failure is explained, each
-        has its next chunk in a step of its own, and ends if that fails, too; else the drafts of
-        others in the step that failed (``with_drafts``) are to blame.
+        Their states have moved on, so they resume from kept ones. Unless the failure is explained,
+        the next chunk of each is computed in a step of its own, and the request ends if that step
+        fails, too; if it succeeds, the drafts of others in the failed step (``with_drafts``) are to
+        blame.
         """
         events = []
         for scheduled in plan.requests:
@@ -191,7 +191,7 @@ class Scheduler:
         return events
 
     def shrink_chunks(self, plan: StepPlan) -> None:
-        """Memory ran out in this step: compute fewer prompt tokens in later ones."""
+        """Compute fewer prompt tokens in later steps, because memory ran out in this one."""
         self._chunk_budget.shrink_chunks(plan)
 
     def credit_unfinished(self, plan: StepPlan) -> None:
@@ -201,19 +201,19 @@ class Scheduler:
                 request.num_charged_not_computed += max(0, scheduled.stop - request.num_computed)
 
     def expire(self, now: float) -> list[Event]:
-        """End the requests whose deadline has passed; one that never ran has failed."""
+        """End the requests whose deadline has passed; a request that never ran gets an error."""
         late = self.request_table.expired(now)
         return [(request, self._finish(request, late_end(request), now)) for request in late]
 
     @property
     def num_requests(self) -> int:
-        """Requests waiting or running."""
+        """Number of waiting and running requests."""
         return len(self.request_table)
 
     # -- plan -----------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
-        """Plan the next step. Empty without work, or if all that runs waits for its pages."""
+        """Plan the next step. Empty without work, or if all running requests wait for pages."""
         self.cache.tick(now)
         self.request_table.begin_round(now)
         if self.page_loads is not None:
@@ -231,14 +231,14 @@ class Scheduler:
         budget = min(max_chunk_tokens, budget - sum(plan.num_rows for plan in drafts or ()))
         chunks = self._plan_chunks(prefills, budget, {each.request_id for each in decodes}, now)
         if any(self.running[each.request_id].is_suspect for each in chunks):
-            drafts = None  # else a failure could be theirs
+            drafts = None  # otherwise a failure could be due to the drafts
         # Drafts get the pages that are left: evicting cached pages for drafts would cost hits.
         scheduled = list(map(self._schedule_with_draft, decodes, drafts or repeat(NO_DRAFT_PLAN)))
         return self.make_plan(scheduled + chunks, is_plain=drafts is None)
 
     def make_plan(self, scheduled: list[ScheduledRequest], *, is_plain: bool) -> StepPlan:
-        """Make a plan of these requests, with the ids and pages not reported to the runner yet."""
-        if not scheduled:  # an empty plan is not computed: they wait for the next one
+        """Return a plan of some requests, with the ids and pages not reported to the runner yet."""
+        if not scheduled:  # an empty plan is not computed: ids and pages wait for the next one
             return StepPlan(requests=(), newly_allocated_pages=array("q"))
         released_request_ids, self._released_request_ids = self._released_request_ids, []
         loads = self.page_loads
@@ -251,7 +251,7 @@ class Scheduler:
         )
 
     def discard_plan(self, plan: StepPlan) -> None:
-        """Take back a plan of decodes: its finished ids and pages move to the next plan."""
+        """Take back a plan of decodes: its released ids and its pages move to the next plan."""
         if self.page_loads is not None:
             self.page_loads.return_loaded_pages(plan.loaded_pages)
         self._released_request_ids = [*plan.released_request_ids, *self._released_request_ids]
@@ -261,7 +261,7 @@ class Scheduler:
                 request.num_charged_not_computed += 1
 
     def _plan_decodes(self, budget: int) -> list[Request]:
-        """Running requests that lack one token, in order, each with a page for it."""
+        """Return the running requests that lack one token, in order, each with a page for it."""
         ready = [each for each in self.running.values() if each.num_pending == 1]
         planned: dict[str, Request] = {}
         for request in ready[:budget]:
@@ -324,10 +324,10 @@ class Scheduler:
     def _plan_chunks(
         self, prefills: list[Request], budget: int, planned: set[str], now: float
     ) -> list[ScheduledRequest]:
-        """Chunks of prompts, with pages, in at most ``budget`` tokens.
+        """Return chunks of prompts, with pages, in at most ``budget`` tokens.
 
-        Waiting requests are admitted in turn until such prompts fill the budget. If they do, short
-        ones are admitted before their turn, and all of them share it.
+        Waiting requests are admitted in turn until prompts whose turn it is fill the budget. If
+        they do, short ones are admitted before their turn, and all of them share the budget.
         """
         if budget <= 0:
             return []
@@ -345,8 +345,8 @@ class Scheduler:
     ) -> tuple[list[Request], list[Request]]:
         """Admit requests until those whose turn it is have ``budget`` tokens to compute.
 
-        Returns these, and those that were admitted early. The turn of one of the latter comes when
-        it is before the next waiting one in order.
+        Returns these requests, and the requests that were admitted early and still wait for their
+        turn. Their turn comes when they are before the next waiting request in order.
         """
         in_turn = [each for each in prefills if not each.is_early]
         early = deque(each for each in prefills if each.is_early)
@@ -368,9 +368,9 @@ class Scheduler:
         return in_turn, list(early)
 
     def _admit_early(self, least: tuple[int, int], share: int, now: float) -> list[Request]:
-        """Admit requests much shorter than each prompt that runs, to fill their share of a step.
+        """Admit requests much shorter than each running prompt, to fill their share of a step.
 
-        Or more urgent ones: their turn is now, however long they are.
+        More urgent requests are admitted, too: their turn is now, at any length.
         """
         admitted: list[Request] = []
         waiting = self.request_table.short_ones(self.cache, self.page_loads, least)
@@ -386,10 +386,10 @@ class Scheduler:
     def _schedule_chunks(
         self, prompts: list[Request], shares: Mapping[str, int], planned: set[str]
     ) -> list[ScheduledRequest]:
-        """Chunks of as many tokens as ``shares`` has for each prompt, where pages can be had.
+        """Return chunks with each prompt's tokens in ``shares``, where pages are available.
 
-        A chunk does not end among rows of an image that see each other. One chunk of a step may
-        be longer than its share for that.
+        A chunk does not end among rows of an image that attend to each other. One chunk of a step
+        may exceed its share for that.
         """
         chunks, is_exceeded = [], False
         for request in prompts:
@@ -425,9 +425,10 @@ class Scheduler:
         self.speculator.join(request)
 
     def _claim_states(self, waiting: Iterable[Request], running: Collection[Request]) -> None:
-        """Have running prompts keep the states that waiting ones can go on from.
+        """Let running prompts keep the states from which waiting ones can resume.
 
-        At once: when a waiting one is admitted, they may have passed the page's end.
+        This cannot wait until a waiting one is admitted: they may have passed the page's end by
+        then.
         """
         if self.cache.states is not None:
             for request in waiting:
@@ -452,7 +453,7 @@ class Scheduler:
         return request.lease is not None
 
     def _victim(self, planned: Iterable[str]) -> Request | None:
-        """The last request that is not planned; None if all others wait for pages under I/O."""
+        """Return the last request without a plan or pages under I/O, or None."""
         last_first = reversed(self.running.values())
         free = (
             each
@@ -479,8 +480,8 @@ class Scheduler:
     def flush(self, *namespaces: str | None) -> int:
         """Drop unused cached pages and the tokens that look-up drafters have indexed.
 
-        Of these namespaces, of all when none is named; None is the shared default. Returns how many
-        pages that freed.
+        Only those in these namespaces; by default in all. None is the shared default. Returns how
+        many pages became free.
         """
         try:
             self.speculator.flush(*namespaces)
@@ -489,7 +490,7 @@ class Scheduler:
         return num_pages
 
     def flush_prefix(self, tokens: array[int], namespace: str | None) -> int:
-        """Drop cached pages that begin with ``tokens`` and no request uses; returns how many.
+        """Drop unused cached pages that begin with ``tokens``; return how many became free.
 
         All indexed tokens of the namespace are dropped: they are not stored by prefix. Raises
         `InvalidRequest` for tokens that do not fill a page.
@@ -562,15 +563,15 @@ class Scheduler:
             is_chunk = scheduled.stop - scheduled.start > 1
             if is_chunk or has_kept or scheduled.start < request.prompt_len:
                 publish(self.cache, request)
-            if with_drafts or extras.pack is not None:  # else no extra page was taken
-                # A packing that is due reads the pages as they are.
+            if with_drafts or extras.pack is not None:  # otherwise no extra page was taken
+                # A packing that is due reads the pages before it moves them.
                 upto = max(
                     request.kv_len(request.num_computed), request.kv_len(len(request.tokens))
                 )
                 self.cache.shrink(request.lease, upto)
         has_begun = 0 < len(delta.token_ids) == request.num_output
         if has_begun or (delta.finish_reason is not None and not request.sampling.generates):
-            pin_prompt(self.cache, request)  # it is computed
+            pin_prompt(self.cache, request)  # the prompt is computed
         return delta
 
     def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:
@@ -592,11 +593,11 @@ class Scheduler:
         return delta
 
     def audit(self) -> None:
-        """Every invariant that ties requests to pages; raises AssertionError."""
+        """Assert every invariant between requests and pages."""
         run(self.checks())
 
     def checks(self) -> Steps:
-        """`audit` in steps, between which nothing may change."""
+        """Run `audit` in steps, between which nothing may change."""
         loads = self.page_loads
         yield from self.request_table.checks(self.cache, () if loads is None else loads.leases)
         if loads is not None:

@@ -1,6 +1,6 @@
-"""Shares of a step: how many prompt tokens and draft rows each request gets, and its record.
+"""Shares of a step: the prompt tokens and draft rows of each request, and its record.
 
-Functions of requests alone, which change nothing.
+The functions depend on requests alone and change nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def schedule_request(
     spare_page_ids: array[int] = NO_PAGES,
     state: StateUse | None = None,
 ) -> ScheduledRequest:
-    """Make a request's share of a step: its tokens up to ``stop`` and its drafts."""
+    """Return a request's share of a step: its tokens up to ``stop`` and its drafts."""
     return ScheduledRequest(
         request_id=request.request_id,
         tokens=request.tokens,
@@ -51,7 +51,7 @@ def _extras(request: Request, stop: int, state: StateUse | None) -> ScheduledExt
 
 
 def _due_pack(request: Request, stop: int) -> KvPack | None:
-    """Order the packing that is due before a step that computes tokens up to ``stop``."""
+    """Return the packing that is due before a step that computes tokens up to ``stop``."""
     start = request.num_computed
     num_before = request.num_packed_away(start)
     num_new = request.num_packed_away(stop) - num_before
@@ -59,7 +59,7 @@ def _due_pack(request: Request, stop: int) -> KvPack | None:
 
 
 def without_suspects(prompts: list[Request]) -> list[Request]:
-    """Return the prompt whose turn it is alone if it is a suspect, else all that are none."""
+    """Return the prompt whose turn it is alone if it is a suspect, else all that are not."""
     if not any(each.is_suspect for each in prompts):
         return prompts
     first = min(prompts, key=lambda each: (each.is_early, each.order))
@@ -69,9 +69,9 @@ def without_suspects(prompts: list[Request]) -> list[Request]:
 def share_chunk_tokens(prompts: Sequence[Request], budget: int) -> Mapping[str, int]:
     """Return the prompt tokens that each request may compute in a step, by its id.
 
-    `newcomer_share` goes to those with the least left to compute, the rest in the order of
-    ``prompts``. So the first one always has the greater part of a step, and a short prompt does not
-    wait for the end of a long one.
+    `newcomer_share` goes to the prompts with the least left to compute, the rest in the order of
+    ``prompts``. So the first prompt always has the greater part of a step, and a short prompt does
+    not wait for the end of a long one.
     """
     shares: Counter[str] = Counter()
     for in_turn, room in (
@@ -86,7 +86,7 @@ def share_chunk_tokens(prompts: Sequence[Request], budget: int) -> Mapping[str, 
 
 
 def draft_limits(requests: Sequence[Request], depth_cap: int) -> list[int]:
-    """Most draft tokens of each request: an answer's last token is never drafted.
+    """Return the most draft tokens of each request: an answer's last token is never drafted.
 
     0 until the prompt is computed: drafting would delay the first token.
     """
@@ -103,10 +103,10 @@ def _draft_limit(request: Request, depth_cap: int) -> int:
 
 
 def without_proposer(plan: DraftPlan) -> DraftPlan:
-    """Return what was looked up: proposers have KV by the same page ids, which is not packed."""
+    """Return the looked-up draft alone: proposers' KV under the same page ids is not packed."""
     return DraftPlan(plan.draft) if plan.max_draft else plan
 
 
 def draft_row_budget(budget: int, *, others_wait: bool) -> int:
-    """Rows for drafts: half of those that decodes leave if prompts wait, else all."""
+    """Return the rows for drafts: half of those that decodes leave if prompts wait, else all."""
     return max(0, budget // 2 if others_wait else budget)

@@ -1,7 +1,8 @@
-"""Recurrent states of requests: which page ends are kept, and what a step gets of them.
+"""Recurrent states of requests: the page ends whose states are kept, and their use in a step.
 
-For models that have them; others have no `PrefixCache.states`. A request owns a slot and a log of
-the pool of states from its admission to its end. A kept state is what a later request goes on from.
+For models that have recurrent states; for others `PrefixCache.states` is None. A request owns a
+slot and a log of the pool of states from its admission to its end. A later request resumes from a
+kept state.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ..interface.draft import DraftPlan
 from ..interface.plan import StateUse
 from ..interface.request import Request
 
-MAX_STATE_DRAFT = 32  # draft tokens of a request in a step: a log holds a page and so many rows
-LEAST_SHARED_PAGES = 4  # shorter beginnings that prompts share are not worth a slot, nor a wait
+MAX_STATE_DRAFT = 32  # draft tokens of a request in a step: a log holds a page and this many rows
+LEAST_SHARED_PAGES = 4  # shorter common prefixes are not worth a slot, nor a wait
 
 
 def want_states(
@@ -25,10 +26,10 @@ def want_states(
 ) -> None:
     """Choose the page ends whose states are kept while a prompt is computed.
 
-    The end of each pin; the last one before what opens the answer, one of ``openings`` (the longest
-    first), which the next turn of a conversation may render anew, or before the last token; the one
-    to which pages were found, where no state was kept: this is the second request that begins so;
-    and the multiples of `StateSlots.interval`.
+    These are the end of each pin; the last page end before the opening of the answer, one of
+    ``openings`` (the longest first), which the next turn of a conversation may render differently,
+    or before the last token; the end of the pages found without a kept state, because this is the
+    second request with that prefix; and the multiples of `StateSlots.interval`.
     """
     states, state = cache.states, lease.state
     if states is None or state is None or not request.cache.write:
@@ -49,7 +50,7 @@ def want_states(
 
 
 def opening_len(request: Request, openings: Sequence[array[int]]) -> int:
-    """Tokens at the end of a prompt that are one of the ``openings``; 0 if none is."""
+    """Return the length of the ``openings`` entry that ends a prompt, in tokens; 0 if none does."""
     stop = request.prompt_len
     lens = (
         len(each) for each in openings if request.tokens[max(0, stop - len(each)) : stop] == each
@@ -58,10 +59,10 @@ def opening_len(request: Request, openings: Sequence[array[int]]) -> int:
 
 
 def claim_states(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
-    """Have running requests keep the states that a waiting one can go on from.
+    """Let running requests keep the states from which a waiting one can resume.
 
-    Returns whether one of them has such a state before it: the request is to wait for that. Where
-    it saves less than `LEAST_SHARED_PAGES`, it neither waits nor takes a slot.
+    Returns whether a running request will still compute such a state: the waiting one should wait
+    for it. A state that saves less than `LEAST_SHARED_PAGES` is neither kept nor waited for.
     """
     num_cached = cache.match_len(request.tokens, namespace=request.namespace)
     least = num_cached + LEAST_SHARED_PAGES * cache.page_size
@@ -81,7 +82,7 @@ def claim_states(cache: PrefixCache, request: Request, running: Iterable[Request
 
 
 def shared_len(one: array[int], other: array[int], page_size: int) -> int:
-    """Tokens with which both begin, in whole pages. O(len), at memcmp speed."""
+    """Return the common prefix in tokens, in whole pages. O(len), at memcmp speed."""
     same, bound = 0, min(len(one), len(other)) // page_size
     if one[: bound * page_size] == other[: bound * page_size]:
         return bound * page_size
@@ -96,7 +97,7 @@ def shared_len(one: array[int], other: array[int], page_size: int) -> int:
 
 
 def use_state(cache: PrefixCache, request: Request, stop: int) -> StateUse | None:
-    """Return what a step that computes a request's tokens up to ``stop`` does with its state.
+    """Return the use of the request's state in a step that computes its tokens up to ``stop``.
 
     None: the model has no states.
     """
@@ -110,7 +111,7 @@ def use_state(cache: PrefixCache, request: Request, stop: int) -> StateUse | Non
 
 
 def as_chain(plan: DraftPlan) -> DraftPlan:
-    """A draft as a log of rows takes it: a chain of at most `MAX_STATE_DRAFT` tokens."""
+    """Return a plan that a log can hold: a chain of at most `MAX_STATE_DRAFT` tokens."""
     draft = plan.draft.trunk().first(MAX_STATE_DRAFT)
     max_draft = min(plan.max_draft, MAX_STATE_DRAFT)
     return replace(plan, draft=draft, max_draft=max_draft, may_branch=False)

@@ -1,1 +1,1 @@
-"""Metrics and statistics of speculation, and what follows requests and steps."""
+"""Metrics, statistics of speculation, and observers of requests and steps."""

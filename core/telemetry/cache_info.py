@@ -1,4 +1,4 @@
-"""The prefix cache as a report: for `Engine.cache_info`."""
+"""Report of the prefix cache, for `Engine.cache_info`."""
 
 from __future__ import annotations
 

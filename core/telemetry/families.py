@@ -1,7 +1,7 @@
 """Counters, gauges and histograms as plain numbers, in the families that Prometheus reads.
 
-What a step counts is an addition to a list or a number: the library's own instruments take a lock
-for each observation, a dozen a step, and the event loop is the only writer.
+A step's observation is an addition to a list or a number: the library's own instruments take a lock
+for each observation, a dozen per step, although the event loop is the only writer.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 def gauge(name: str, text: str, value: float) -> Metric:
-    """A value as it is now."""
+    """Return a gauge: the present value."""
     return GaugeMetricFamily(PREFIX + name, text, value=value)
 
 
 def counter(name: str, text: str, value: float) -> Metric:
-    """A value that only grows."""
+    """Return a counter: a value that only grows."""
     return CounterMetricFamily(PREFIX + name, text, value=value)
 
 
 def counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    """One such value for each value of a label."""
+    """Return one counter for each value of a label."""
     family = CounterMetricFamily(PREFIX + name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
@@ -43,7 +43,7 @@ def counters(name: str, text: str, label: str, values: Mapping[str, float]) -> M
 
 
 class Buckets:
-    """The observations of one histogram, by bound. Belongs to one thread."""
+    """Observations of one histogram, by bound. Belongs to one thread."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -59,17 +59,17 @@ class Buckets:
 
     @property
     def sum(self) -> float:
-        """All observations together."""
+        """Sum of all observations."""
         return self._sum
 
     def read(self) -> tuple[list[tuple[str, float]], float]:
-        """Each bucket with all that is at most its bound, and the sum."""
+        """Return (bound, number of observations up to it) for each bucket, and the sum."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True)), self._sum
 
 
 class Histogram(Buckets, Collector):
-    """A histogram without labels."""
+    """Histogram without labels."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         super().__init__(bounds)
@@ -82,7 +82,7 @@ class Histogram(Buckets, Collector):
 
 
 class Histograms(Collector):
-    """A histogram for each value of one label, of which there must be few."""
+    """Histogram for each value of one label, which must have few values."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], label: str) -> None:
         self._name, self._text, self._label = PREFIX + name, text, label
@@ -97,7 +97,7 @@ class Histograms(Collector):
 
 
 class Reader(Collector):
-    """The metrics that a function reads when Prometheus scrapes."""
+    """Collector of metrics that a function reads when Prometheus scrapes."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read

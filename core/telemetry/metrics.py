@@ -1,4 +1,4 @@
-"""Prometheus metrics of one engine. Names follow vLLM's where it has one."""
+"""Prometheus metrics of one engine. Names follow vLLM's if it has the metric."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ PARTS = {
     "verify": "choosing tokens",
     "host": "the rest",
 }
-"""The parts of a step's time, in words."""
+"""Parts of a step's time, in words."""
 DEADLINE = "deadline"
 COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)
 C = TypeVar("C", bound=Collector)
 
 
 class EngineMetrics:
-    """Counters and histograms that the engine feeds; `render` is the body of ``/metrics``.
+    """Counters and histograms that the engine feeds; `render` returns the body of ``/metrics``.
 
     ``gives_kv``: other engines read pages of this one.
     """
@@ -80,7 +80,7 @@ class EngineMetrics:
             "observer_failures", "Calls of observers (logs, traces) that raised an exception"
         )
         self._observers = Observers(failures.inc)
-        self.observers = self._observers.members  # are called with the same events
+        self.observers = self._observers.members  # called with the same events
         self._make_request_metrics()
         self._make_step_metrics()
 
@@ -131,7 +131,7 @@ class EngineMetrics:
             )
         )
         for part in PARTS:
-            self._parts.of[part]  # there from the start: a rate needs a zero to begin with
+            self._parts.of[part]  # present from the start: a rate needs a first value of 0
         self._ahead = self._count("steps_ahead", "Steps planned while the step before them ran")
         self._images = self._count("images_computed", "Images that the image tower computed")
         self._step_tokens = {"prefill": 0, "decode": 0}
@@ -156,7 +156,7 @@ class EngineMetrics:
         return collector
 
     def observe_arrival(self, request: Request, now: float) -> None:
-        """A request was accepted. Called in the caller's own context, unlike the other methods."""
+        """Note an accepted request. Called in the caller's context, unlike the other methods."""
         if self.observers:
             self._observers.begin(request, now)
 
@@ -170,9 +170,9 @@ class EngineMetrics:
         ended: float,
         is_ahead: bool = False,
     ) -> None:
-        """One step: given to the model thread, back from it, committed.
+        """Record one step: given to the model thread, back from it, committed.
 
-        ``is_ahead``: it was planned before the step ahead of it was committed.
+        ``is_ahead``: the step was planned before the preceding one was committed.
         """
         self._steps.observe(computed - began)
         if is_ahead:
@@ -190,7 +190,7 @@ class EngineMetrics:
     def _observe_batch(self, plan: StepPlan) -> None:
         num_requests, num_tokens = len(plan.requests), num_step_tokens(plan.requests)
         num_prefill = 0
-        if num_tokens > num_requests:  # else every request has a single token
+        if num_tokens > num_requests:  # otherwise every request has a single token
             lens = [scheduled.stop - scheduled.start for scheduled in plan.requests]
             num_prefill = sum(each for each in lens if each > 1)
         self._step_tokens["prefill"] += num_prefill
@@ -199,15 +199,15 @@ class EngineMetrics:
         self._batch_tokens.observe(num_tokens)
 
     def part_seconds(self) -> dict[str, float]:
-        """Seconds that each part of a round took since the start."""
+        """Return the seconds of each part of a round since the start."""
         return {part: self._parts.of[part].sum for part in PARTS}
 
     def observe_round(self, output: StepOutput, seconds: float) -> None:
-        """The whole round of that step: what the model thread did not take is the host's."""
+        """Record the whole round of a step: time outside the model thread is the host's."""
         self._parts.of["host"].observe(max(0.0, seconds - sum(output.times.values())))
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
-        """Tokens that were served, and the end."""
+        """Record the served tokens of a delta, and the request's end."""
         if delta.token_ids:
             self._observe_tokens(request, len(delta.token_ids), now)
             self.spec_stats.observe_delta(delta)
@@ -226,7 +226,7 @@ class EngineMetrics:
             self._first.observe(request.usage.time_to_first_token)
             self._observe_prompt(request)
             return
-        self._between.observe((now - last) / num_tokens, num_tokens)  # they share the time
+        self._between.observe((now - last) / num_tokens, num_tokens)  # the tokens share the time
 
     def _observe_prompt(self, request: Request) -> None:
         self._queued.observe(request.usage.queue_time)
@@ -257,8 +257,8 @@ class EngineMetrics:
             self._per_token.observe(decode_time / (usage.completion_tokens - 1))
 
     async def refresh(self) -> None:
-        """Do nothing: all that `render` writes is counted in this process."""
+        """Do nothing: all values that `render` writes are counted in this process."""
 
     def render(self) -> tuple[bytes, str]:
-        """Body and content type, in the text format of Prometheus."""
+        """Return body and content type, in the text format of Prometheus."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST

@@ -15,30 +15,30 @@ P = ParamSpec("P")
 
 
 class EngineObserver:
-    """Follows requests and steps; this one does nothing, subclasses do.
+    """Observer of requests and steps; this class does nothing, subclasses do.
 
     Called by the engine, on the event loop, between two steps. Times are seconds on the engine's
-    clock. It must be quick. If a method raises, that is counted, and logged the first time; the
-    engine goes on.
+    clock. A method must be quick. If it raises, the failure is counted, and logged the first time;
+    the engine goes on.
     """
 
     def begin(self, request: Request, now: float) -> None:
-        """A request was accepted. Called in the caller's own context, unlike the other methods."""
+        """Observe an accepted request. Called in the caller's context, unlike the others."""
 
     def observe_step(
         self, plan: StepPlan, output: StepOutput, *, began: float, ended: float
     ) -> None:
-        """A step, from its plan's start in the model thread to the end of its commit."""
+        """Observe a step, from its start in the model thread to the end of its commit."""
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
-        """Tokens that were served, and the end: then ``delta.terminal`` holds."""
+        """Observe served tokens, and the end of a request: then ``delta.terminal`` holds."""
 
     def observe_replica_step(self, replica: int) -> None:
-        """All deltas of a step of this replica, by its number, were observed; only in a front."""
+        """Note that all deltas of a step of this replica were observed; only in a front."""
 
 
 class Observers:
-    """Observers of requests and steps. A call that fails is counted, and logged the first time."""
+    """Group of observers. A call that fails is counted, and logged the first time."""
 
     def __init__(self, count_failure: Callable[[], None]) -> None:
         self.members: list[EngineObserver] = []
@@ -46,24 +46,24 @@ class Observers:
         self._failed: set[str] = set()  # methods whose failure was logged
 
     def begin(self, request: Request, now: float) -> None:
-        """A request was accepted."""
+        """Pass an accepted request to the observers."""
         for observer in self.members:
             self._notify(observer.begin, request, now)
 
     def observe_step(
         self, plan: StepPlan, output: StepOutput, *, began: float, ended: float
     ) -> None:
-        """A step has ended."""
+        """Pass a step that has ended to the observers."""
         for observer in self.members:
             self._notify(observer.observe_step, plan, output, began=began, ended=ended)
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
-        """Tokens were served, or a request ended."""
+        """Pass served tokens, or a request's end, to the observers."""
         for observer in self.members:
             self._notify(observer.observe_delta, request, delta, now)
 
     def observe_replica_step(self, replica: int) -> None:
-        """The deltas of a step of a replica were observed."""
+        """Tell the observers that the deltas of a step of a replica were observed."""
         for observer in self.members:
             self._notify(observer.observe_replica_step, replica)
 

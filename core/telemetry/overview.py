@@ -1,4 +1,4 @@
-"""An engine as the live page shows it: for `Engine.overview`.
+"""State of an engine for the live page, for `Engine.overview`.
 
 It has counts, sizes and ids of requests, never a text or a token.
 """
@@ -15,24 +15,24 @@ from ..interface.request import Request
 from ..scheduling.scheduler import Scheduler
 from .metrics import EngineMetrics
 
-MAX_BOXES = 400  # of the icicle, without the paths of the latest requests
+MAX_BOXES = 400  # most boxes of the icicle, without the paths of the latest requests
 MAX_LEVELS = 16
-MAX_REQUESTS = 16  # the latest, whose paths are reported
-MAX_PATH = 64  # boxes of one path
+MAX_REQUESTS = 16  # latest requests whose paths are reported
+MAX_PATH = 64  # most boxes of one path
 
 
 class RecentRequest(NamedTuple):
-    """A request whose path through the prefix cache is reported."""
+    """Request whose path through the prefix cache is reported."""
 
     request_id: str
-    tokens: array[int]  # the request's own; read only
+    tokens: array[int]  # the request's own array; read only
     namespace: str | None
     prompt_len: int
-    num_cached: int  # tokens of the prompt
+    num_cached: int  # cached tokens of the prompt
 
     @classmethod
     def of(cls, request: Request) -> RecentRequest:
-        """The record of a request, which does not hold the request itself."""
+        """Return the record of a request, which does not hold the request itself."""
         cached = request.usage.cached_tokens
         about = (request.request_id, request.tokens, request.namespace)
         return cls(*about, request.prompt_len, cached)
@@ -41,7 +41,7 @@ class RecentRequest(NamedTuple):
 def describe_engine(
     scheduler: Scheduler, metrics: EngineMetrics, finished: Iterable[RecentRequest] = ()
 ) -> dict[str, object]:
-    """Counts of an engine since its start, and its state now. O(`MAX_BOXES`)."""
+    """Return counts of an engine since its start, and its present state. O(`MAX_BOXES`)."""
     cache, stats = scheduler.cache, metrics.spec_stats
     running = map(RecentRequest.of, islice(scheduler.running.values(), MAX_REQUESTS))
     paths = [(each, path(cache, each)) for each in chain(finished, running)]
@@ -85,16 +85,17 @@ def describe_engine(
 
 
 def path(cache: PrefixCache, request: RecentRequest) -> list[Node]:
-    """The first `MAX_PATH` nodes that hold a request's tokens. O(its tokens), at memcmp speed."""
+    """Return the first `MAX_PATH` nodes of a request's tokens. O(its tokens), at memcmp speed."""
     found = cache.tree.match(request.tokens, namespace=request.namespace)
     return [] if found.node is None else found.node.path()[1 : 1 + MAX_PATH]
 
 
 def icicle(roots: list[Node], kept: Container[int] = ()) -> tuple[list[list[int]], dict[int, int]]:
-    """Boxes of a tree: place, level, width, tokens, whether in use, hits; and the box of each node.
+    """Return the boxes of some trees, and the index of each node's box by the node's id.
 
-    A parent spans its children. Boxes beyond `MAX_BOXES` or `MAX_LEVELS` are left out, unless the
-    id of their node is in ``kept``, as those of all above it are.
+    A box is (place, level, width, tokens, whether in use, hits). A parent spans its children. Boxes
+    beyond `MAX_BOXES` or `MAX_LEVELS` are left out, unless the id of their node is in ``kept``,
+    which must include all nodes above it.
     """
     boxes: list[list[int]] = []
     places: dict[int, int] = {}
@@ -112,7 +113,7 @@ def _lay(
     places: dict[int, int],
     kept: Container[int],
 ) -> int:
-    """Append the boxes of a node and of what stands below it; how wide they are."""
+    """Append the boxes of a node and of all nodes below it; return their width."""
     if (len(boxes) >= MAX_BOXES or level >= MAX_LEVELS) and id(node) not in kept:
         return 0
     box = [start, level, 0, len(node.key), int(node.ref_count > 0), node.num_hits]

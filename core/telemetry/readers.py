@@ -1,4 +1,4 @@
-"""Metrics of what others count already, read when Prometheus scrapes, at no cost to a step."""
+"""Metrics from counts of other parts, read when Prometheus scrapes, at no cost to a step."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 65)
 
 
 class EngineHealth(Protocol):
-    """An engine's counts of its own failures."""
+    """Counts of an engine's own failures."""
 
     @property
     def num_failed_steps(self) -> int:
-        """Runs of the model thread that raised."""
+        """Number of runs of the model thread that raised."""
 
     @property
     def num_bisections(self) -> int:
-        """Steps that were run again in parts."""
+        """Number of steps that were run again in parts."""
 
     @property
     def num_audit_failures(self) -> int:
-        """Audits that found something wrong."""
+        """Number of audits that found a violation."""
 
     @property
     def num_crash_dumps(self) -> int:
-        """Dumps that were written."""
+        """Number of crash dumps that were written."""
 
     @property
     def alive(self) -> bool:
@@ -45,7 +45,7 @@ class EngineHealth(Protocol):
 
 
 def read_queue(scheduler: Scheduler) -> Iterator[Metric]:
-    """Running and waiting requests."""
+    """Yield the numbers of running and waiting requests."""
     limits = scheduler.limits
     running, waiting = len(scheduler.running), len(scheduler.waiting)
     yield gauge("num_requests_running", "Requests that are running", running)
@@ -56,7 +56,7 @@ def read_queue(scheduler: Scheduler) -> Iterator[Metric]:
 
 
 def read_pool(cache: PrefixCache) -> Iterator[Metric]:
-    """Occupancy of the KV pool. A page is either free, evictable or held."""
+    """Yield the occupancy of the KV pool. A page is either free, evictable or held."""
     total, free, evictable = (
         cache.num_total_pages, cache.num_free_pages, cache.num_evictable_pages
     )  # fmt: skip
@@ -91,7 +91,7 @@ def read_pool(cache: PrefixCache) -> Iterator[Metric]:
 
 
 def read_states(states: StateSlots) -> Iterator[Metric]:
-    """Slots for recurrent states, of models that have them."""
+    """Yield the use of the slots for recurrent states, for models that have them."""
     yield gauge("state_slots_total", "Slots for recurrent states", states.num_total)
     yield gauge(
         "state_slots_attached", "Slots that keep the state at the end of a cached page",
@@ -106,7 +106,7 @@ def read_states(states: StateSlots) -> Iterator[Metric]:
 
 
 def _pool_config(cache: PrefixCache) -> Metric:
-    """Size of the pool as labels, which is where routers that know vLLM look for it."""
+    """Return the size of the pool as labels, where routers that know vLLM look for it."""
     family = GaugeMetricFamily(
         f"{PREFIX}cache_config_info",
         "Tokens in one KV page, and KV pages in the pool",
@@ -117,7 +117,7 @@ def _pool_config(cache: PrefixCache) -> Metric:
 
 
 def read_tiers(loads: PageLoads, page_size: int) -> Iterator[Metric]:
-    """Stores of KV pages beyond the pool."""
+    """Yield the state of the stores of KV pages outside the pool."""
     tiers = loads.tiers.describe()
     for name, text, read in (
         ("pages", "KV pages in the tier", lambda tier: tier.pages),
@@ -149,7 +149,7 @@ def read_tiers(loads: PageLoads, page_size: int) -> Iterator[Metric]:
 
 
 def read_transfers(cache: PrefixCache, tiers: KVTiers | None) -> Iterator[Metric]:
-    """Pages of prompts that go from one engine to another."""
+    """Yield the transfers of prompts' pages from one engine to another."""
     transfers = cache.transfers
     yield gauge("kv_transfer_held", "Prompts whose KV pages another server is to read",
                 len(transfers))  # fmt: skip
@@ -176,7 +176,7 @@ def _by_tier(
 
 
 def read_drafters(scheduler: Scheduler) -> Iterator[Metric]:
-    """Whether each drafter was given up."""
+    """Yield whether each drafter was turned off."""
     family = GaugeMetricFamily(
         f"{PREFIX}drafter_disabled",
         "1 for a drafter that was switched off after repeated failures",
@@ -188,7 +188,7 @@ def read_drafters(scheduler: Scheduler) -> Iterator[Metric]:
 
 
 def read_faults(engine: EngineHealth) -> Iterator[Metric]:
-    """Failures of the engine, and whether it is alive."""
+    """Yield the failures of the engine, and whether it is alive."""
     yield gauge("engine_alive", "1 while the engine's loop runs", engine.alive)
     yield counter("failed_steps", "Model steps that raised an exception", engine.num_failed_steps)
     yield counter("bisections", "Failed steps that were run again in smaller parts",
@@ -198,7 +198,7 @@ def read_faults(engine: EngineHealth) -> Iterator[Metric]:
 
 
 def read_build() -> Iterator[Metric]:
-    """Versions of this build, as labels of a gauge that is always 1."""
+    """Yield the versions of this build, as labels of a gauge that is always 1."""
     family = GaugeMetricFamily(
         f"{PREFIX}build_info", "Versions of foretoken and Python", labels=["version", "python"]
     )
@@ -207,7 +207,7 @@ def read_build() -> Iterator[Metric]:
 
 
 def read_tokens(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
-    """Statistics of tokens and speculation."""
+    """Yield the statistics of tokens and speculation."""
     yield counter("generation_tokens", "Output tokens served", spec_stats.num_tokens)
     for name, text, value in (
         ("drafts", "Drafts verified, one per request and step", spec_stats.num_drafts),
@@ -240,7 +240,7 @@ def _by_label(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
 
 
 def _reaching(lens: Mapping[int, int], depth: int) -> dict[str, int]:
-    """Number of the runs with these lengths that have a token at each position."""
+    """Return by position how many runs with these `lens` have a token there."""
     return {
         str(position): sum(count for length, count in lens.items() if length > position)
         for position in range(depth)

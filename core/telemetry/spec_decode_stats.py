@@ -1,4 +1,4 @@
-"""Count what steps and drafts yield: one tally, read by the metrics and by a log line a minute."""
+"""Counts of the yield of steps and drafts: one tally for the metrics and a log line per minute."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SpecDecodeStats:
-    """Counts since the start. A step is one request's: it yields tokens.
+    """Counts since the start. A step here is one request's: it yields tokens.
 
-    A draft is all that one request had verified in one step; its leading path is the one that got
-    furthest. Subtract an earlier tally for what happened since.
+    A draft is the whole tree that a step verified for one request; its leading path is its longest
+    one. Subtract an earlier tally to get the counts since then.
     """
 
     num_tokens: int = 0
@@ -29,14 +29,14 @@ class SpecDecodeStats:
     num_proposed: int = 0
     num_trees: int = 0  # drafts with more than one path
     proposed: Counter[str] = field(default_factory=Counter)  # draft tokens by source
-    accepted: Counter[str] = field(default_factory=Counter)  # those of them that were served
-    path_lens: Counter[int] = field(default_factory=Counter)  # drafts by tokens of that path
-    runs: Counter[int] = field(default_factory=Counter)  # drafts by tokens accepted
+    accepted: Counter[str] = field(default_factory=Counter)  # served draft tokens by source
+    path_lens: Counter[int] = field(default_factory=Counter)  # drafts by tokens of the leading path
+    runs: Counter[int] = field(default_factory=Counter)  # drafts by accepted tokens
     lengths: Counter[int] = field(default_factory=Counter)  # drafts by tokens of their step
 
     @property
     def num_drafts(self) -> int:
-        """Steps that verified a draft."""
+        """Number of steps that verified a draft."""
         return self.lengths.total()
 
     @property
@@ -74,17 +74,17 @@ class SpecDecodeStats:
 
 
 class Load(NamedTuple):
-    """Requests and cache of a scheduler now. Tokens count since the start."""
+    """Present load of a scheduler: requests and cache. Tokens count since the start."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0  # share of the pages that are in use
     num_queries: int = 0  # prompt tokens that were looked up in the cache
-    num_hits: int = 0  # of these, found
+    num_hits: int = 0  # looked-up tokens that were cached
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Load:
-        """Read it."""
+        """Read the present load of a scheduler."""
         cache = scheduler.cache
         return cls(
             len(scheduler.running),
@@ -96,7 +96,7 @@ class Load(NamedTuple):
 
 
 class EngineLog:
-    """Log a line per ``interval_s`` seconds in which tokens were served; at DEBUG, drafts as well.
+    """Log of one line per ``interval_s`` seconds with served tokens; at DEBUG, drafts as well.
 
     ``load`` returns the present load and ``describe`` the state of the controller, when a line is
     due.
@@ -160,7 +160,7 @@ class EngineLog:
     def _decision(self) -> str:
         try:
             return ", ".join(f"{name}={value}" for name, value in self._describe().items())
-        except Exception:  # a line in the log is not worth an engine
+        except Exception:  # a failure to log must not end the engine
             logger.exception("the state of the speculation controller could not be logged")
             return ""
 
@@ -179,7 +179,7 @@ def _draft_parts(recent: SpecDecodeStats) -> Iterator[str]:
 
 
 def by_source(proposed: Mapping[str, int], accepted: Mapping[str, int]) -> str:
-    """Number of draft tokens of each source that were served."""
+    """Return how many draft tokens of each source were served, as text."""
     return ", ".join(
         f"{source} {accepted.get(source, 0)} of {count}" for source, count in proposed.items()
     )

@@ -1,7 +1,7 @@
 """Metrics under vLLM's names, for routers and dashboards that know no others.
 
-Nothing is counted here: each family is one of `EngineMetrics`, with another name and the labels
-that vLLM's have.
+Nothing is counted here: each family is one of `EngineMetrics`, with another name and the labels of
+vLLM's family.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ VLLM_NAMES: Mapping[str, str] = {
     "spec_decode_num_accepted_tokens": "spec_decode_num_accepted_tokens",
     "spec_decode_num_accepted_tokens_per_pos": "spec_decode_num_accepted_tokens_per_pos",
 }
-"""Our names and those of vLLM 0.30, both without their prefixes and the suffixes of samples."""
+"""Our names and the names of vLLM 0.30, both without their prefixes and the suffixes of samples."""
 
 
 class VllmNames(Collector):
-    """The metrics of a registry that vLLM has, too, under its names and with its labels."""
+    """Metrics of a registry that vLLM has, too, under its names and with its labels."""
 
     def __init__(self, ours: Collector, model_name: str) -> None:
         self._ours = ours
@@ -67,5 +67,5 @@ class VllmNames(Collector):
 
 
 def render_vllm(ours: Collector, model_name: str) -> bytes:
-    """Write them in the text format of Prometheus, to follow our own."""
+    """Return the metrics under vLLM's names in the text format of Prometheus, to follow our own."""
     return generate_latest(VllmNames(ours, model_name))

@@ -1,1 +1,1 @@
-"""KV beyond the pool: names for pages, stores that keep them, and news of what is cached."""
+"""KV outside the pool: keys of pages, stores that keep pages, and events of cached pages."""

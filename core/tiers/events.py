@@ -1,8 +1,8 @@
-"""KV events: news of cached pages for routers that are not part of this project.
+"""KV events: reports of cached pages for routers that are not part of this project.
 
-The format is vLLM's: three frames, which are a topic, a sequence number and a batch in msgpack.
-A reader that has missed batches asks for them at a second address. Salted namespaces are not
-published, nor those of adapters: some readers take their pages for the model's own.
+The format is vLLM's: three frames, which are a topic, a sequence number and a batch in msgpack. A
+reader that has missed batches asks for them at a second address. Pages of salted namespaces and of
+adapters are not published: some readers take them for the model's own.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from .keys import StoredPages
 
 logger = logging.getLogger(__name__)
 EventMedium = Literal["GPU", "CPU", "DISK"]
-"""Place of a page: the pool, whatever the device ("GPU"), host memory, or a disk."""
-KEPT_BATCHES = 10_000  # for replays
-KEPT_BYTES = 2**28  # of them: a long prompt's batch has some hundred thousand
-MAX_EVENTS = 4096  # in a batch: vllm-router refuses larger ones
-HASH_BYTES = 8  # of a key: readers take integers of 64 bits
-LINGER_MS = 500  # for readers to take the last batches
-LARGEST_REQUEST = 1024  # bytes; a replay's request has 8, a subscription the topic's length
-END_OF_REPLAY = (2**64 - 1).to_bytes(8, "big")  # in place of a sequence number
+"""Place of a page: the pool, on any device ("GPU"), host memory, or a disk."""
+KEPT_BATCHES = 10_000  # most batches kept for replays
+# most bytes of the kept batches: a long prompt's batch has some hundred thousand bytes
+KEPT_BYTES = 2**28
+MAX_EVENTS = 4096  # most events of a batch: vllm-router refuses larger ones
+HASH_BYTES = 8  # first bytes of a key: readers take integers of 64 bits
+LINGER_MS = 500  # time for readers to take the last batches
+LARGEST_REQUEST = 1024  # bytes; the request for a replay has 8, a subscription the topic's length
+END_OF_REPLAY = (2**64 - 1).to_bytes(8, "big")  # sent in place of a sequence number
 
 
 class BlockStored(msgspec.Struct, tag=True, frozen=True, kw_only=True, gc=False):
     """Consecutive pages that a medium keeps from now on."""
 
     block_hashes: list[int]
-    parent_block_hash: int | None  # of the page in front of them; None at a text's beginning
+    parent_block_hash: int | None  # hash of the page before them; None at a text's beginning
     token_ids: list[int]
     block_size: int  # tokens
     lora_id: None = None
@@ -61,7 +62,7 @@ class BlockRemoved(msgspec.Struct, tag=True, frozen=True, kw_only=True, gc=False
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True, gc=False):
-    """The first event of a process: no page is kept."""
+    """First event of a process: no page is kept."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -79,12 +80,12 @@ def block_hash(key: bytes) -> int:
 
 
 class KVEventPublisher:
-    """Publishes the pages that join the tree and leave it; a `KeyObserver`.
+    """Publisher of the pages that join and leave the tree; a `KeyObserver`.
 
     Its methods are called on the event loop's thread. Events up to the loop's next turn are one
-    batch, which a thread sends: a reader that is slow loses batches and never delays the engine.
-    Readers take the topic for a filter; some read only batches of a topic that they know.
-    Raises `InvalidRequest` naming the option of an address that cannot be used.
+    batch, which a thread sends: a slow reader loses batches and never delays the engine. Readers
+    use the topic as a filter; some read only batches of a topic that they know. Raises
+    `InvalidRequest` naming the option of an address that cannot be used.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class KVEventPublisher:
         except BaseException:
             context.destroy(linger=0)
             raise
-        self.address, self.replay_address = outlet.address, outlet.replay_address  # as bound
+        # with the bound ports
+        self.address, self.replay_address = outlet.address, outlet.replay_address
         self._clock = clock
         self._batch: list[Event] = []
         inlet, self._handover = _inner_pair(context)
@@ -150,7 +152,7 @@ class KVEventPublisher:
             _hand_over(self._handover, batch)
 
     def close(self) -> None:
-        """Send what is left, and give up the addresses; blocks for `LINGER_MS` at most."""
+        """Send the remaining events and free the addresses; blocks for at most `LINGER_MS`."""
         self.flush()
         self._end()
 
@@ -165,7 +167,7 @@ class KVEventPublisher:
 
 
 class _Outlet:
-    """The sockets of readers, and the batches for replays; `run` is the body of their thread."""
+    """Sockets of readers, and the batches for replays; `run` is the body of their thread."""
 
     def __init__(
         self,
@@ -185,8 +187,8 @@ class _Outlet:
         self._clock = clock
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
-        self._num_batches = 0  # the sequence number of the next one
-        self._is_silent = False  # whether the last batch is an empty one
+        self._num_batches = 0  # sequence number of the next batch
+        self._is_silent = False  # whether the last batch is empty
 
     def run(self, inlet: zmq.Socket[bytes]) -> None:
         """Publish batches and answer requests until an empty message comes."""
@@ -225,10 +227,10 @@ class _Outlet:
             self._kept_bytes -= len(self._kept.popleft())
 
     def _beat(self) -> None:
-        """Send an empty batch, from which a reader sees what it has missed.
+        """Send an empty batch, from which a reader sees that it missed batches.
 
-        Its repetitions have the same number: else a night of silence would leave nothing else to
-        be replayed.
+        Repeated empty batches have one number: otherwise a long silence would push all others out
+        of the replay.
         """
         if self._is_silent:
             self._send_last()
@@ -263,7 +265,8 @@ def _bound(
     socket = context.socket(kind)
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)
-    # A whole replay must fit: what does not is dropped, and the reader would wait for its end.
+    # A whole replay must fit: messages beyond the limit are dropped, and the reader would wait for
+    # the end.
     socket.setsockopt(zmq.SNDHWM, KEPT_BATCHES + 1)
     try:
         socket.bind(address)
@@ -277,7 +280,7 @@ def _bound(
 def _inner_pair(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Two ends of a queue without a limit, each for one thread."""
+    """Return both ends of a queue without a limit, each for one thread."""
     inlet, handover = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     inlet.setsockopt(zmq.RCVHWM, 0)
     handover.setsockopt(zmq.SNDHWM, 0)

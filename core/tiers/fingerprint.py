@@ -1,28 +1,28 @@
-"""The fingerprint of a model's KV: equal only where the same tokens get the same bits of KV.
+"""Fingerprint of a model's KV: equal only if the same tokens get the same bits of KV.
 
-It covers, and `FingerprintParts` has a field for each:
+`FingerprintParts` has a field for each of its inputs:
 
-- ``weights``: CRC-32 of every 64 KiB of every tensor, by its name, its dtype and its shape, as it
-  was read: from safetensors, from GGUF, quantised ones part by part, stacked experts one by one;
-  of modules of transformers every parameter and buffer in the dtype that computes. Random weights
-  are drawn by name, and have no digest: ``load_format``, the config and torch's version stand for
+- ``weights``: CRC-32 of every 64 KiB of every tensor, with its name, its dtype and its shape, as it
+  was read from safetensors or GGUF; quantised tensors by their arrays, stacked experts one by one.
+  For transformers' modules every parameter and buffer in the dtype that computes. Random weights
+  are drawn by name, and have no digest: ``load_format``, the config and torch's version determine
   them.
-- ``config``: the `DecoderConfig` as resolved, RoPE of every layer with it.
-- ``decoder``: what computes the layers. The class of the operations and what they name of
-  themselves: the file name of the native library, which tells sources, compiler, flags and CPU,
-  and how it multiplies bfloat16; Triton's version. Of modules of transformers the version of
+- ``config``: the resolved `DecoderConfig`, with the RoPE of every layer.
+- ``decoder``: the code that computes the layers. The class of the operations and their own names:
+  the file name of the native library, which depends on sources, compiler, flags and CPU, and its
+  method of multiplying bfloat16; Triton's version. For transformers' modules the version of
   transformers and the text model's whole config.
 - ``machine``: version of torch and of its CPU kernels, threads of torch, CPU, C library, settings
   of libraries in the environment; on a GPU its name and multiprocessors, and CUDA's version.
 - ``code``: the Python sources of the engine that compute KV (`CODE`), and of heads (`HEAD_CODE`).
-- ``dtype``, ``asked_dtype`` (auto keeps weights as they are stored, the same dtype by name does
+- ``dtype``, ``asked_dtype`` (auto keeps weights in their stored dtype, the same dtype by name does
   not), ``quantize``, ``exact``, ``load_format``.
-- ``tower``: of a model that sees images, version of transformers and the whole config.
-- ``page_size`` and ``kv_codec``: how a page is laid out, and what its vectors are rounded to.
+- ``tower``: for a model with image input, version of transformers and the whole config.
+- ``page_size`` and ``kv_codec``: layout of a page, and the rounding of its vectors.
 - ``head``: config and tensors of the trained head whose KV lies in the record, None without one.
 
 CRC-32 reads several GB/s, a cryptographic hash one. It does not resist files that are made to
-collide: a store may be shared by models only where the authors of all of them are trusted.
+collide: models may share a store only if the authors of all of them are trusted.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from torch import Tensor
 from ..ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight
 
 FINGERPRINT_BYTES, KERNELS_HASH_BYTES = 32, 8
-_BLOCK = 1 << 16  # bytes of a tensor with a checksum of their own
+_BLOCK = 1 << 16  # bytes of a tensor that share a checksum
 _PACKAGE = Path(__file__).parents[2]
 CODE = tuple(_PACKAGE / "core" / room for room in ("execution", "model", "ops"))
 HEAD_CODE = (_PACKAGE / "draft" / "heads",)
 
 
 class WeightsDigest:
-    """The digest of the tensors of a model, by name; the order of reading does not matter.
+    """Digest of the tensors of a model, by name; the order of reading does not matter.
 
-    It is called with each tensor that was read, and returns the one to use in its place: that of
-    a stack of experts digests each as it is unpacked, which is done once.
+    The object is called with each tensor that was read, and returns the tensor to use in its place:
+    the returned stack of experts digests each expert as it is unpacked, which happens once.
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0  # that were digested
+        self.num_bytes = 0  # bytes that were digested
         self._digests: dict[str, bytes] = {}
 
     def __call__(self, name: str, weight: StoredWeight) -> StoredWeight:
-        """Note a tensor."""
+        """Add a tensor to the digest; return the one to use in its place."""
         if isinstance(weight, QuantizedStack):
             self._digests[name] = str(weight.count).encode()
             return QuantizedStack(weight.count, partial(self._one_of, name, weight))
@@ -93,7 +93,7 @@ class WeightsDigest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadParts:
-    """A trained head: the digest of its tensors and its config as text."""
+    """Parts of a trained head: the digest of its tensors and its config as text."""
 
     weights: bytes
     config: str
@@ -101,7 +101,7 @@ class HeadParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FingerprintParts:
-    """All that changes a bit of a page's KV; see the module. Texts are compared as they are."""
+    """All inputs that change a bit of a page's KV; see the module. Texts are compared exactly."""
 
     weights: bytes
     config: str
@@ -120,7 +120,7 @@ class FingerprintParts:
 
 
 def kv_fingerprint(parts: FingerprintParts) -> bytes:
-    """Return the fingerprint, `FINGERPRINT_BYTES` long: another one whenever any part is."""
+    """Return the fingerprint, `FINGERPRINT_BYTES` long; it differs if any part does."""
     text = json.dumps(asdict(parts), sort_keys=True, default=bytes.hex)
     return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).digest()
 
@@ -148,7 +148,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _hashed(parts: Iterable[bytes]) -> bytes:
-    """Hash parts so that where one ends matters."""
+    """Hash parts with their lengths, so that the boundaries between parts matter."""
     found = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
     for part in parts:
         found.update(len(part).to_bytes(8, "little") + part)

@@ -1,8 +1,8 @@
-"""Keys of cached pages: a page's name outside the process, which fixes all tokens up to its end.
+"""Keys of cached pages: names outside the process, which determine all tokens up to a page's end.
 
-A key is the hash of the key before it and of the page's tokens; the first one begins with what
-computes the KV (the fingerprint) and who may read it (the namespace). So equal keys mean equal
-bytes of KV. The hash resists collisions made on purpose: a key decides who reads whose page.
+A key is the hash of the key before it and of the page's tokens; the first key is made from the
+fingerprint (the inputs that compute the KV) and the namespace (the readers). So equal keys mean
+equal bytes of KV. The hash resists deliberate collisions: a key decides who reads whose page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_KEY = bytes(KEY_BYTES)
 
 
 def root_key(fingerprint: bytes, namespace: str | None) -> bytes:
-    """Return the key that stands before a namespace's first page, 32 bytes.
+    """Return the key before a namespace's first page, 32 bytes.
 
     A mark distinguishes no salt from the empty salt. A salt is hashed first: it may be long.
     """
@@ -36,7 +36,7 @@ def root_key(fingerprint: bytes, namespace: str | None) -> bytes:
 def chain_keys(before: bytes, tokens: array[int], page_size: int) -> Iterator[bytes]:
     """Yield the keys of the whole pages of ``tokens``, which follow the page with key ``before``.
 
-    About a microsecond a page.
+    About a microsecond per page.
     """
     data, size, tag = tokens.tobytes(), page_size * ITEM_SIZE, tag_of(before)
     for start in range(0, len(data) - size + 1, size):
@@ -57,12 +57,12 @@ class StoredPages:
     namespace: str | None
     page_ids: array[int]  # [num_pages]
     keys: list[bytes]  # [num_pages]
-    before: bytes | None  # key of the page in front of them; None at the beginning
+    before: bytes | None  # key of the page before them; None at the beginning
     tokens: array[int]  # [num_pages * page_size]
 
 
 class KeyObserver(Protocol):
-    """Receives the pages that join the tree or leave it, with their keys."""
+    """Observer of the pages that join the tree or leave it, with their keys."""
 
     def stored(self, pages: StoredPages) -> None:
         """Note pages that have just joined the tree."""
@@ -72,11 +72,11 @@ class KeyObserver(Protocol):
 
 
 class PageKeys(CacheObserver):
-    """The keys of all pages in a tree, by page id; a `CacheObserver`.
+    """Keys of all pages in a tree, by page id; a `CacheObserver`.
 
     ``counters[page_id]`` grows whenever the page leaves the tree. Cached pages never change, so a
-    copy of one is whole if its counter is the same before and behind the copying. It may be read
-    in any thread, all else on the tree's.
+    copy is whole if the counter has the same value before and after the copying. Any thread may
+    read ``counters``; everything else belongs to the tree's thread.
     """
 
     def __init__(self, fingerprint: bytes, num_pages: int, page_size: int) -> None:
@@ -101,7 +101,7 @@ class PageKeys(CacheObserver):
         return (key for key in keys if key != NO_KEY)
 
     def root(self, namespace: str | None) -> bytes:
-        """Return the key that stands before the first page of a namespace."""
+        """Return the key before the first page of a namespace."""
         return root_key(self._fingerprint, namespace)
 
     @override
@@ -135,7 +135,7 @@ class PageKeys(CacheObserver):
         return self.key(above.page_ids[-1]) if above is not None and above.page_ids else None
 
     def checks(self, tree: RadixTree) -> Steps:
-        """Assert that every cached page has the key of its tokens, and no other page has one."""
+        """Assert that every cached page has the key of its tokens, and no other page has a key."""
         assert tree.page_size == self.page_size, "the tree has pages of another size"
         num_keys = 0
         for node in tree.nodes():

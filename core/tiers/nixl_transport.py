@@ -1,7 +1,7 @@
-"""Reading the memory of other processes by NIXL: over shared memory, RDMA or TCP, as UCX finds it.
+"""Reads of other processes' memory by NIXL, over shared memory, RDMA or TCP, as UCX chooses.
 
-Needs the extra pd. NIXL asks for no secret: whoever has an agent's description, and reaches its
-ports, can read the memory that it registered.
+Needs the extra pd. NIXL asks for no secret: every process that has an agent's description, and
+reaches its ports, can read the memory that the agent registered.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from ..interface.extras.transfers import (
     Region,
 )
 
-READ_SECONDS = 0.3  # after which a peer counts as gone; all tiers wait for as long
-MAX_LATE = 8  # reads that have not ended, of as many peers, each with a buffer of its own
-SPINS, NAP_SECONDS = 200, 0.0002  # looks at a transfer before and between pauses
-FLUSHES = 8  # looks that carry a note to the wire
+READ_SECONDS = 0.3  # time after which a peer counts as gone; all tiers wait for as long
+MAX_LATE = 8  # most reads that have not ended, each of another peer with its own buffer
+SPINS, NAP_SECONDS = 200, 0.0002  # checks of a transfer before the first pause; length of a pause
+FLUSHES = 8  # checks that carry a note to the wire
 WORD_BYTES = 8
 
 
 def make_agent(role: str) -> Any:  # noqa: ANN401 - the package has no types
-    """Make an agent with a name of its own. Raises `InvalidRequest` without the extra.
+    """Make an agent with a unique name. Raises `InvalidRequest` without the extra.
 
-    It has no thread for progress: that would take a fifth of a core while nothing is transferred.
+    The agent has no progress thread, which would take a fifth of a core while nothing is
+    transferred.
     """
-    # UCX writes to stdout, and both write what callers are told anyway.
+    # UCX writes to stdout, and both log errors that callers get anyway.
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     try:
@@ -61,7 +62,7 @@ class NixlServer(PageServer):
     """`PageServer` of tensors whose row p belongs to page p, and of the words beside them."""
 
     def __init__(self, parts: Sequence[Tensor], words: array[int]) -> None:
-        self._parts, self._words = parts, words  # they must not move nor go
+        self._parts, self._words = parts, words  # they must stay alive at their addresses
         self._agent = make_agent("p")
         for part in parts:
             self._agent.register_memory(part)
@@ -73,7 +74,7 @@ class NixlServer(PageServer):
 
     @override
     def notes(self) -> Sequence[bytes]:
-        # The call also does what peers that connect wait for.
+        # The call also makes progress for peers that connect.
         try:
             found = self._agent.get_new_notifs()
         except Exception as error:
@@ -87,7 +88,7 @@ class NixlServer(PageServer):
 
 @dataclass(frozen=True, slots=True)
 class _LateRead:
-    """A read that was given up and may still write to its buffer."""
+    """Read that was given up and may still write to its buffer."""
 
     peer: bytes
     handle: Any
@@ -95,12 +96,12 @@ class _LateRead:
 
 
 class NixlReader(PageReader):
-    """`PageReader` into a buffer of its own, of ``capacity`` bytes."""
+    """`PageReader` into its own buffer of ``capacity`` bytes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._agent = make_agent("d")
-        self._names: dict[bytes, str] = {}  # of agents that are connected
+        self._names: dict[bytes, str] = {}  # names of the connected agents
         self._late: list[_LateRead] = []  # at most one of each peer, and `MAX_LATE`
         self._buffer = self._make_buffer()
 
@@ -122,7 +123,7 @@ class NixlReader(PageReader):
     def _read(
         self, memory: PoolMemory, regions: Sequence[Region], kind: MemoryKind, at: int
     ) -> memoryview:
-        """Read regions to a place in the buffer."""
+        """Read regions into the buffer from byte ``at`` on. Raises OSError if the peer fails."""
         start, own = self._buffer.data_ptr() + at, []
         for region in regions:
             own.append((start, region.num_bytes, 0))
@@ -135,7 +136,7 @@ class NixlReader(PageReader):
             descriptions = agent.get_xfer_descs(own, "DRAM"), agent.get_xfer_descs(theirs, kind)
             handle = agent.initialize_xfer("READ", *descriptions, name)
             self._finish(handle, memory.agent)
-        except TimeoutError:  # it stays connected: its end could not be seen otherwise
+        except TimeoutError:  # the peer stays connected: otherwise the read's end could not be seen
             raise
         except Exception as error:
             self._forget(memory.agent)
@@ -145,10 +146,10 @@ class NixlReader(PageReader):
         return found
 
     def _finish(self, handle: Any, peer: bytes) -> None:  # noqa: ANN401 - the package has no types
-        """Wait until a transfer has ended; raises OSError if it does not, or fails."""
+        """Wait until a transfer has ended; raises OSError if it is late or fails."""
         state = self._wait(handle, self._agent.transfer(handle), READ_SECONDS)
         if state == "PROC":
-            # Not released: UCX cannot be relied on to cancel it.
+            # The handle is not released, because UCX cannot be relied on to cancel it.
             self._late.append(_LateRead(peer, handle, self._buffer))
             self._buffer = self._make_buffer()
             raise TimeoutError(f"a peer did not answer in {READ_SECONDS:g} s")
@@ -157,7 +158,7 @@ class NixlReader(PageReader):
             raise OSError("a peer failed")
 
     def _wait(self, handle: Any, state: str, seconds: float) -> str:  # noqa: ANN401
-        """Wait for the end of a transfer; its last state."""
+        """Wait for the end of a transfer, at most ``seconds``; return its last state."""
         ends, num_looks = time.monotonic() + seconds, 0
         while state == "PROC" and time.monotonic() < ends:
             state, num_looks = self._look(handle), num_looks + 1
@@ -173,9 +174,9 @@ class NixlReader(PageReader):
         return state
 
     def _end_late_reads(self, peer: bytes) -> None:
-        """Let go of the buffers of reads that have ended, late.
+        """Release the buffers of late reads that have ended.
 
-        Raises OSError if that of this peer has not, or if there are too many.
+        Raises OSError if the late read of this peer has not ended, or if there are too many.
         """
         for late in list(self._late):
             patience = READ_SECONDS if late.peer == peer else 0.0
@@ -212,12 +213,12 @@ class NixlReader(PageReader):
         """Disconnect from an agent: one that comes again is connected anew."""
         name = self._names.pop(description, None)
         if name is not None:
-            with contextlib.suppress(Exception):  # it is gone either way
+            with contextlib.suppress(Exception):  # the agent is gone either way
                 self._agent.remove_remote_agent(name)
 
     @override
     def close(self) -> None:
-        buffers = [late.buffer for late in self._late]  # until the agent has ended
+        buffers = [late.buffer for late in self._late]  # kept until the agent has ended
         self._late.clear()
         for description in list(self._names):
             self._forget(description)
@@ -225,7 +226,7 @@ class NixlReader(PageReader):
         del buffers
 
 
-_ENDED: Any = None  # in place of an agent: the last reference to it ends it
+_ENDED: Any = None  # replaces an agent: dropping the last reference ends it
 
 
 def _text(error: BaseException) -> str:

@@ -14,21 +14,21 @@ from ..ops.state_pool import StatePool
 
 
 class Records(Protocol):
-    """The bytes of pages, by page id; all records have one length."""
+    """Bytes of pages, by page id; all records have one length."""
 
     num_bytes: int  # length of a record
 
     def read(self, page_id: int) -> memoryview:
-        """Return a page's bytes: the pool's own memory where that is possible, else a copy.
+        """Return a page's bytes: the pool's own memory if possible, else a copy.
 
         A copy is valid until the next call of `read` or `target`.
         """
 
     def target(self, page_id: int) -> memoryview:
-        """Return where a page is to be read to; `write` must follow."""
+        """Return the memory to read a page into; `write` must follow."""
 
     def write(self, page_id: int) -> None:
-        """Put what was read to `target` into the page."""
+        """Copy the bytes in `target` into the page."""
 
 
 class PageRecords(Records):
@@ -36,7 +36,7 @@ class PageRecords(Records):
 
     ``parts``: tensors ``[num_pages or more, ...]``, contiguous, whose row p belongs to page p: the
     target's KV first. Rows are taken as bytes: a row may hold blocks of several shapes. ``targets``
-    have the rows of pages that come back, where these are other tensors.
+    receive the rows of pages that are loaded, if these are other tensors.
     """
 
     def __init__(self, parts: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> None:
@@ -72,7 +72,7 @@ class PageRecords(Records):
         )
 
     def _staged_parts(self, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each part with its place in a staged record."""
+        """Yield each part's slice of the staged record, and the part."""
         at = 0
         for rows in parts:
             yield self._staged[at : at + rows.shape[1]], rows
@@ -80,10 +80,10 @@ class PageRecords(Records):
 
 
 class SlotRecords(Records, Protocol):
-    """The bytes of recurrent states, by slot."""
+    """Bytes of recurrent states, by slot."""
 
     def stand_at(self, slot: int, position: int) -> None:
-        """Note that the state that was written to a slot stands behind so many tokens."""
+        """Note that the state written to a slot stands after ``position`` tokens."""
 
 
 class StateRecords(PageRecords, SlotRecords):

@@ -1,7 +1,7 @@
-"""Tiers: the stores beyond the pool, what is saved to them and what is loaded back.
+"""Tiers: saves of pages to the stores outside the pool, and loads from them.
 
 Saving takes no lock and delays nothing: a page's bytes are copied while it is in use, and kept only
-if it stayed in the tree all the while, for then they did not change.
+if the page stayed in the tree meanwhile, because then its bytes did not change.
 """
 
 from __future__ import annotations
@@ -27,42 +27,46 @@ from .page_records import Records, SlotRecords
 from .stores.peer_store import PeerStore
 
 logger = logging.getLogger(__name__)
-LEAST_TOKENS = 64  # that are worth a load
-CALL_BYTES = 8 << 20  # that one call of the I/O thread moves: some milliseconds
-POOL_SHARE = 16  # of the pool's pages one may be under I/O: a store that hangs keeps them
-MAX_QUEUED = 4  # times the pool: pages that wait to be saved
-CLOSED_SECONDS, MAX_CLOSED_SECONDS = 10.0, 600.0  # that a store which fails is left alone: doubles
-MOST_LATE = 1.5  # late loads, less those forgiven, at which a tier is closed: two in succession
-FORGIVEN = 1 / 64  # of a late load, for each page that is read
-MEAN_RATE = 0.3  # of a new value in a running mean
+LEAST_TOKENS = 64  # least tokens that are worth a load
+CALL_BYTES = 8 << 20  # bytes that one call of the I/O thread moves: some milliseconds
+# divisor: most pages under I/O, as a part of the pool; a store that hangs keeps them
+POOL_SHARE = 16
+MAX_QUEUED = 4  # most pages that wait to be saved, as a multiple of the pool
+# time that a failed store stays closed; doubles each time
+CLOSED_SECONDS, MAX_CLOSED_SECONDS = 10.0, 600.0
+MOST_LATE = 1.5  # late loads, less the forgiven part, at which a tier is closed: two in succession
+FORGIVEN = 1 / 64  # part of a late load that each page read forgives
+MEAN_RATE = 0.3  # weight of a new value in a running mean
 
 
 @dataclass(slots=True, eq=False)
 class _Tier:
-    """A store, and how it fares."""
+    """Store and its state."""
 
     store: PageStore
-    states: PageStore | None = None  # of recurrent states, by the keys of the pages before them
+    # store of recurrent states, by the keys of the pages before them
+    states: PageStore | None = None
     opens: float = -math.inf  # closed until then
-    pause: float = CLOSED_SECONDS  # of the next closing
-    lateness: float = 0.0  # late loads, less those that were forgiven
+    pause: float = CLOSED_SECONDS  # length of the next closing
+    lateness: float = 0.0  # late loads, less the forgiven part
     num_closed: int = 0
     num_loaded: int = 0  # pages
     load_seconds: float = 0.0
     num_saved: int = 0  # pages
     num_evicted: int = 0  # pages that left the pool before they were saved
     num_refused: int = 0  # pages that came while it was closed
-    unflushed: set[bytes | None] = field(default_factory=set)  # tags; before anything is found
+    # tags to flush before the next look-up
+    unflushed: set[bytes | None] = field(default_factory=set)
 
     @property
     def stores(self) -> Iterator[PageStore]:
-        """The store of pages, and that of states."""
+        """The store of pages, and the store of states."""
         yield self.store
         if self.states is not None:
             yield self.states
 
     def close(self, why: object, now: float) -> None:
-        """Leave the store alone for a while, and longer each time."""
+        """Close the store for a while, and longer each time."""
         if now < self.opens:
             return
         self.num_closed += 1
@@ -78,20 +82,20 @@ class _Save:
     page_id: int
     key: bytes
     tag: bytes
-    counter: int  # of the page when it joined the tree
+    counter: int  # counter of the page when it joined the tree
 
 
 @dataclass(frozen=True, slots=True)
 class _StateSave:
     slot: int
-    key: bytes  # of the page before the state
-    counter: int  # of the slot when it was attached to the page
-    num_before: int  # pages that had been queued by then
+    key: bytes  # key of the page before the state
+    counter: int  # counter of the slot when it was attached to the page
+    num_before: int  # pages that had been queued before
 
 
 @dataclass(frozen=True, slots=True)
 class StateTiers:
-    """Recurrent states in `Tiers`: a store of them beside each store of pages."""
+    """Recurrent states in `Tiers`: a store of states beside each store of pages."""
 
     slots: StateSlots
     records: SlotRecords
@@ -99,13 +103,12 @@ class StateTiers:
 
 
 class Tiers(KVTiers):
-    """`KVTiers` over stores in the order in which they are asked; a `KeyObserver`, too.
+    """`KVTiers` over stores in the order of use; a `KeyObserver`, too.
 
-    ``peers``: pools of other engines, which are asked last and keep nothing. ``states``: of a
-    model that goes on only where the state behind a page is kept, too.
+    ``peers``: pools of other engines, which are used last and keep nothing. ``states``: for a model
+    that resumes only where the state after a page is kept, too.
 
-    Raises nothing for what a store does: one that fails, or answers too late, is left alone for a
-    while.
+    Raises no error of a store: a store that fails, or answers too late, is closed for a while.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class Tiers(KVTiers):
         self.least_tokens = least_tokens
         self._tree, self._keys, self._records, self._peers = tree, keys, records, peers
         of_states = [None] * len(stores) if states is None else states.stores
-        # Those that pages are saved to.
+        # Tiers to which pages are saved.
         self._keeping = [_Tier(*both) for both in zip(stores, of_states, strict=True)]
         self._states = states
         self._state_queue: deque[_StateSave] = deque()
@@ -133,8 +136,8 @@ class Tiers(KVTiers):
         self._num_queued = 0  # pages, saved ones included
         self._num_unqueued = 0  # pages for which the queue had no room
         self._on_saves: Callable[[], None] = lambda: None
-        self._page_seconds = 0.0  # that a page took lately to load
-        self._asked: _Tier | None = None  # whose store the thread is in
+        self._page_seconds = 0.0  # recent seconds per loaded page
+        self._asked: _Tier | None = None  # tier whose store the thread is in
         keys.add_observer(self)
         if states is not None:
             states.slots.on_attached = self._attached
@@ -147,7 +150,7 @@ class Tiers(KVTiers):
         whole = tokens[: len(tokens) - 1]
         keys = list(chain_keys(self._keys.root(namespace), whole, self._keys.page_size))
         found, reached = first, -1
-        while reached < found < len(keys):  # one tier may go on where another ends
+        while reached < found < len(keys):  # one tier may continue where another ends
             reached = found
             for tier in self._open_tiers():
                 with self._asking(tier):
@@ -211,8 +214,8 @@ class Tiers(KVTiers):
 
     @override
     def save(self) -> None:
-        # A state, which is large, goes alone, behind the pages before it. Not behind all pages: the
-        # queue of a busy engine may never be empty.
+        # A state, which is large, is saved alone, after the pages before it. It does not wait for
+        # all pages: the queue of a busy engine may never be empty.
         num_taken = self._num_queued - len(self._queue)
         if self._state_queue and self._state_queue[0].num_before <= num_taken:
             self._save_state(self._state_queue.popleft())
@@ -258,7 +261,7 @@ class Tiers(KVTiers):
             self._flush(tier)
 
     def _flush(self, tier: _Tier) -> None:
-        """Flush what is due; what fails stays due, and the tier is closed until it succeeds."""
+        """Flush the due tags; a failed flush stays due, and the tier is closed meanwhile."""
         with self._asking(tier):
             while tier.unflushed:
                 tag = next(iter(tier.unflushed))
@@ -284,7 +287,7 @@ class Tiers(KVTiers):
     @override
     def close(self) -> None:
         for tier in self._tiers:
-            self._flush(tier)  # or the next process finds what was to be forgotten
+            self._flush(tier)  # otherwise the next process would find flushed pages
             for store in tier.stores:
                 with self._asking(tier):
                     store.close()
@@ -351,11 +354,11 @@ class Tiers(KVTiers):
     @override
     def note_late(self) -> None:
         tier = self._asked
-        if tier is None or tier.store is self._peers:  # a peer that hangs is shunned by itself
+        if tier is None or tier.store is self._peers:  # a peer that hangs is closed on its own
             return
         tier.lateness += 1.0
         if tier.lateness >= MOST_LATE:
-            tier.lateness = MOST_LATE - 1.0  # once it is open again, one is enough
+            tier.lateness = MOST_LATE - 1.0  # once the tier is open again, one late load is enough
             tier.close("it takes too long", self._clock())
 
     def stored(self, pages: StoredPages) -> None:
@@ -366,12 +369,13 @@ class Tiers(KVTiers):
         tag = self._tag(pages.namespace)
         for page_id, key in zip(pages.page_ids[:room], pages.keys, strict=False):
             self._queue.append(_Save(page_id, key, tag, self._keys.counters[page_id]))
-            self._num_queued += 1  # behind it: the thread that saves never takes too many as taken
+            # after the page itself, so that the saving thread never counts too many as taken
+            self._num_queued += 1
         self._num_unqueued += max(0, len(pages.keys) - room)
         self._on_saves()
 
     def _attached(self, kept: KeptState) -> None:
-        """Queue a state that was just attached to a page, unless as many wait as there are."""
+        """Queue a state that was just attached to a page, if fewer states than slots are queued."""
         if self._states is None or len(self._state_queue) >= self._states.slots.num_total:
             return
         counter, key = self._states.slots.counters[kept.slot], self._keys.key(kept.page_id)
@@ -379,7 +383,7 @@ class Tiers(KVTiers):
         self._on_saves()
 
     def dropped(self, namespace: str | None, keys: list[bytes], cause: Cause) -> None:
-        """Ignore pages that leave the tree: their counters tell whoever copies them."""
+        """Ignore pages that leave the tree: a thread that copies them sees their counters."""
 
     def _dropped(self, tier: _Tier) -> Mapping[str, int]:
         """Count pages that were not saved to a tier, by cause."""

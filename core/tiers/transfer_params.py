@@ -1,7 +1,7 @@
 """TransferParams: ``kv_transfer_params``, by which clients carry transfers from P to D.
 
-The fields are vLLM's; what is foretoken's own is in ``foretoken``. All of it is signed: whoever
-could make such parameters could have any memory read, and any KV taken for a prompt's.
+The fields are vLLM's; foretoken's own are in ``foretoken``. All fields are signed: anyone who could
+make such parameters could have any memory read, and any KV used for a prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..interface.extras.transfers import (
 from ..interface.request import Request
 from .keys import PageKeys
 
-SECONDS = 30  # for which parameters are good
+SECONDS = 30  # time for which parameters are valid
 NAME_CHARS = 64
 MAC_PURPOSE = b"foretoken kv_transfer_params"
 
@@ -36,11 +36,11 @@ Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class OwnParams(Struct, forbid_unknown_fields=True, frozen=True):
-    """``foretoken``: where the pages are, and what they are pages of. Bytes are base64 or hex."""
+    """Fields of ``foretoken``: location and identity of the pages. Bytes are base64 or hex."""
 
-    fingerprint: str  # hex, of what computes the KV
-    key: str  # hex, of the last page
-    agent: str  # base64, by which the memory is reached
+    fingerprint: str  # hex; fingerprint of the KV
+    key: str  # hex; key of the last page
+    agent: str  # base64; agent that gives access to the memory
     kind: Literal["DRAM", "VRAM"]
     parts: list[tuple[Address, Count]]
     words: Address
@@ -59,11 +59,11 @@ class Params(Struct, frozen=True):
 
 
 class TransferParams:
-    """Writes the parameters of P, and reads those that D gets. Belongs to the event loop's thread.
+    """Writer of P's parameters and reader of D's. Belongs to the event loop's thread.
 
-    ``secret`` is that of the whole cluster. ``memory``: this engine's, if it gives pages.
-    ``end_offer`` has the peer of an offer notified, if it takes pages; ``row_bytes`` are those of
-    the parts of its records.
+    ``secret``: shared by the whole cluster. ``memory``: this engine's, if it gives pages.
+    ``end_offer`` notifies the peer of an offer, if this engine takes pages; ``row_bytes``: bytes
+    per row of each part of its records.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TransferParams:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more pages can be held now."""
+        """Whether no further page can be held."""
         return self._locks.is_full
 
     def is_prefill(self, params: Mapping[str, Any] | None) -> bool:
@@ -103,9 +103,9 @@ class TransferParams:
         return self._locks.is_held(part.name)
 
     def hold_part(self, request: Request) -> HeldPages | None:
-        """Hold what is computed so far of a prompt that another engine wants.
+        """Hold the computed pages of a prompt that another engine wants.
 
-        None where too little room would be left to hold the whole prompt. O(num_computed).
+        Returns None if too little room would be left to hold the whole prompt. O(num_computed).
         """
         return self._locks.hold(
             request.tokens,
@@ -115,9 +115,9 @@ class TransferParams:
         )
 
     def write(self, request: Request, part: HeldPages | None = None) -> dict[str, Any]:
-        """Return the parameters of an answer; without held pages such as name none.
+        """Return the parameters of an answer; without held pages they name none.
 
-        ``part``: pages of `hold_part`, for those of the whole prompt.
+        ``part``: pages of `hold_part`, used in place of the whole prompt's pages.
         """
         held, memory = part or request.transfer.handed, self._memory
         params: dict[str, Any] = {
@@ -151,19 +151,19 @@ class TransferParams:
         }
 
     def drop(self, request: Request) -> None:
-        """Free the pages of a request whose answer reaches nobody."""
+        """Free the pages of a request whose answer has no receiver."""
         request.transfer = msgspec.structs.replace(request.transfer, hands_over=False)
         if request.transfer.handed is not None:
             self.release(request.transfer.handed.name)
 
     def release(self, name: str) -> None:
-        """Free the pages of a transfer that has no reader; unknown ones are ignored."""
+        """Free the pages of a transfer that has no reader; an unknown one is ignored."""
         self._locks.end(name)
 
     # -- D --------------------------------------------------------------------------------------
 
     def read(self, params: Mapping[str, Any] | None) -> Transfer:
-        """Read what a request asks for; raises nothing: what is of no use is counted."""
+        """Read the transfer that a request asks for; only count unusable parameters."""
         if not params:
             return NO_TRANSFER
         if self.is_prefill(params):
@@ -179,7 +179,7 @@ class TransferParams:
         return NO_TRANSFER
 
     def check(self, offer: PageOffer, num_tokens: int) -> bool:
-        """Whether an offer suits a prompt of this many tokens; one that does not is ended."""
+        """Whether an offer suits a prompt of this many tokens; an unsuitable one is ended."""
         if len(offer.page_ids) <= max(0, num_tokens - 1) // self._page_size:
             return True
         self._refuse("out_of_range")

@@ -1,1 +1,1 @@
-"""Parts of the loop that work only where they are asked for: tiers of KV, transfers."""
+"""Optional parts of the loop: tiers of KV, and transfers."""

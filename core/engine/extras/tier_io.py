@@ -1,7 +1,7 @@
 """TierIO: the engine's side of the tiers, one call after the other in a thread of its own.
 
 Flushes go first, then notes to peers, look-ups, and loads in turn, a few pages each; pages are
-saved when nothing else is to be done. So neither a long load nor a save makes a look-up wait for
+saved when there is nothing else to do. So neither a long load nor a save makes a look-up wait for
 long.
 """
 
@@ -20,16 +20,16 @@ from ...scheduling.page_loads import PageLoads
 from ..model_thread import Job, StepThread
 
 logger = logging.getLogger(__name__)
-LEAST_DRAIN_SECONDS = 1.0  # that saves may take at the end, however short the drain
-CLOSE_SECONDS = 5.0  # that closing the stores may take behind that
-RENEW_SECONDS = 10.0  # after which peers are asked to hold pages for longer
+LEAST_DRAIN_SECONDS = 1.0  # least time for saves at the end, after any drain
+CLOSE_SECONDS = 5.0  # time limit for closing the stores after the saves
+RENEW_SECONDS = 10.0  # interval in which peers are asked to hold pages for longer
 
 
 class Call(NamedTuple):
-    """A call of the thread."""
+    """Call of the thread."""
 
     work: Callable[[], Any]
-    use: Callable[[Any], None] = lambda _: None  # its result, or what stands for it
+    use: Callable[[Any], None] = lambda _: None  # called with the result, or with `if_failed`
     if_failed: Any = None
 
 
@@ -54,9 +54,9 @@ class TierIO:
         self._flushes: deque[Sequence[str | None]] = deque()
         self._timers: dict[PageLoad, asyncio.TimerHandle] = {}
         self._task: asyncio.Task[None] | None = None
-        self._job: Job[Any] | None = None  # under way
-        self._ends: float | None = None  # when saves end, once it is closing
-        self._renewal: asyncio.TimerHandle | None = None  # while requests offer pages of peers
+        self._job: Job[Any] | None = None  # the job under way
+        self._ends: float | None = None  # end of the saves, once it is closing
+        self._renewal: asyncio.TimerHandle | None = None  # set while requests offer pages of peers
         self._is_renewal_due = False
 
     def start(self) -> asyncio.Task[None]:
@@ -67,19 +67,19 @@ class TierIO:
         return self._task
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget the pages of these namespaces, before anything else is looked up."""
+        """Forget the pages of some namespaces, by default of all, before any later look-up."""
         self._flushes.append(namespaces)
         self._wake.set()
 
     async def close(self, drain_seconds: float) -> None:
-        """Write out what waits to be saved, for so many seconds at most, and close the stores.
+        """Save pending pages, for at most ``drain_seconds``, and close the stores.
 
-        A store that does not return in time is left as it is.
+        A store that does not return in time is not closed.
         """
         patience = max(drain_seconds, LEAST_DRAIN_SECONDS)
         self._ends = self._clock() + patience
         self._wake.set()
-        task = self._task or self.start()  # stores are open before anything is served
+        task = self._task or self.start()  # stores are open before serving begins
         await asyncio.wait([task], timeout=patience + CLOSE_SECONDS)
         if not task.done():
             logger.warning("a KV tier did not answer in time and was left open")
@@ -110,11 +110,11 @@ class TierIO:
                 await self._wake.wait()
 
     async def _make(self, call: Call) -> None:
-        """Make a call; one that fails counts as one that found nothing."""
+        """Make a call; one that fails counts as one without a result."""
         self._job = self._thread.start(call.work)
         try:
             result = await self._job.result()
-        except EngineDead:  # it was abandoned
+        except EngineDead:  # the job was abandoned
             raise asyncio.CancelledError from None
         except Exception:
             logger.exception("a call of the KV tiers failed")
@@ -200,7 +200,7 @@ class TierIO:
 
     def _due(self, load: PageLoad) -> None:
         self._timers.pop(load, None)
-        if load.due > self._clock():  # it was given more time
+        if load.due > self._clock():  # the load was given more time
             self._on_order(load)
         elif not load.is_over:
             self._on_change()

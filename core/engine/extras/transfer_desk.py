@@ -11,16 +11,16 @@ from ....radix_cache.transfers import SECONDS
 from ...interface.extras.transfers import DONE, RENEW, PageServer
 
 logger = logging.getLogger(__name__)
-POLL_SECONDS = 0.002  # between looks for notes; a look takes microseconds
+POLL_SECONDS = 0.002  # interval between checks for notes; a check takes microseconds
 
 
 class TransferDesk:
     """Reads the notes of readers, and ends transfers that are over.
 
-    It works on the engine's event loop while pages are held and for `SECONDS` after that, and costs
-    nothing else. A look at the notes is also what answers readers: one that comes with parameters
-    of a transfer that has ended must find that out, and not take this engine for dead. ``on_end``
-    is called when pages have become free: requests may wait for them.
+    The desk works on the engine's event loop while pages are held and for `SECONDS` after that, and
+    costs nothing at other times. A check for notes also answers readers: a reader with the
+    parameters of a transfer that has ended must learn this, and not take the engine for dead.
+    ``on_end`` is called when pages have become free: requests may wait for them.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class TransferDesk:
         self._cache, self._server = cache, server
         self._clock, self._on_end = clock, on_end
         self._timer: asyncio.TimerHandle | None = None
-        self._ends = 0.0  # when no reader has good parameters any more
+        self._ends = 0.0  # time after which no reader has valid parameters
         cache.transfers.on_hold = self._watch
 
     def _watch(self) -> None:
-        """Look for notes from now on."""
+        """Check for notes from now on."""
         self._ends = self._clock() + SECONDS
         self._poll_soon()
 
@@ -65,13 +65,13 @@ class TransferDesk:
             self._poll_soon()
 
     def _take(self, note: bytes) -> None:
-        """Do what a note asks for; one of no known form, or of no transfer, is ignored."""
+        """Do the action of a note; ignore an unknown note or transfer."""
         for verb, act in ((DONE, self._cache.transfers.end), (RENEW, self._cache.transfers.renew)):
             if note.startswith(verb):
                 act(note[len(verb) :].decode(errors="replace"))
 
     def close(self) -> None:
-        """End all transfers: what readers have not read by now, they compute."""
+        """End all transfers: readers compute the pages that they have not read."""
         if self._timer is not None:
             self._timer.cancel()
         self._cache.transfers.on_hold = lambda: None

@@ -1,1 +1,1 @@
-"""Types of features that most requests do without: adapters, images, tiers, transfers, packing."""
+"""Types of features that few requests use: adapters, images, tiers, transfers, packing."""

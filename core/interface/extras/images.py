@@ -1,4 +1,4 @@
-"""PromptImage: an image of a prompt, as the scheduler, the cache and the tower know it."""
+"""PromptImage: an image of a prompt, for the scheduler, the cache and the image tower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ID_BYTES = 4
 
 
 class TowerInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One input of a model's image tower: numbers, row after row, the lowest byte first."""
+    """Input tensor of a model's image tower: row-major, little-endian numbers."""
 
     name: str
     dtype: Literal["float32", "int64"]
@@ -23,12 +23,13 @@ class TowerInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An image: the rows of the prompt that its vectors take, and what the tower makes them of.
+    """Image of a prompt: the rows of the prompt for its vectors, and the inputs of the image tower.
 
-    ``runs``: (first position, number of rows), rising and apart. ``grid``: lines and columns of the
-    rows, which are one run then, of models whose RoPE turns by them. ``key``: the hash of the
-    content and of the cache salt, `KEY_BYTES` long: images with one key have the same vectors.
-    ``is_mutual``: rows of a run see each other, those behind them, too; one step computes them all.
+    ``runs``: (first position, number of rows), ascending, disjoint. ``grid``: lines and columns of
+    the rows, for models whose RoPE depends on them; there is then one run. ``key``: hash of the
+    content and of the cache salt, `KEY_BYTES` long: images with equal keys have the same vectors.
+    ``is_mutual``: the rows of a run attend to each other, later rows included, so one step computes
+    them all.
     """
 
     key: bytes
@@ -39,19 +40,19 @@ class PromptImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the prompt."""
+        """Number of the image's rows in the prompt."""
         return sum(count for _, count in self.runs)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the inputs."""
+        """Size of the inputs in bytes."""
         return sum(len(each.data) for each in self.inputs)
 
     def ids(self) -> array[int]:
-        """Ids of its rows, [num_rows]: negative, above -2**31 - 1, and by the key alone.
+        """Return the ids of its rows, [num_rows]: negative, above -2**31 - 1, made from the key.
 
-        In the place of token ids they make the prefix cache match an image by its content. Rows
-        have 31 bits each, so that all of an image's are equal by no chance. O(rows).
+        They stand in place of token ids, so that the prefix cache matches an image by its content.
+        Each row has 31 bits of the hash, so that no two images share all ids by chance. O(rows).
         """
         stream = hashlib.shake_256(self.key).digest(_ID_BYTES * self.num_rows)
         words = (
@@ -62,7 +63,7 @@ class PromptImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def content_hash(inputs: Sequence[TowerInput]) -> bytes:
-    """A hash of all that a tower reads. O(bytes): about a millisecond a megabyte."""
+    """Return a hash of the tower's inputs. O(bytes): about a millisecond per megabyte."""
     digest = hashlib.sha256()
     for each in inputs:
         digest.update(f"{each.name} {each.dtype} {each.shape} ".encode())
@@ -71,16 +72,16 @@ def content_hash(inputs: Sequence[TowerInput]) -> bytes:
 
 
 def image_key(salt: str | None, content: bytes) -> bytes:
-    """The key of an image with this hash of its content under a cache salt, or without one."""
+    """Return the key of an image from the hash of its content and a cache salt (maybe None)."""
     mark = b"\0" if salt is None else b"\1"
     named = hashlib.sha256((salt or "").encode()).digest()
     return hashlib.sha256(mark + named + content).digest()
 
 
 def with_image_rows(token_ids: Sequence[int], images: Sequence[PromptImage]) -> array[int]:
-    """The tokens of a prompt, with the ids of images' rows in their places.
+    """Return the tokens of a prompt, with image ids at the positions of image rows.
 
-    Raises ValueError for a run outside of the prompt, or over another one.
+    Raises ValueError for a run outside the prompt, or over another one.
     """
     tokens, filled = array("q", token_ids), 0
     runs = sorted((start, count) for image in images for start, count in image.runs)
@@ -97,9 +98,9 @@ def with_image_rows(token_ids: Sequence[int], images: Sequence[PromptImage]) -> 
 
 
 def chunk_stop(images: Sequence[PromptImage], start: int, stop: int) -> int:
-    """The end of a chunk from ``start`` on that was to end at ``stop``, inside of no mutual run.
+    """Return the end of a chunk from ``start``, moved from ``stop`` if inside a mutual run.
 
-    Before such a run, or behind it where the chunk begins with rows of it.
+    The end is the beginning of that run, or its end if the chunk begins with rows of it.
     """
     for first, count in mutual_runs(images):
         if first < stop < first + count:
@@ -108,10 +109,10 @@ def chunk_stop(images: Sequence[PromptImage], start: int, stop: int) -> int:
 
 
 def mutual_runs(images: Sequence[PromptImage]) -> list[tuple[int, int]]:
-    """The runs whose rows see each other."""
+    """Return the runs whose rows attend to each other."""
     return [run for image in images if image.is_mutual for run in image.runs]
 
 
 def text_ids(tokens: array[int], images: Sequence[PromptImage]) -> array[int]:
-    """The tokens with a 0 in the place of each image row: a copy where there are images."""
+    """Return the tokens with 0 for each image row: a copy if there are images."""
     return array("q", [max(0, each) for each in tokens]) if images else tokens

@@ -1,16 +1,16 @@
 """Packing KV inside an answer: how many tokens lose their KV, and at which positions.
 
-Of an answer a fixed number of tokens, the *budget*, keep their KV; a prompt keeps all of it. Every
-`EVERY` tokens beyond the budget the kept ones are packed: they move forward in the pages, and the
-pages behind them are free. That happens at fixed positions and no step crosses one, so an answer
-depends on the request alone, not on chunks, drafts or preemptions.
+A fixed number of the answer's tokens, the *budget*, keep their KV; a prompt keeps all of its KV.
+Every `EVERY` tokens beyond the budget the kept tokens are packed: they move forward in the pages,
+and the pages after them become free. Packing happens at fixed positions and no step crosses one, so
+an answer depends on the request alone, not on chunks, drafts or preemptions.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-EVERY = 128  # tokens between two packings; so many last ones are always kept
+EVERY = 128  # tokens between two packings; the last `EVERY` tokens are always kept
 LEAST_BUDGET = 256  # tokens
 
 
@@ -20,20 +20,21 @@ def num_packed_away(prompt_len: int, budget: int, stop: int) -> int:
 
 
 def next_packing(prompt_len: int, budget: int, start: int) -> int:
-    """Return the first packing's position after ``start``: a step from there ends there at most."""
+    """Return the position of the first packing after ``start``; no step may cross it."""
     return prompt_len + budget + max(1, (start - prompt_len - budget) // EVERY + 1) * EVERY
 
 
 def most_kv(prompt_len: int, budget: int, num_tokens: int) -> int:
-    """Return the most places that a request takes on its way from no KV to ``num_tokens``."""
+    """Return the most places that a request takes at any time until ``num_tokens`` have KV."""
     return min(num_tokens, prompt_len + budget + EVERY)
 
 
 class KvPack(msgspec.Struct, gc=False):
-    """An order to pack a request's KV before the step that it is planned with.
+    """Order to pack a request's KV before a step.
 
-    Of the places ``first`` to ``stop`` in the request's pages, ``num_packed_away`` tokens go. The
-    runner sets the marks: a step that failed may be run again, and must not pack twice.
+    The KV of ``num_packed_away`` tokens among the places ``first`` to ``stop`` of the request's
+    pages is dropped. The runner sets the flags: a step that failed may be run again, and must not
+    pack twice.
     """
 
     first: int

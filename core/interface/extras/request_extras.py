@@ -1,4 +1,4 @@
-"""RequestExtras and Transfer: what only some requests have beside text for the model as it is."""
+"""RequestExtras and Transfer: attributes of requests that use more than text and a plain model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from .transfers import PageOffer
 
 
 class RequestExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a request has that changes how its rows are computed, or which KV is kept.
+    """Attributes of a request that change how its rows are computed, or which KV is kept.
 
-    Requests without any share `PLAIN_REQUEST`.
+    Requests without any use `PLAIN_REQUEST`.
     """
 
-    adapter: Adapter | None = None  # changes the model for it
-    images: tuple[PromptImage, ...] = ()  # their rows have negative ids in its tokens
-    kv_budget: int = 0  # tokens of its answer that keep their KV; 0: all. Set when it is queued
+    adapter: Adapter | None = None  # changes the model for this request
+    images: tuple[PromptImage, ...] = ()  # images; their rows have negative ids in the tokens
+    # tokens of the answer that keep their KV; 0: all. Set when the request is queued
+    kv_budget: int = 0
 
 
 PLAIN_REQUEST = RequestExtras()
@@ -28,14 +29,15 @@ PLAIN_REQUEST = RequestExtras()
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """KV pages of a request that come from a tier or another engine, or go to another engine.
 
-    With ``hands_over`` the pages of its prompt are held at its end, for another engine, unless
-    nobody waits for the answer any more. Requests without any share `NO_TRANSFER`.
+    With ``hands_over`` the pages of its prompt are held for another engine when it ends, unless the
+    caller has left. Requests without any use `NO_TRANSFER`.
     """
 
     hands_over: bool = False
-    handed: HeldPages | None = None  # once they are held
-    offer: PageOffer | None = None  # pages of a peer that it may read, until it needs none
-    load: PageLoad | None = None  # of pages in a tier: looked up while it waits, else under way
+    handed: HeldPages | None = None  # pages held for another engine, once they are
+    offer: PageOffer | None = None  # pages of a peer that it may read, until it needs no more
+    # load from a tier: a look-up while the request waits, then under way
+    load: PageLoad | None = None
 
 
 NO_TRANSFER = Transfer()

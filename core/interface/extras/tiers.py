@@ -1,7 +1,7 @@
-"""Tiers: stores that keep KV pages beyond the pool, as the engine knows them.
+"""Tiers: stores that keep KV pages outside the pool, as the engine sees them.
 
-Calls that may take long are made in a thread of their own, the I/O thread. No token depends on a
-tier: a page that is missing, late or unsound is computed.
+Slow calls are made in a thread of their own, the I/O thread. No token depends on a tier: a page
+that is missing, late or damaged is computed.
 """
 
 from __future__ import annotations
@@ -19,84 +19,85 @@ IsValid = Callable[[], bool]
 
 
 class PageStore(Protocol):
-    """Keeps pages by key, as bytes of one fixed length. Called in the I/O thread.
+    """Store of pages by key, as bytes of one fixed length. Called in the I/O thread.
 
-    Any method may raise OSError: then the caller leaves the store alone for a while.
+    Any method may raise OSError: then the caller does not use the store for a while.
     """
 
-    medium: Medium  # the kind of memory, by which metrics name the store
-    capacity: int  # number of pages that fit
+    medium: Medium  # kind of memory, which names the store in metrics
+    capacity: int  # largest number of pages
 
     def __len__(self) -> int:
-        """Return how many pages are kept; any thread may ask."""
+        """Return the number of pages; any thread may call it."""
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many of ``keys``, from the first on, are kept. It may be wrong."""
+        """Return how many leading ``keys`` are stored. The answer may be wrong."""
 
     def get(self, key: bytes, into: memoryview) -> bool:
-        """Read a page. False means that it is missing or unsound: then ``into`` is void."""
+        """Read a page. Returns False if it is missing or damaged: then ``into`` is void."""
 
     def put(self, key: bytes, tag: bytes, page: memoryview, is_valid: IsValid) -> bool:
-        """Keep a page; return whether it is kept now.
+        """Store a page; return whether it is stored now.
 
-        ``page`` may change while it is read: ``is_valid`` is called when it was read, and only if
-        it returns true the page can be found. ``tag``: 8 bytes that name the key's namespace.
+        ``page`` may change while it is read: ``is_valid`` is called after the reading, and only if
+        it returns true the page becomes findable. ``tag``: 8 bytes that name the key's namespace.
         """
 
     def flush(self, tag: bytes | None = None) -> None:
-        """Forget the pages of a namespace, of all when none is named."""
+        """Forget the pages of a namespace, by default of all."""
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts of pages that were given up, by cause; any thread may ask."""
+        """Return counts of lost pages by cause; any thread may call it."""
 
     def close(self) -> None:
-        """Write what is not written yet, and let go of files and connections."""
+        """Write pending pages, and close files and connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierState:
-    """A tier as it is now; counts since the start, in pages unless they say otherwise."""
+    """Present state of a tier; counts since the start, in pages unless stated otherwise."""
 
     medium: Medium
-    pages: int  # kept now
+    pages: int  # pages stored now
     capacity_pages: int
     loaded_pages: int
     load_seconds: float
     saved_pages: int
-    queued_pages: int  # that wait to be saved
-    dropped_pages: Mapping[str, int]  # by cause, before they were kept or later
-    times_closed: int  # how often it was left alone, because it failed or was late
+    queued_pages: int  # pages that wait to be saved
+    dropped_pages: Mapping[str, int]  # by cause, before they were stored or later
+    times_closed: int  # times that it was closed for a while, because it failed or was late
     is_open: bool
 
 
 class KVTiers(Protocol):
-    """All stores of an engine. The first group is called in the I/O thread, all else on the loop.
+    """All stores of an engine: methods for the I/O thread, then methods for the event loop.
 
-    None of them raises for what a store does.
+    No method raises an error of a store.
     """
 
     # -- in the I/O thread
 
     def find(self, tokens: array[int], namespace: str | None, first: int) -> list[bytes]:
-        """Keys of the first pages of ``tokens``, as far as those from page ``first`` on are kept.
+        """Return the keys of the first pages of ``tokens``, up to the last stored page.
 
-        Empty if page ``first`` is not. Where states are kept, up to the last page that has one.
+        Pages before page ``first`` need not be stored. Returns an empty list if page ``first`` is
+        not. If states are kept, ends with the last page that has one.
         """
 
     def load(self, keys: Sequence[bytes], page_ids: array[int]) -> int:
         """Write pages into the pool; return how many, from the first on, are whole."""
 
     def load_state(self, key: bytes, slot: int, position: int) -> bool:
-        """Write the recurrent state behind the page of a key, and so many tokens, into a slot.
+        """Write the state after ``position`` tokens into a slot; return whether it is whole.
 
-        Return whether it is whole.
+        ``key``: key of the page that ends there.
         """
 
     def save(self) -> None:
         """Write some of the pages that have joined the tree to the stores."""
 
     def flush(self, namespaces: Sequence[str | None]) -> None:
-        """Forget the pages of these namespaces, of all when none is named."""
+        """Forget the pages of some namespaces, by default of all."""
 
     def meet(self, offer: PageOffer) -> None:
         """Reach the peer whose pages a request may read, before they are looked up."""
@@ -112,19 +113,19 @@ class KVTiers(Protocol):
 
     # -- on the loop
 
-    least_tokens: int  # the least number of tokens that are worth a load
+    least_tokens: int  # least number of tokens that are worth a load
 
     @property
     def pages_per_call(self) -> int:
-        """Number of pages that one call of `load` should be given: others wait for its end."""
+        """Number of pages for one call of `load`, so that other loads do not wait for long."""
 
     @property
     def num_state_pages(self) -> int:
-        """Pages that are as large as a recurrent state, which is loaded with them; 0: none is."""
+        """Size in pages of the recurrent state loaded with them; 0: the model has no states."""
 
     @property
     def is_open(self) -> bool:
-        """Whether some store may be asked now."""
+        """Whether at least one store may be used now."""
 
     @property
     def has_saves(self) -> bool:
@@ -132,18 +133,18 @@ class KVTiers(Protocol):
 
     @property
     def refused_offers(self) -> Mapping[Refusal, int] | None:
-        """Count the offers that were of no use, by cause; None where no peers are read."""
+        """Unused offers counted by cause; None if peers are not read."""
 
     def watch_saves(self, on_saves: Callable[[], None]) -> None:
-        """Have ``on_saves`` called whenever `save` gets something to do."""
+        """Call ``on_saves`` whenever `save` gets something to do."""
 
     def load_seconds(self, num_pages: int) -> float:
-        """Estimate how long it takes to load so many pages; 0 if nothing was loaded yet."""
+        """Estimate the seconds to load ``num_pages``; 0 if nothing was loaded yet."""
 
     def note_late(self) -> None:
-        """Note that a load took too long: if that repeats, its store is left alone for a while.
+        """Note that a load took too long: after repeated calls its store is not used for a while.
 
-        Peers do not count: each is left alone by itself.
+        Peers do not count: each is closed on its own.
         """
 
     def checks(self) -> Steps:
@@ -159,7 +160,7 @@ def _no_pages() -> array[int]:
 
 @dataclass(slots=True, eq=False)
 class PageLoad:
-    """The pages of one request that the pool lacks: first looked up, then loaded.
+    """Pages of one request that the pool lacks: first looked up, then loaded.
 
     Pages under I/O belong to a lease that is not released before the call has ended.
     """
@@ -168,16 +169,17 @@ class PageLoad:
     tokens: array[int]  # a copy
     namespace: str | None
     first: int  # index of the first page that the pool lacks
-    due: float  # when the request stops waiting for it
-    keys: list[bytes] = field(default_factory=list)  # of its pages from the beginning, once found
+    due: float  # time when the request stops waiting for it
+    # keys of its pages from the beginning, once found
+    keys: list[bytes] = field(default_factory=list)
     is_found: bool = False
     page_ids: array[int] = field(
         default_factory=_no_pages
-    )  # [num_pages] to load into, once admitted
-    num_loaded: int = 0  # of these pages
-    state_slot: int | None = None  # of the state behind the last page, while it is loaded
-    lacks_state: bool = False  # it is to be loaded, before the pages
-    state_position: int = 0  # tokens before it
+    )  # [num_pages] pages to load into, once admitted
+    num_loaded: int = 0  # number of loaded pages
+    state_slot: int | None = None  # slot for the state after the last page, while it is loaded
+    lacks_state: bool = False  # the state is still to be loaded, before the pages
+    state_position: int = 0  # tokens before the state
     is_in_thread: bool = False  # the I/O thread is in a call for it
     is_over: bool = False  # the request does not wait for it any more
-    offer: PageOffer | None = None  # of the request, when it was to be looked up
+    offer: PageOffer | None = None  # the request's offer at the time of the look-up

@@ -1,8 +1,8 @@
-"""Transfers: KV pages that go from the pool of one engine to that of another.
+"""Transfers: KV pages that go from the pool of one engine to another engine's.
 
-The engine that has computed a prompt (P) holds its pages; the one that goes on with it (D) reads
-them out of P's memory, as it would read them from a disk. P is not asked while that happens, so a
-word in P's memory says whether the pages are still held: D looks at it behind its reading.
+The engine that has computed a prompt (P) holds its pages; the engine that continues the request (D)
+reads them from P's memory, as it would read them from a disk. P takes no part in the reading, so a
+word in P's memory says whether the pages are still held: D checks it after its reading.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MemoryKind = Literal["DRAM", "VRAM"]
 Refusal = Literal[
     "role", "unsigned", "expired", "fingerprint", "out_of_range", "foreign", "unreachable"
 ]
-"""Why pages that a request names are not read: they are computed."""
+"""Reason why pages that a request names are not read: they are computed instead."""
 
 
 class Region(NamedTuple):
@@ -27,13 +27,13 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """The place of a pool in the memory of its process.
+    """Location of a pool in the memory of its process.
 
-    ``parts``: for each part of a page's record the row of page 0; those of other pages follow it.
-    ``words``: address of `TransferLocks.words`.
+    ``parts``: for each part of a page's record the row of page 0, followed by the rows of the other
+    pages. ``words``: address of `TransferLocks.words`.
     """
 
-    agent: bytes  # by which others reach it
+    agent: bytes  # metadata by which other processes reach the pool
     kind: MemoryKind
     parts: tuple[Region, ...]
     words: int
@@ -43,52 +43,52 @@ class PoolMemory:
 class PageOffer:
     """Pages of a peer that a request may read, from the beginning of its prompt on."""
 
-    name: str  # of the peer's transfer
+    name: str  # name of the peer's transfer
     memory: PoolMemory
-    key: bytes  # of the last page, which fixes all tokens up to its end
-    page_ids: Sequence[int]  # the peer's
-    slot: int  # of the word
-    nonce: int  # in the word while the pages are held
-    is_met: bool = False  # whether the peer was reached, and held the pages by then
+    key: bytes  # key of the last page, which determines all tokens up to its end
+    page_ids: Sequence[int]  # page ids in the peer's pool
+    slot: int  # slot of the peer's word
+    nonce: int  # value of the word while the pages are held
+    is_met: bool = False  # whether the peer was reached, and held the pages then
 
     @property
     def word(self) -> int:
-        """Address of its word."""
+        """Address of the word of this offer."""
         return self.memory.words + 8 * self.slot
 
 
 class PageServer(Protocol):
     """Memory that other processes read. Belongs to the event loop's thread."""
 
-    memory: PoolMemory  # where the memory lies
+    memory: PoolMemory  # location of the memory
 
     def notes(self) -> Sequence[bytes]:
-        """Return what readers have sent since the last call; returns at once."""
+        """Return the notes that readers have sent since the last call; returns at once."""
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
 
 
 class PageReader(Protocol):
-    """Reads the memory of other processes. Belongs to the I/O thread.
+    """Reader of the memory of other processes. Belongs to the I/O thread.
 
-    Its methods raise OSError where a peer does not answer, or is gone.
+    Its methods raise OSError if a peer does not answer, or is gone.
     """
 
-    capacity: int  # bytes that one call can read
+    capacity: int  # most bytes that one call can read
 
     def read(self, memory: PoolMemory, regions: Sequence[Region]) -> memoryview:
         """Read regions of a pool, one after the other; valid until the next call."""
 
     def read_word(self, offer: PageOffer) -> int:
-        """Read the word of an offer. Pages that were read before it were read before it."""
+        """Read the word of an offer, after all pages that were read before this call."""
 
     def send(self, memory: PoolMemory, note: bytes) -> None:
         """Send a note to the process of a pool."""
 
     def close(self) -> None:
-        """Let go of memory and connections."""
+        """Release memory and connections."""
 
 
 RENEW, DONE = b"renew ", b"done "
-"""Notes to P: the name of the transfer follows."""
+"""Notes to P; each is followed by the name of the transfer."""

@@ -1,1 +1,1 @@
-"""Stores of pages beyond the pool: memory of the host, a disk, a remote store, other engines."""
+"""Stores of pages outside the pool: host memory, a disk, a remote store, other engines."""

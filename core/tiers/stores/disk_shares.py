@@ -1,6 +1,6 @@
 """Shares of one disk for several engines: DIR/0, DIR/1, ..., each held by one process.
 
-A share is a root of its own for `StoreFolder`. Its lock ends with the process, however that ends.
+A share is the root of a `StoreFolder`. Its lock ends with the process, in any case.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from .store_folder import make_root, refused, refusing, remove_stores
 
-HOLDER = "holder"  # a file that the process of a share holds; its stores have locks of their own
+HOLDER = "holder"  # file that the process of a share locks; its stores have their own locks
 _POLL_SECONDS = 0.1
 
 
 class DiskShare:
-    """The first free of the shares of a disk, held until it is closed or the process ends.
+    """First free share of a disk, held until it is closed or the process ends.
 
-    ``num_bytes`` of the disk are shared out evenly among ``num_shares``. Shares beyond those, which
-    a larger number has left, are emptied unless a process holds them. Waits ``wait_seconds`` for a
-    free share: a process may be about to end. Raises `InvalidRequest` for a folder that cannot be
-    used, and when no share is free.
+    ``num_bytes`` of the disk are divided evenly among ``num_shares``. Shares with higher numbers,
+    left over from a larger ``num_shares``, are emptied unless a process holds them. Waits
+    ``wait_seconds`` for a free share: a process may be about to end. Raises `InvalidRequest` for a
+    folder that cannot be used, and if no share is free.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class DiskShare:
             _empty_beyond(root, num_shares)
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the share to other processes."""
         os.close(self._lock)
 
 
@@ -58,7 +58,7 @@ def _empty_beyond(root: Path, num_shares: int) -> None:
 
 
 def _try_hold(path: Path) -> int | None:
-    """Return the descriptor that holds a share; None where another process does."""
+    """Return the descriptor that holds a share; None if another process holds it."""
     make_root(path)
     lock = os.open(path / HOLDER, os.O_RDWR | os.O_CREAT, 0o600)
     try:

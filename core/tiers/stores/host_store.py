@@ -1,4 +1,4 @@
-"""The host tier: pages by key in memory of the host, for engines whose pool lies on a GPU."""
+"""Host tier: pages by key in host memory, for engines whose pool lies on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .slotted_store import Entry, SlottedStore
 class HostSlots:
     """Slots in one area of memory, page-locked if ``pinned``: a GPU then copies by itself.
 
-    Memory does not damage pages: there are no checksums, and entries are kept by the store alone.
+    Memory does not damage pages: there are no checksums, and only the store keeps entries.
     """
 
     def __init__(self, page_bytes: int, capacity: int, *, pinned: bool) -> None:
@@ -23,34 +23,34 @@ class HostSlots:
         self._pages = memory.view(capacity, page_bytes).numpy()
 
     def allocate(self, slot: int) -> bool:
-        """Return true: all slots are there."""
+        """Return whether the slot exists: all slots are allocated from the start."""
         return slot < self.capacity
 
     def write(self, slot: int, page: memoryview) -> int:
-        """Copy a page into its slot."""
+        """Copy a page into its slot; return 0 as its checksum."""
         self._pages[slot] = page
         return 0
 
     def read(self, slot: int, into: memoryview) -> int | None:
-        """Copy a page out of its slot."""
+        """Copy a page out of its slot; return 0 as its checksum."""
         into[:] = self._pages[slot].data
         return 0
 
     def write_entry(self, slot: int, entry: Entry) -> None:
-        """Do nothing: nobody reads entries again."""
+        """Do nothing: entries are never read back."""
 
     def void(self, slot: int) -> None:
-        """Do nothing: nobody reads entries again."""
+        """Do nothing: entries are never read back."""
 
     def clear(self) -> None:
-        """Do nothing: what no key leads to is not read."""
+        """Do nothing: a page without a key is not read."""
 
     def close(self) -> None:
-        """Do nothing: the memory goes with the store."""
+        """Do nothing: the memory is freed with the store."""
 
 
 class HostStore(SlottedStore):
-    """Keeps pages of ``page_bytes`` in ``max_bytes`` of host memory; see `SlottedStore`."""
+    """`SlottedStore` of pages of ``page_bytes`` in ``max_bytes`` of host memory."""
 
     def __init__(
         self, page_bytes: int, max_bytes: int, *, pinned: bool, quota: float = 1.0

@@ -1,8 +1,8 @@
-"""The remote tier: pages in a Mooncake Store, which several engines on several machines share.
+"""Remote tier: pages in a Mooncake Store, which several engines on several machines share.
 
-A page is an object ``ft/FINGERPRINT/TAG/KEY``: its bytes and their checksum. Mooncake moves them
-between registered memory and the machine that keeps them, and evicts by itself. Written for and
-tested with its clients over TCP.
+A page is an object ``ft/FINGERPRINT/TAG/KEY``: its bytes and their checksum. Mooncake moves the
+objects between registered memory and the machine that keeps them, and evicts by itself. Written for
+its clients over TCP and tested with them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ...interface.extras.tiers import IsValid, Medium, PageStore
 from ..keys import tag_of
 
 CHECK_BYTES = 4
-PATIENCE_SECONDS = 2.0  # to reach the master at the start; Mooncake itself would try for long
-BUFFER_BYTES = 16 << 20  # of Mooncake's own, for what it says to others
+PATIENCE_SECONDS = 2.0  # time to reach the master at the start; Mooncake itself would try for long
+BUFFER_BYTES = 16 << 20  # bytes of Mooncake's own buffer for its messages
 
 
 class MooncakeStore(PageStore):
-    """Keeps pages of ``page_bytes`` where a Mooncake master sends them; a `PageStore`.
+    """`PageStore` of pages of ``page_bytes`` on the machines that a Mooncake master chooses.
 
-    ``host`` and ``port``: of the master. ``lent_bytes``: memory of this machine that is lent to the
-    store, for the pages of all engines. Raises `InvalidRequest` if the master cannot be reached or
-    the client cannot be loaded.
+    ``host`` and ``port``: address of the master. ``lent_bytes``: memory of this machine that is
+    lent to the store, for the pages of all engines. Raises `InvalidRequest` if the master cannot be
+    reached or the client cannot be loaded.
     """
 
     medium: Medium = "remote"
-    capacity = 0  # the master knows
+    capacity = 0  # unknown here; the master knows the capacity
 
     def __init__(
         self, host: str, port: int, fingerprint: bytes, page_bytes: int, *, lent_bytes: int = 0
@@ -53,7 +53,7 @@ class MooncakeStore(PageStore):
             raise refused(host, port, "the client cannot be set up")
 
     def __len__(self) -> int:
-        """Return how many pages this process has put; others put theirs, and the store evicts."""
+        """Return how many pages this process has put, without regard to evictions."""
         return self._num_put
 
     def _name(self, key: bytes) -> str:
@@ -99,18 +99,18 @@ class MooncakeStore(PageStore):
         return True
 
     def flush(self, tag: bytes | None = None) -> None:
-        """Forget the pages of a namespace, of all with this fingerprint when none is named."""
+        """Forget the pages of a namespace, by default all with this fingerprint."""
         below = self._prefix if tag is None else f"{self._prefix}/{tag.hex()}"
         status = self._client.remove_by_regex(f"^{below}/.*", True)
         if status < 0:
             raise OSError(f"Mooncake answers {status}")
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts of pages: unsound when read, given up as not valid, refused."""
+        """Return counts of pages: damaged when read, given up as not valid, refused."""
         return dict(self._counts)
 
     def close(self) -> None:
-        """Take back the memory that was lent, and leave."""
+        """Take back the memory that was lent, and disconnect."""
         self._client.close()
 
 

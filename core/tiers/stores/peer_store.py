@@ -24,20 +24,21 @@ from ...interface.extras.transfers import (
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-SHUNNED_SECONDS = 10.0  # that a peer which does not answer is left alone
+SHUNNED_SECONDS = 10.0  # time that a peer which did not answer is not used
 
 
 class PeerStore(PageStore):
-    """`PageStore` of the pages that `meet` has offered, until `end`.
+    """`PageStore` of the pages of offers, from `meet` until `end`.
 
-    A key fixes its page's bytes, wherever they lie: an offer's last key is enough to know which of
-    its pages belong to which tokens. What was read counts if the offer's word is still there.
-    Belongs to the I/O thread; `__len__` and `stats` may be asked in any. No method raises for what
-    a peer does: its pages are missing then, and other peers are asked as before.
+    A key determines its page's bytes in every engine: an offer's last key is enough to know which
+    of its pages belong to which tokens. Read pages are valid if the offer's word is unchanged after
+    the reading. Belongs to the I/O thread; `__len__` and `stats` may be called in any thread. No
+    method raises an error of a peer: its pages are missing then, and other peers are used as
+    before.
     """
 
     medium: Medium = "peer"
-    capacity = 0  # it keeps nothing
+    capacity = 0  # the store keeps no pages itself
 
     def __init__(
         self,
@@ -46,15 +47,17 @@ class PeerStore(PageStore):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.refused: Counter[Refusal] = Counter()  # offers, by why they are of no use
+        self.refused: Counter[Refusal] = Counter()  # unusable offers, by cause
         self._reader, self._page_bytes = reader, page_bytes
         self._clock = clock
-        self._offers: dict[bytes, list[PageOffer]] = {}  # by the key of the last page; never empty
-        self._pages: dict[bytes, tuple[PageOffer, int]] = {}  # by key: an index of the offer's
-        self._keys: dict[PageOffer, dict[int, bytes]] = {}  # the same, by offer and index
+        # by the key of the last page; lists are never empty
+        self._offers: dict[bytes, list[PageOffer]] = {}
+        self._pages: dict[bytes, tuple[PageOffer, int]] = {}  # by key: offer and index in its pages
+        # the keys of `_pages`, by offer and index
+        self._keys: dict[PageOffer, dict[int, bytes]] = {}
         self._staged: dict[bytes, memoryview] = {}  # pages that the reader's last call read
-        self._shunned: dict[bytes, float] = {}  # agents, until when
-        self._num_void = 0  # pages that were read when they were held no longer
+        self._shunned: dict[bytes, float] = {}  # end of the pause, by agent
+        self._num_void = 0  # pages that were no longer held when they had been read
 
     def __len__(self) -> int:
         return sum(len(each.page_ids) for each in self._all_offers())
@@ -65,7 +68,7 @@ class PeerStore(PageStore):
     # -- offers ---------------------------------------------------------------------------------
 
     def meet(self, offer: PageOffer) -> None:
-        """Connect to the peer of an offer, and note its pages if they are still held."""
+        """Connect to the peer of an offer, and add its pages if they are still held."""
         if self._is_held(offer):
             offer.is_met = True
             self._offers.setdefault(offer.key, []).append(offer)
@@ -81,7 +84,7 @@ class PeerStore(PageStore):
         self._send(offer, DONE)
 
     def _forget(self, offer: PageOffer) -> None:
-        """Forget an offer; of another one with the same last key, the pages are the same."""
+        """Forget an offer; another offer with the same last key takes over its pages."""
         offers = [each for each in self._offers.pop(offer.key, []) if each is not offer]
         if offers:
             self._offers[offer.key] = offers
@@ -96,7 +99,7 @@ class PeerStore(PageStore):
         self._keys.setdefault(offer, {})[index] = key
 
     def _is_held(self, offer: PageOffer) -> bool:
-        """Look at the word of an offer."""
+        """Whether the word of an offer says that its pages are still held."""
         word = self._ask(offer.memory, partial(self._reader.read_word, offer))
         if word is None:
             self.refused["unreachable"] += 1
@@ -109,7 +112,7 @@ class PeerStore(PageStore):
         self._ask(offer.memory, partial(self._reader.send, offer.memory, note))
 
     def _ask(self, memory: PoolMemory, call: Callable[[], T]) -> T | None:
-        """Make a call to a peer; None if it does not answer, or did not lately."""
+        """Return the result of a call to a peer; None if it does not answer, or did not lately."""
         now = self._clock()
         if self._shunned.get(memory.agent, 0.0) > now:
             return None
@@ -125,12 +128,14 @@ class PeerStore(PageStore):
 
     @override
     def find(self, keys: Sequence[bytes]) -> int:
-        # The longest offer of several: a part of a prompt is let go before the whole of it is read.
+        # The longest of several offers: a part of a prompt is freed before the whole prompt is
+        # read.
         at = next((at for at in reversed(range(len(keys))) if keys[at] in self._offers), None)
         if at is None:
             return 0
         offer = self._offers[keys[at]][-1]
-        first = len(offer.page_ids) - 1 - at  # of the keys, an index of the offer's pages
+        # index in the offer's pages that belongs to the first key
+        first = len(offer.page_ids) - 1 - at
         if first < 0:
             return 0
         for index, key in enumerate(keys[: at + 1], first):
@@ -139,14 +144,14 @@ class PeerStore(PageStore):
 
     @override
     def get(self, key: bytes, into: memoryview) -> bool:
-        # The pages behind it are read along.
+        # The following pages are read in the same call.
         if key not in self._staged and not self._stage(key):
             return False
         into[:] = self._staged.pop(key)
         return True
 
     def _stage(self, key: bytes) -> bool:
-        """Read a page and the next ones of its offer."""
+        """Read a page and the next ones of its offer; return whether they were still held."""
         self._staged = {}
         if key not in self._pages:
             return False
@@ -163,7 +168,7 @@ class PeerStore(PageStore):
         return False
 
     def _read(self, offer: PageOffer, pages: range) -> int:
-        """Read some pages of an offer, by their indices in it; returns how many."""
+        """Read some pages of an offer, by their indices in it; return how many."""
         parts = offer.memory.parts
         rows = [
             Region(part.address + offer.page_ids[index] * part.num_bytes, part.num_bytes)

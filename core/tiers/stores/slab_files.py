@@ -1,7 +1,7 @@
-"""Files of a disk store: pages in slabs of fixed slots, and an index that says which page is where.
+"""Files of a disk store: pages in slabs of fixed slots, and an index of the pages.
 
-The index is a header and an entry of 64 bytes for each slot. An entry is what it says if its own
-checksum is right, a page is what its entry says if the checksum of its bytes is. So damage and
+The index is a header and an entry of 64 bytes for each slot. An entry is valid if its own checksum
+is right, a page is valid if the checksum of its bytes is the one in its entry. So damage and
 crashes lose pages and never give wrong ones, and no write waits for the disk. The index is not
 mapped: on a full or failing disk a write to a mapped file ends the process.
 """
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 VERSION = 2
 LEAST_PAGES = 64
 SLAB_BYTES = 256 << 20
-BLOCK = 4096  # of the file system: no two pages share one
+BLOCK = 4096  # block of the file system, in bytes: no two pages share one
 _ENTRY = struct.Struct(f"<{KEY_BYTES}sQQ{TAG_BYTES}s")  # an `Entry`
-_CHECK = struct.Struct("<Q")  # of the bytes before it
-_RECORD = _ENTRY.size + _CHECK.size  # bytes
+_CHECK = struct.Struct("<Q")  # checksum of the bytes before it
+_RECORD = _ENTRY.size + _CHECK.size  # bytes of an index entry
 _VOID = bytes(_RECORD)
 _HEADER = struct.Struct("<12sIQQ")  # mark, version, bytes of a page, slots of a slab
 _AT_ONCE = 1 << 14  # entries that are read together
@@ -38,7 +38,7 @@ _AT_ONCE = 1 << 14  # entries that are read together
 class SlabFiles(Slots):
     """Pages and their entries by slot, in one folder; ``capacity`` slots.
 
-    All methods raise OSError where the disk fails.
+    All methods raise OSError if the disk fails.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class SlabFiles(Slots):
         self._files: dict[str, int] = {}  # descriptors
 
     def load(self) -> list[tuple[int, Entry]]:
-        """Set the capacity to what there is room for; return the slots with sound entries.
+        """Set the capacity to the available room; return the slots with valid entries.
 
-        What lies beyond the capacity is cut off. Damaged entries are lost, and so are the files
-        of another version, with a warning. Raises `InvalidRequest` for too little room.
+        Files are cut to the capacity. Damaged entries are lost, and so are the files of another
+        version, with a warning. Raises `InvalidRequest` for too little room.
         """
         self.capacity = self._measured()
         self._check_header()
@@ -73,7 +73,7 @@ class SlabFiles(Slots):
         return self._sound_entries()
 
     def _measured(self) -> int:
-        """Return how many pages there is room for. Raises `InvalidRequest` if too few."""
+        """Return how many pages there is room for. Raises `InvalidRequest` for too few."""
         room, per_page = min(self._folder.room(), self._most_bytes), self._stride + _RECORD
         least = BLOCK + self._least_pages * per_page
         if room < least:
@@ -101,7 +101,7 @@ class SlabFiles(Slots):
                 os.truncate(path, size)
 
     def _slab_size(self, number: int) -> int:
-        """Return the bytes of a slab; none or fewer for one beyond the capacity."""
+        """Return the bytes of a slab; 0 or less for one beyond the capacity."""
         return min(self._per_slab, self.capacity - number * self._per_slab) * self._stride
 
     def _sound_entries(self) -> list[tuple[int, Entry]]:
@@ -143,7 +143,7 @@ class SlabFiles(Slots):
             return False
         try:
             os.posix_fallocate(slab, 0, wanted)
-        except OSError:  # a file system without it, or a full one: then a write will fail
+        except OSError:  # the file system does not support it or is full: then a write will fail
             os.truncate(slab, wanted)
         return True
 
@@ -154,7 +154,7 @@ class SlabFiles(Slots):
         return zlib.crc32(page)
 
     def read(self, slot: int, into: memoryview) -> int | None:
-        """Read a page; return its checksum, None where the slab ends early."""
+        """Read a page; return its checksum, None if the slab ends early."""
         slab, start = self._place(slot)
         num_read = 0
         while num_read < self._page_bytes:
@@ -177,7 +177,7 @@ class SlabFiles(Slots):
         _write(self._file(INDEX), memoryview(record), BLOCK + slot * _RECORD)
 
     def _place(self, slot: int) -> tuple[int, int]:
-        """Return the descriptor of a slot's slab, and where in it the slot begins."""
+        """Return the descriptor of a slot's slab, and the slot's first byte in it."""
         number, place = divmod(slot, self._per_slab)
         return self._file(_slab(number)), place * self._stride
 
@@ -187,7 +187,7 @@ class SlabFiles(Slots):
         return self._files[name]
 
     def close(self) -> None:
-        """Close all files, and let go of the folder."""
+        """Close all files, and unlock the folder."""
         while self._files:
             os.close(self._files.popitem()[1])
         self._folder.close()

@@ -1,4 +1,4 @@
-"""The disk tier: pages by key in a folder of slabs, where the next process finds them."""
+"""Disk tier: pages by key in a folder of slabs, where the next process finds them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .store_folder import StoreFolder, refusing
 
 
 class SlabStore(SlottedStore):
-    """Keeps pages of ``page_bytes`` on a disk.
+    """`SlottedStore` of pages of ``page_bytes`` on a disk.
 
-    ``folder`` has a folder for each fingerprint, and ``max_bytes`` bounds them all together.
-    ``quota``: share of the pages beyond which those of a namespace go first. ``most_bytes``: of
-    them, those that this store takes; ``least_pages``: for which there must be room; ``noun``: for
-    them, in errors.
+    ``folder`` has a folder for each fingerprint; ``max_bytes`` limits all of them together.
+    ``quota``: share of the pages beyond which a namespace's pages are evicted first.
+    ``most_bytes``: the part of ``max_bytes`` for this store; ``least_pages``: least number of pages
+    with room; ``noun``: name of the pages in errors.
 
     Raises `InvalidRequest` for a folder that cannot be used or that another process holds, and for
     a size of too few pages.

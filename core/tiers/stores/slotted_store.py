@@ -1,4 +1,4 @@
-"""SlottedStore: pages by key in slots of files or memory; the least recently used make room."""
+"""SlottedStore: pages by key in slots of files or memory, with eviction by last use."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from ..keys import KEY_BYTES, TAG_BYTES
 logger = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# A page's slot, and its entry's checksum, tick and tag. In a plain tuple, which Python's garbage
-# collector leaves alone: there may be millions of them.
+# A page's slot, and its entry's checksum, tick and tag. A plain tuple, which Python's garbage
+# collector skips: there may be millions of them.
 _Kept = tuple[int, int, int, bytes]
 
 
 class Entry(NamedTuple):
-    """A page as the store knows it."""
+    """Entry of a page in a store."""
 
     key: bytes
     check: int  # checksum of the page
-    tick: int  # of the last use; it grows with every use
+    tick: int  # number of the last use; grows with every use
     tag: bytes  # names the namespace
 
 
 class Slots(Protocol):
-    """Slots for pages, ``capacity`` of them, and for their entries."""
+    """Slots for ``capacity`` pages and for their entries."""
 
     capacity: int
 
@@ -45,7 +45,7 @@ class Slots(Protocol):
         """Write a page; return its checksum."""
 
     def read(self, slot: int, into: memoryview) -> int | None:
-        """Read a page; return its checksum, None where there is none."""
+        """Read a page; return its checksum, or None without a page."""
 
     def write_entry(self, slot: int, entry: Entry) -> None:
         """Write the entry of a slot."""
@@ -57,15 +57,15 @@ class Slots(Protocol):
         """Forget all pages."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release files and memory."""
 
 
 class SlottedStore(PageStore):
-    """Keeps pages of ``page_bytes`` in slots; a `PageStore`.
+    """`PageStore` of pages of ``page_bytes`` in slots.
 
     A page is written to a free slot before its entry is; the entry of an older page is void before
-    its slot is overwritten. Pages of a namespace that has more than its share of them, ``quota``,
-    go first, as in the pool. A page takes about half a kilobyte of memory.
+    its slot is overwritten. Pages of a namespace that has more than ``quota``, a share of all
+    pages, are evicted first, as in the pool. A page takes about half a kilobyte of memory.
     """
 
     def __init__(self, slots: Slots, medium: Medium, page_bytes: int, quota: float) -> None:
@@ -78,17 +78,17 @@ class SlottedStore(PageStore):
         self._adopt([])
 
     def _adopt(self, found: list[tuple[int, Entry]]) -> None:
-        """Begin with these pages by slot, in the order of their last use."""
+        """Replace all pages by these ones, by slot, in the order of their last use."""
         self.capacity = self._slots.capacity  # less once the disk is full
         share = None if self._quota >= 1 else max(1, int(self.capacity * self._quota))
         self._owned = NamespaceQuota(share, IDLE_AFTER * self.capacity)
         self._pages: OrderedDict[bytes, _Kept] = OrderedDict()  # oldest first
-        self._by_tag: dict[str | None, OrderedDict[bytes, None]] = {}  # keys; oldest first
-        self._num_slots = max((slot + 1 for slot, _ in found), default=0)  # no later one was used
+        self._by_tag: dict[str | None, OrderedDict[bytes, None]] = {}  # keys, oldest first
+        self._num_slots = max((slot + 1 for slot, _ in found), default=0)  # no later slot was used
         used = {slot for slot, _ in found}
         self._free = [slot for slot in range(self._num_slots) if slot not in used]
         for slot, entry in sorted(found, key=lambda each: each[1].tick):
-            if entry.key in self._pages:  # it was void, but that was lost with the power
+            if entry.key in self._pages:  # the old entry was void, but a power failure lost that
                 self._forget(entry.key)
             self._add(slot, entry)
 
@@ -97,16 +97,16 @@ class SlottedStore(PageStore):
         return len(self._pages)
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many of ``keys``, from the first on, are kept. O(keys)."""
+        """Return how many leading ``keys`` are stored. O(keys)."""
         for num_found, key in enumerate(keys):
             if key not in self._pages:
                 return num_found
         return len(keys)
 
     def get(self, key: bytes, into: memoryview) -> bool:
-        """Read a page; False if it is missing, or unsound and now forgotten. O(1).
+        """Read a page; return False if it is missing, or damaged and now forgotten. O(1).
 
-        Raises OSError where the disk fails; the page is forgotten then, too.
+        Raises OSError if the disk fails; the page is forgotten then, too.
         """
         if key not in self._pages:
             return False
@@ -123,9 +123,9 @@ class SlottedStore(PageStore):
         return is_sound
 
     def put(self, key: bytes, tag: bytes, page: memoryview, is_valid: IsValid) -> bool:
-        """Keep a page if it is valid once it is written; return whether it is kept. O(1).
+        """Store a page if it is valid once it is written; return whether it is stored. O(1).
 
-        Raises OSError where the disk fails or is full; all other pages are kept then.
+        Raises OSError if the disk fails or is full; all other pages stay then.
         """
         if (len(key), len(tag), page.nbytes) != (KEY_BYTES, TAG_BYTES, self._page_bytes):
             raise ValueError("a key, a tag or a page has another length than all others")
@@ -169,7 +169,7 @@ class SlottedStore(PageStore):
         return False
 
     def _stop_growing(self) -> None:
-        """Keep what fits from now on. Without any page, the next one may try again."""
+        """Limit the capacity to the used slots. Without any page, the next one may try again."""
         if self._num_slots:
             self.capacity = self._num_slots
             logger.warning(
@@ -177,7 +177,7 @@ class SlottedStore(PageStore):
             )
 
     def _victim(self) -> bytes:
-        """Return the key of the page that goes next. O(namespaces over quota)."""
+        """Return the key of the page to evict next. O(namespaces over quota)."""
         beyond = self._owned.over_quota()
         if not beyond:
             return next(iter(self._pages))
@@ -189,7 +189,7 @@ class SlottedStore(PageStore):
         return self._pages[key][2]
 
     def _add(self, slot: int, entry: Entry) -> None:
-        """Know a page whose entry is written, as the last one used."""
+        """Add a page whose entry is written, as the last one used."""
         name = entry.tag.hex()
         self._pages[entry.key] = slot, entry.check, entry.tick, entry.tag
         self._by_tag.setdefault(name, OrderedDict())[entry.key] = None
@@ -216,7 +216,7 @@ class SlottedStore(PageStore):
         self._slots.void(self._drop(key))
 
     def _drop(self, key: bytes) -> int:
-        """Forget a page but for its entry; return its slot, which is free now."""
+        """Forget a page but not its entry; return its slot, which is free now."""
         slot, _, _, tag = self._pages.pop(key)
         name = tag.hex()
         self._by_tag[name].pop(key)
@@ -228,7 +228,7 @@ class SlottedStore(PageStore):
         return slot
 
     def flush(self, tag: bytes | None = None) -> None:
-        """Forget the pages of a namespace, of all when none is named. O(pages)."""
+        """Forget the pages of a namespace, by default of all. O(pages)."""
         if tag is None:
             self._adopt([])
             self._slots.clear()
@@ -238,11 +238,11 @@ class SlottedStore(PageStore):
             self._slots.void(slot)
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts of pages: unsound when read, given up as not valid, evicted."""
+        """Return counts of pages: damaged when read, given up as not valid, evicted."""
         return dict(self._counts)
 
     def close(self) -> None:
-        """Close the files and let go of the folder; what is written outlives the process."""
+        """Close the files and unlock the folder; the files outlive the process."""
         self._slots.close()
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """Folders of disk stores: one for each fingerprint, below the root that the user names.
 
-Each is locked by the process that uses it. One size bounds all of them together: folders that no
+The process that uses a folder locks it. One size limits all of them together: folders that no
 process holds are removed when another one needs their room, the least recently used first.
 """
 
@@ -29,7 +29,7 @@ def refused(root: Path, reason: str) -> InvalidRequest:
 
 @contextlib.contextmanager
 def refusing(root: Path) -> Iterator[None]:
-    """Turn what the file system refuses in the block into the error of `refused`."""
+    """Turn an error of the file system in the block into the error of `refused`."""
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
@@ -39,23 +39,23 @@ def refusing(root: Path) -> Iterator[None]:
 
 
 def make_root(root: Path) -> None:
-    """Make the folder of all stores, unless it is there. Raises `InvalidRequest` if unusable."""
+    """Make the folder of all stores, unless it exists. Raises `InvalidRequest` if unusable."""
     with refusing(root):
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(_open(root / LOCK))
 
 
 def remove_stores(root: Path) -> None:
-    """Remove the stores below a root that no process holds. Raises OSError where the disk fails."""
+    """Remove the stores below a root that no process holds. Raises OSError if the disk fails."""
     for each in root.iterdir():
         if _is_store(each) and not _is_held(each):
             _remove(each)
 
 
 class StoreFolder:
-    """The folder of one fingerprint, held by this process until it is closed.
+    """Folder of one fingerprint, held by this process until it is closed.
 
-    ``max_bytes`` bounds the files of all folders below ``root``. Raises `InvalidRequest` for a root
+    ``max_bytes`` limits the files of all folders below ``root``. Raises `InvalidRequest` for a root
     that cannot be used, and for a folder that another process holds.
     """
 
@@ -73,9 +73,9 @@ class StoreFolder:
         os.utime(self._lock)
 
     def _make(self) -> None:
-        """Make the folder unless it is there; only its owner may read it.
+        """Make the folder unless it exists; only its owner may read it.
 
-        Its files decide which KV is computed with, so a folder of another user is refused.
+        Its files decide which KV is used, so a folder of another user is refused.
         """
         self.path.mkdir(mode=0o700, exist_ok=True)
         found = self.path.lstat()
@@ -90,17 +90,17 @@ class StoreFolder:
         return _open(self.path / name)
 
     def slabs(self) -> dict[int, Path]:
-        """Return the slabs that are there, by number."""
+        """Return the existing slabs, by number."""
         found = ((_SLAB.fullmatch(each.name), each) for each in self.path.iterdir())
         return {int(name[1]): path for name, path in found if name is not None}
 
     def room(self) -> int:
-        """Return the bytes that this folder may have: all but those that other processes hold."""
+        """Return the bytes that this folder may have: all but those held by other processes."""
         with self._root_locked():
             return self.max_bytes - sum(_size(each) for each in self._others(held=True))
 
     def make_room(self, num_bytes: int) -> bool:
-        """Return whether ``num_bytes`` more fit, once folders without a process made room."""
+        """Return whether ``num_bytes`` more fit, after removing unheld folders as needed."""
         with self._root_locked():
             idle = sorted(self._others(held=False), key=lambda each: (each / LOCK).stat().st_mtime)
             used = sum(_size(each) for each in (self.path, *idle, *self._others(held=True)))
@@ -112,9 +112,10 @@ class StoreFolder:
             return used + num_bytes <= self.max_bytes
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Unlock the folder."""
         if self._lock is not None:
-            with contextlib.suppress(OSError):  # it is removed earlier than others, at worst
+            # without this, the folder may be removed earlier than others
+            with contextlib.suppress(OSError):
                 os.utime(self._lock)
             os.close(self._lock)
             self._lock = None
@@ -146,7 +147,7 @@ def _is_store(folder: Path) -> bool:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """Return the descriptor that holds the folder's lock; None where another one does."""
+    """Return the descriptor that holds the folder's lock; None if another one holds it."""
     lock = _open(folder / LOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,8 +173,8 @@ def _size(folder: Path) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a store. The lock goes last: until then the folder is known to be one."""
+    """Remove a store. The lock goes last: until then the folder is known as a store."""
     for each in (*_content(folder), folder / LOCK):
         each.unlink()
-    with contextlib.suppress(OSError):  # a file that is none of ours lies in it
+    with contextlib.suppress(OSError):  # the folder has a file that is not ours
         folder.rmdir()

@@ -48,8 +48,8 @@ MUTATIONS = (
     Mutation(
         "cache-release-empties-a-lent-table",
         "PrefixCache.release",
-        'lease.page_ids = array("q")  # anew',
-        "del lease.page_ids[:]  # anew",
+        'lease.page_ids = array("q")  # a new array',
+        "del lease.page_ids[:]  # a new array",
         ("test_release_leaves_the_page_table_lent_to_a_running_step_alone",),
         "a running step may still read the page table",
     ),

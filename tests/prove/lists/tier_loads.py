@@ -66,7 +66,7 @@ MUTATIONS = (
     Mutation(
         "tiers-close-unflushed",
         "Tiers.close",
-        "            self._flush(tier)  # or the next process finds what was to be forgotten\n",
+        "            self._flush(tier)  # otherwise the next process would find flushed pages\n",
         "",
         ("test_a_flush_that_failed_is_made_before_the_store_is_closed",),
         "what was flushed is not found after a restart",
