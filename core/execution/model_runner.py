@@ -60,7 +60,7 @@ class LaunchedStep:
 
 
 class PendingStep:
-    """`Pending` of a `ModelRunner`."""
+    """The `Pending` of a `ModelRunner`: a launched step that `finish` completes."""
 
     def __init__(self, work: LaunchedStep, finish: Callable[[LaunchedStep], StepOutput]) -> None:
         self.plan, self.tokens = work.plan, work.tokens
@@ -73,7 +73,7 @@ class PendingStep:
         Raises the device's errors. Raises `StepCancelled` if an earlier call failed: the proposer
         must not observe a step twice.
         """
-        # The buffers of the step are freed even if it fails.
+        # Dropping the closure frees the buffers of the step, even if it fails.
         finish, self._finish = self._finish, None
         if finish is not None:
             self._output = finish()
@@ -115,7 +115,7 @@ class ModelRunner:
         keep_policy: KeepPolicy | None = None,
     ) -> None:
         self.decoder = decoder
-        self.vision = vision  # None: the model has no image tower
+        self.vision = vision  # None: prompts cannot have images
         self.pool = pool
         self.proposer = proposer  # None without a proposer, and after it was disabled
         self._lost_proposer = False  # the proposer failed too often and was disabled
@@ -376,10 +376,7 @@ class ModelRunner:
         return after.next_inputs(layout.unknown_rows, layout.num_rows, vocab_size)
 
     def _begin(self, output: ForwardOutput, layout: StepLayout) -> PendingTokens | None:
-        """Return the tokens that the device chooses in the pass or after it.
-
-        None if the host does.
-        """
+        """Return the tokens that the device is choosing; None if it chooses none."""
         if output.tokens is not None or not (layout.drafted and self._chooses_on_device):
             return output.tokens
         sampler = self.decoder.sampler

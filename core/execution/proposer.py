@@ -30,7 +30,8 @@ class VerifiedRequest(msgspec.Struct, frozen=True, gc=False):
     """The outcome of one scheduled request.
 
     ``batch_rows[i]`` is the row of the batch that holds position ``scheduled.start + i``: first the
-    pending tokens, then the accepted draft tokens. It is empty if the request failed.
+    pending tokens, then the accepted draft tokens. It is empty if the request failed or has packed
+    KV away.
     """
 
     scheduled: ScheduledRequest
