@@ -3,9 +3,9 @@
 A draft tree is verified without an ancestor mask. It is split into runs, in which every node is the
 child of the node before it; each run is a segment. The trunk, which is the first run, follows the
 pending tokens and takes the slots of its positions in the page table. The other runs take slots of
-spare pages, and the tails of their segments list the slots of their ancestors. So every row sums
-over the keys of its own path, each at its absolute position, and yields the same bits as plain
-decoding.
+spare pages, and the tails of their segments list the slots of their ancestors and of their own
+nodes. So every row sums over the keys of its own path, each at its absolute position, and yields
+the same bits as plain decoding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Decoder: the protocol of models over ragged batches.
-
-OwnDecoder implements it for all families.
-"""
+"""Decoder: the protocol of models over ragged batches; OwnDecoder: this engine's own decoder."""
 
 from __future__ import annotations
 

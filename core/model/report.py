@@ -141,7 +141,7 @@ def _own(path: Path) -> ModelReport:
 
 
 def _mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> str:
-    """Count the layers that predict further tokens, or name what the first one lacks."""
+    """Return the number of MTP layers in words, or the missing tensors of the first one."""
     try:
         count = count_mtp_layers(config, checkpoint)
     except ModelLoadError as problem:

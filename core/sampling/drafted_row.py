@@ -33,7 +33,7 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
     def at(self, node: int) -> DraftedRow:
         """Return the row that samples the token after ``node`` of the draft.
 
-        -1: after ``tokens``.
+        ``node`` -1 stands for the end of ``tokens``.
         """
         if node == len(self.draft) - 1 and not self.parents:
             return self
@@ -51,9 +51,9 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
         return tail[::-1]
 
     def child(self, node: int, token_id: int) -> int | None:
-        """Return the child of ``node`` with this token, or None; -1: a node of the first level.
+        """Return the child of ``node`` with this token, or None. O(1).
 
-        O(1).
+        ``node`` -1 is the parent of the first level.
         """
         if self.parents:
             return self._children.get((node, token_id))

@@ -16,7 +16,7 @@ _SIBLING = 0xD1B54A32D192ED03
 def mix(word: int) -> int:
     """Return an unsigned 64-bit word, each bit of which depends on all bits of ``word``.
 
-    0 stays 0.
+    The result for 0 is 0.
     """
     word &= MASK
     word = ((word ^ (word >> 30)) * ODD_1) & MASK

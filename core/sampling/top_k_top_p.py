@@ -101,7 +101,7 @@ class TopKTopP:
     def _limit(self, total: Tensor) -> Tensor:
         """Return the mass at which top-p is reached, int64 [num_rows, 1].
 
-        The maximum if top-p is off.
+        Rows without top-p have the greatest int64, which no mass reaches.
         """
         limit = (total * self.top_p).ceil_().to(torch.int64)
         return torch.where(self.top_p < 1.0, limit, torch.iinfo(torch.int64).max)

@@ -133,7 +133,7 @@ class Ranks(Followers, Companions):
                 )
 
     def _meet(self) -> GlooComm:
-        """Return the connection to the other ranks. Raises `ModelLoadError` if one ends before.
+        """Return the connection to the other ranks. Raises `ModelLoadError` if a rank ends first.
 
         The call blocks until all ranks are there, so it runs in a thread while this one checks the
         processes.

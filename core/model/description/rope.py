@@ -186,10 +186,7 @@ def _refuse_partial(config: Fields, rope: Fields) -> None:
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Return radians per position of each pair of items, ``[head_dim / 2]`` float32.
-
-    0: no rotation.
-    """
+    """Return radians per position of each pair of items, [head_dim / 2] float32; 0: at rest."""
     turning = _frequencies(spec, rotary_dim(spec, head_dim))
     return torch.nn.functional.pad(turning, (0, head_dim // 2 - len(turning)))
 
@@ -327,7 +324,7 @@ class RopeTable:
     def table(self, stop: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin ``[stop or more, head_dim / 2]``.
 
-        The same tensors until they must grow.
+        Calls return the same tensors until the tables must grow.
         """
         while len(self._cos) < stop:
             self._grow()

@@ -53,7 +53,7 @@ def count_mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> int:
 
 
 def mtp_config(config: DecoderConfig) -> DecoderConfig:
-    """Return the config of the MTP layer alone, which equals the model's last attention layer."""
+    """Return the config of the MTP layer alone, shaped like the model's last attention layer."""
     last = next(layer for layer in reversed(config.layers) if layer.has_attention)
     return replace(config, num_layers=1, layers=(last,), mtp=None)
 
@@ -141,7 +141,7 @@ class MtpLayer:
     ) -> ForwardOutput:
         """Compute the tokens of a batch.
 
-        ``hidden`` [num_rows, hidden] are the states before them.
+        ``hidden`` [num_rows, hidden]: the states before the tokens.
         """
         inputs = self.inputs(batch.token_ids.to(self.decoder.device), hidden)
         given = replace(batch, token_ids=torch.full_like(batch.token_ids, -1))

@@ -29,7 +29,7 @@ class ScannedStates(Protocol):
     def next_scanned(self) -> Tensor | None:
         """Return the state ``[1, channels, state_size]`` from which the next scan continues.
 
-        None: zeros.
+        None if it continues from zeros.
         """
 
 

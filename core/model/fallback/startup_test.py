@@ -103,7 +103,7 @@ class _Test:
     ) -> Segment:
         """Return rows of one of three sequences, all with logits.
 
-        The third shares the first's page 0.
+        The third sequence has the same first page as the first.
         """
         first = index * _NUM_PAGES
         pages = array("q", [0 if index == 2 else first, *range(first + 1, first + _NUM_PAGES)])

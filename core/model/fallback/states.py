@@ -60,7 +60,7 @@ class PagedCache(DynamicCache):
     def next_scanned(self) -> Tensor | None:
         """Return the part of the last requested state that a scan continues from; None: no state.
 
-        A state of several heads has one part per scan. [1, channels, state_size]
+        The part is [1, channels, state_size]; a state of several heads has one part per scan.
         """
         if self._scanned is None or self._scanned.dim() == 3:
             return self._scanned

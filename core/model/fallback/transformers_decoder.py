@@ -314,7 +314,7 @@ class TransformersDecoder(PagedDecoder):
     ) -> None:
         self.config, self.model, self.ops = config, model, ops
         self.sampler, self.dtype, self.device = ops.sampler, dtype, device
-        # The startup test may change both.
+        # The startup test decides both.
         self.exact, self.takes_chunks = False, True
         self._cache = cache
         self.kept = None if cache is None else ModuleStates.of(cache)
@@ -547,7 +547,7 @@ def _places(
 def _inner(model: Any) -> nn.Module:  # noqa: ANN401
     """Return the module with the layers and the final norm, without the output matrix."""
     inner: nn.Module = model.get_decoder()
-    # One model has a matrix with this name.
+    # One transformers class has an output matrix at this name.
     return model.base_model if isinstance(inner, Packed) else inner
 
 

@@ -40,9 +40,9 @@ class Hooks(Protocol):
         """Return attention ``[1, T, heads, value_dim]`` of three tensors ``[1, heads, T, dim]``."""
 
     def experts(self, module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return ``[T, hidden]`` of rows ``[T, hidden]``.
+        """Return the experts' output ``[T, hidden]`` for rows ``x`` [T, hidden].
 
-        Chosen experts, weights ``[T, slots]``.
+        ``chosen`` and ``weights`` are ``[T, slots]``: the experts of each row, and their weights.
         """
 
 
@@ -180,7 +180,10 @@ class _Probe:
         return torch.zeros_like(x)
 
     def _reach(self, name: str, mask: Tensor | None) -> tuple[int | None, int | None]:
-        """Return a rule's window, and the positions up to which the rule is only causal."""
+        """Return a rule's window, and the positions up to which the rule is only causal.
+
+        Either may be None. Raises `ModelLoadError` for another rule.
+        """
         if mask is None or mask.shape != (1, 1, 1, 1) or mask.is_floating_point():
             raise ModelLoadError(f"{name} has no mask, or one of an unknown kind, such as ALiBi")
         function, size = self._rules[int(mask)]

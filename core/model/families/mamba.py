@@ -365,9 +365,9 @@ def _refuse_limits(fields: Fields) -> None:
 
 
 def _as_float(value: object) -> float:
-    """Return a number, which transformers writes as an object if it is not finite.
+    """Return a number, or NaN for an invalid value.
 
-    NaN if invalid.
+    transformers may write a number that is not finite as an object.
     """
     if isinstance(value, dict):
         value = value.get("__float__")

@@ -48,9 +48,9 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def gguf_parts(file: Path) -> list[Path]:
-    """Return all parts of a split GGUF file, given one of them; a whole file alone.
+    """Return all parts of a split GGUF file, given one of them; for a whole file, the file alone.
 
-    Missing files are included.
+    Missing parts are included.
     """
     found = _PART.fullmatch(file.name)
     if found is None:

@@ -218,10 +218,9 @@ _SIGMOID = 2  # number of sigmoid gating in GGUF
 
 
 def deepseek2(meta: Metadata) -> dict[str, Any]:
-    """Return the fields of DeepSeek V3 if scores are sigmoids, else of V2.
+    """Return the fields of DeepSeek V3, of V2 if scores are no sigmoids, of Youtu without experts.
 
-    Of Youtu without experts. Older files, which do not store latents, have the lengths of the
-    expanded heads.
+    Older files, which do not store latents, have the lengths of the expanded heads.
     """
     turned, stretch = meta.number("rope.dimension_count"), "rope.scaling.yarn_log_multiplier"
     key, value = (

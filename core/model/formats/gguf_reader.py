@@ -27,7 +27,7 @@ from .files import shown_names
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _LFS = b"version https://git-lfs"
-_MOST_NUMBERS = 4096  # items of an array that is read: the most layers of a model
+_MOST_NUMBERS = 4096  # longest array that is read: one number per layer of a model
 _MOST_DIMENSIONS = 4
 _MOST_NAME_BYTES = 1024
 _LEAST_FIELD = 8 + 4 + 1  # bytes: the length of a name, a type, a value
@@ -96,7 +96,7 @@ class _TensorEntry(NamedTuple):
     name: str
     kind: int
     shape: tuple[int, ...]
-    offset: int  # offset in bytes after the head
+    offset: int  # bytes after the head
 
 
 class GgufReader:

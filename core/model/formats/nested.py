@@ -55,7 +55,7 @@ def family_names(
     base: Callable[[Collection[str]], dict[str, str]],
     names: Collection[str],
 ) -> dict[str, str]:
-    """Return stored names by transformers-like names, for a family that differs from ``base``.
+    """Return stored names by transformers' names, for a family that ``base`` alone does not map.
 
     ``pairs``: parts of a name and their replacements, in order. MTP layers beside the model are
     left out.

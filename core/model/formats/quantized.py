@@ -138,7 +138,7 @@ def _four_bits(
     """Return 4-bit numbers as stored, or dequantised by `_by_group`.
 
     They stay as stored if their groups are multiples of the kernels' groups and the scales fit into
-    float16. ``below``: subtracted from stored numbers and zeros to make them signed.
+    float16. ``below``: added to numbers and zeros to make them unsigned.
     """
     repeats, rest = divmod(numbers.shape[1] // scale.shape[1], GROUP)
     half = scale.half()

@@ -93,7 +93,8 @@ class Vision:
         """Wrap a tower.
 
         ``compute`` maps the inputs of one image to its vectors, [num_rows, hidden]. ``identity``:
-        what decides the vectors besides weights, see core/tiers/fingerprint.py.
+        versions and settings that decide the vectors besides weights, see
+        core/tiers/fingerprint.py.
         """
         self._compute = compute
         self._cache_bytes = cache_bytes

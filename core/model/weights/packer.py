@@ -41,7 +41,7 @@ def norm_of(config: DecoderConfig, name: str) -> NormSpec:
 
 
 def optional(pack: Callable[[_Spec], _Packed], spec: _Spec | None) -> _Packed | None:
-    """Pack a tensor that a model may lack; None if it does."""
+    """Pack a tensor; None if the model lacks it."""
     return None if spec is None else pack(spec)
 
 
