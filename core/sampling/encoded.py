@@ -29,8 +29,8 @@ from ..interface.sampling import (
 from .gumbel import stream_start
 
 GREEDY, SAMPLED, MIN_P, CUT = range(4)
-"""Kinds of requests: the best token; drawn from all; from what min-p leaves; from what top-k or
-top-p leaves, with min-p or without. What to do after the edits follows from the kind."""
+"""Kinds of requests, which decide the steps after the edits: take the best token, or draw from all
+tokens, from the tokens that min-p keeps, or from the tokens that top-k, top-p and min-p keep."""
 
 _LEAST_TEMPERATURE = 1e-30  # A smaller temperature would be 0 in float32.
 
@@ -61,8 +61,8 @@ _LISTS = [  # Each list is an address and a count; see `_lent`.
 _FIELDS = [*_DRAW, *_EDITS, *_LISTS, ("bias", "u8", "_bias_at")]
 
 PLACE = np.dtype([*(field[:2] for field in _DRAW), ("row", "i8"), ("edited", "i8")])
-"""One place of a batch: the request's first fields; the row of the logits, and that of the edited
-values or -1, which are written for each place."""
+"""One token to draw: the first fields of its request, its row of logits, and its row of edited
+values or -1. Both rows are written for each token."""
 
 _NAMES = tuple(field[0] for field in _FIELDS)
 _values = attrgetter(*(field[2] for field in _FIELDS))

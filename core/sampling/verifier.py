@@ -344,6 +344,6 @@ def _noise(rows: Sequence[DraftedRow], hashes: Tensor) -> Tensor:
 
 LogitsRow = tuple[int, DraftedRow]  # (row of the logits, row to decide)
 _Score = Callable[[Tensor, Sequence[DraftedRow]], tuple[Tensor, Tensor | None]]
-"""Scores [num_rows, width], of which the greatest wins, and the ids of the columns, if others."""
+"""Returns scores [num_rows, width], whose greatest wins, and the ids of columns or None."""
 _SCORES: dict[int, _Score]
 _SCORES = {GREEDY: _score_greedy, SAMPLED: _score_gumbel, MIN_P: _score_cut, CUT: _score_cut}

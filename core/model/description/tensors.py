@@ -59,7 +59,7 @@ class Held(NamedTuple):
 
 
 Share: TypeAlias = Cut | Held | Literal["whole", "first"]
-"""The part of a tensor that a rank has. "first": rank 0 has it, the others have zeros."""
+"""The part of a tensor on a rank. "first": rank 0 has all of it, and the others have zeros."""
 
 ROWS, COLUMNS = Cut(0), Cut(1)
 

@@ -11,8 +11,8 @@ from ...ops.quantize import StoredWeight
 from .files import shown_names
 
 OnRead: TypeAlias = Callable[[str, StoredWeight], StoredWeight]
-"""Called with each tensor that is read, by name, before anything is made of it; returns the tensor
-to use in its place, which has the same values."""
+"""Called with the name and value of each tensor right after it is read. Returns the tensor to use
+instead, which must have the same values."""
 Read: TypeAlias = Callable[[str], StoredWeight]
 """Returns a tensor by its name."""
 

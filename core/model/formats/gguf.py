@@ -32,7 +32,7 @@ from .gguf_reader import GgufTensor, unsupported_type
 _MISFITS = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""Errors by which values that contradict each other show."""
+"""Errors that contradictory metadata cause."""
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling of each frequency
 _NOT_WEIGHTS = (_ROPE_DIVISORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _PLAIN = {GgmlType.F32: "float32", GgmlType.F16: "float16", GgmlType.BF16: "bfloat16"}

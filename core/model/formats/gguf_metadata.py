@@ -20,7 +20,7 @@ _OTHERS = {
     "imatrix": "an importance matrix, not a model",
     "vocab": "a vocabulary, not a model",
 }
-"""GGUF files that are no models, by their general.type."""
+"""Descriptions of GGUF files that are not models, by general.type."""
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 

@@ -59,7 +59,7 @@ _REMOVED = {
     4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip
-"""Types that llama.cpp has dropped, by number."""
+"""Types that llama.cpp has removed, by number."""
 
 
 class _DamagedError(Exception):

@@ -31,9 +31,9 @@ from ..formats.safetensors import SafetensorsCheckpoint
 
 logger = logging.getLogger(__name__)
 GRID_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
-"""Types whose RoPE turns the rows of an image by its lines and columns."""
+"""Types whose RoPE rotates the rows of an image by their line and column."""
 SOFT_TYPES = ("gemma3", "gemma4")
-"""Types that scale the vectors of texts and not those of images, whose rows may see each other."""
+"""Types that scale the vectors of text but not of images, whose rows may attend to each other."""
 MODEL_TYPES = ("idefics3", "internvl", "llava", "mistral3", *GRID_TYPES, "smolvlm", *SOFT_TYPES)
 """Types whose images are rows of the prompt."""
 _MIN_VOCAB = 2  # The tower's class needs this many rows of an embedding.
