@@ -1,4 +1,4 @@
-"""image_positions: by which rows of images are turned, and up to which they see."""
+"""image_positions: RoPE positions and attention limits of image rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..ops.batch import IntArray
 
 
 def image_positions(images: Sequence[PromptImage], start: int, stop: int) -> IntArray | None:
-    """Positions in time, height and width of rows from ``start`` on, [3, stop - start].
+    """Return positions in time, height and width of rows from ``start`` on, [3, stop - start].
 
-    None where they are the rows' own places in the sequence. An image has one point in time, and a
-    line and a column for each row; what follows it goes on behind its longer side (Qwen2-VL,
-    arXiv 2409.12191, section 2.1).
+    None if each is the row's position in the sequence. All rows of an image share one time; each
+    has the height and width of its place in the image. The text after an image continues after its
+    longer side (Qwen2-VL, arXiv 2409.12191, section 2.1).
     """
     if not images:
         return None
@@ -40,9 +40,9 @@ def image_positions(images: Sequence[PromptImage], start: int, stop: int) -> Int
 
 
 def image_reaches(images: Sequence[PromptImage], start: int, stop: int) -> IntArray | None:
-    """The first position that each row from ``start`` on does not see, [stop - start].
+    """Return the first position that each row from ``start`` on does not attend to, [stop - start].
 
-    None where that is the one behind it. Rows of a mutual run see up to its end.
+    None if every row is causal. Rows of an image with mutual attention attend up to its end.
     """
     if not images:
         return None

@@ -1,4 +1,4 @@
-"""image_rows: the vectors that rows of images begin with, in the places of a batch."""
+"""image_rows: input vectors of image rows, placed in the rows of a batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .step_layout import StepLayout
 def image_rows(
     layout: StepLayout, batch: RaggedBatch, vision: Vision | None, hidden: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`Wanted.inputs` and `Wanted.layer_vectors` of a step; None where no row is an image's.
+    """Return `Wanted.inputs` and `Wanted.layer_vectors` of a step; None if no row is an image's.
 
-    Vectors that are not kept from earlier steps are computed here. Raises ValueError where there
-    is no tower, or it gives another number of vectors than the prompt has rows for.
+    Vectors that no earlier step kept are computed here. Raises ValueError if the model has no image
+    tower, or if the tower returns another number of vectors than the prompt has rows for.
     """
     inputs: Tensor | None = None
     for scheduled, first_row in zip(layout.requests, layout.first_rows, strict=True):
@@ -36,7 +36,7 @@ def image_rows(
                 inputs[row : row + count] = vectors[at : at + count]
     if inputs is None:
         return None, None
-    # The batch ends with copies of its last row, which write what it does.
+    # The batch ends with copies of its last row, which must write the same values.
     inputs[layout.num_rows :] = inputs[layout.num_rows - 1]
     if inputs.shape[1] == hidden:
         return inputs, None
@@ -45,9 +45,9 @@ def image_rows(
 
 
 def _spans(image: PromptImage, scheduled: ScheduledRequest) -> list[tuple[int, int, int]]:
-    """Position, vector and count of each part of an image that a chunk computes."""
+    """Return (position, first vector, count) of each run of image rows that a chunk computes."""
     last_start, last_count = image.runs[-1]
-    if last_start + last_count <= scheduled.start:  # as in every step behind the prompt
+    if last_start + last_count <= scheduled.start:  # Every step after the prompt returns here.
         return []
     spans, at = [], 0
     for start, count in image.runs:

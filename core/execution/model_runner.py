@@ -42,25 +42,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchedStep:
-    """A step between its launch and its end.
+    """A launched step whose outcome is not read yet.
 
-    What the host may still write or read while the device works is its own: the tokens on their
-    way to the host, and the clocks. The device uses all else in the order of the launches.
+    The host owns only the tokens that are being copied to it and the clocks. The device uses all
+    other buffers in the order of the launches.
     """
 
     plan: StepPlan
     layout: StepLayout
     batch: RaggedBatch
     output: ForwardOutput
-    # chosen by the device; None: the sampler is called by `_finish`
+    # tokens that the device chooses; None: `_finish` calls the sampler
     tokens: PendingTokens | None
-    clocks: tuple[Stopwatch, Stopwatch]  # of the drafts and of the forward pass
-    seconds: float  # that the launch took
-    num_images: int = 0  # whose vectors were computed
+    clocks: tuple[Stopwatch, Stopwatch]  # clocks of drafting and of the forward pass
+    seconds: float  # duration of the launch on the host
+    num_images: int = 0  # images whose vectors this step computed
 
 
 class PendingStep:
-    """`Pending` of a `ModelRunner`."""
+    """The `Pending` of a `ModelRunner`: a launched step that `finish` completes."""
 
     def __init__(self, work: LaunchedStep, finish: Callable[[LaunchedStep], StepOutput]) -> None:
         self.plan, self.tokens = work.plan, work.tokens
@@ -68,11 +68,13 @@ class PendingStep:
         self._output: StepOutput | None = None
 
     def finish(self) -> StepOutput:
-        """Wait for its tokens, not for later launches. Raises the device's errors.
+        """Return the step's output once its tokens arrive, without waiting for later launches.
 
-        Raises `StepCancelled` if it failed before: the proposer must not observe a step twice.
+        Raises the device's errors. Raises `StepCancelled` if an earlier call failed: the proposer
+        must not observe a step twice.
         """
-        finish, self._finish = self._finish, None  # drop the work
+        # Dropping the closure frees the buffers of the step, even if it fails.
+        finish, self._finish = self._finish, None
         if finish is not None:
             self._output = finish()
         if self._output is None:
@@ -82,10 +84,11 @@ class PendingStep:
     def next_inputs(
         self, batch_rows: Mapping[str, int], num_rows: int, vocab_size: int
     ) -> DeviceTokens:
-        """The chosen tokens as inputs of the next step, without a read by the host.
+        """Return the chosen tokens as inputs of the next step, without a read by the host.
 
-        ``batch_rows``: by request the row of that step's batch, of ``num_rows``, that its token
-        goes to. Raises ValueError where more than the next tokens of these requests is decided.
+        ``batch_rows`` maps a request id to the row of the next step's batch that takes its token;
+        the batch has ``num_rows`` rows. Raises ValueError if this step may yield more than one
+        token for a request, or if the host chooses its tokens.
         """
         if self.tokens is None or not self.plan.is_decode_only:
             raise ValueError("the step before decides more than a token for each request")
@@ -97,9 +100,9 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Propose, one ragged forward pass, verify.
+    """Runs a step: propose drafts, compute one ragged forward pass, verify.
 
-    Holds no request: a `ScheduledRequest` lends all that a step needs.
+    It keeps no request: a `ScheduledRequest` lends all that a step needs.
     """
 
     def __init__(
@@ -112,10 +115,10 @@ class ModelRunner:
         keep_policy: KeepPolicy | None = None,
     ) -> None:
         self.decoder = decoder
-        self.vision = vision  # what computes images; None: prompts have none
+        self.vision = vision  # None: prompts cannot have images
         self.pool = pool
-        self.proposer = proposer  # None, too, once it was given up
-        self._lost_proposer = False  # it was given up
+        self.proposer = proposer  # None without a proposer, and after it was disabled
+        self._lost_proposer = False  # the proposer failed too often and was disabled
         self._taps = () if proposer is None else proposer.taps
         self._breakers = {name: CircuitBreaker() for name in ("propose", "observe")}
         self._keep_policy = keep_policy
@@ -123,7 +126,7 @@ class ModelRunner:
 
     @property
     def is_async(self) -> bool:
-        """Whether the device computes behind the host's back, tokens included."""
+        """Whether the device computes asynchronously and chooses the tokens itself."""
         return self._on_device
 
     @property
@@ -142,10 +145,11 @@ class ModelRunner:
         after: Pending | None = None,
         on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
-        """Launch drafts and a forward pass; see `StepRunner.launch`."""
+        """Launch drafting and a forward pass, as `StepRunner.launch` requires."""
         began = time.perf_counter()
         drafting, computing = clocks = self._clocks()
-        self._place_states(plan)  # a proposer may read them
+        # A proposer may read the states, so they are placed before it drafts.
+        self._place_states(plan)
         self._pack(plan)
         drafting.start()
         drafts = self._drafts(plan, on_kernels_started)
@@ -203,7 +207,7 @@ class ModelRunner:
     # -- drafts ---------------------------------------------------------------------------------
 
     def _drafts(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> Sequence[Draft]:
-        """The draft of each request that is to be verified."""
+        """Return the draft to verify for each request of the plan."""
         proposed = self._propose(plan, on_kernels_started)
         if plan.is_plain:
             return [NO_DRAFT] * len(plan.requests)
@@ -213,24 +217,25 @@ class ModelRunner:
         ]
 
     def _draft(self, scheduled: ScheduledRequest, proposed: Draft) -> Draft:
-        """Return the proposer's draft, or the tokens that were looked up where it has none."""
+        """Return the proposer's draft, or the looked-up tokens if the proposer has none."""
         if proposed.token_ids:
             return proposed
         known = scheduled.draft_plan.draft
         draft = self._truncate_invalid(known, scheduled, len(known.token_ids))
         if not scheduled.draft_plan.max_draft:
             return draft
-        # The proposer found none of them.
+        # The proposer predicted no token of this draft.
         return replace(draft, survival=(0.0,) * len(draft.token_ids), note=proposed.note)
 
     def _propose(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> dict[int, Draft]:
-        """The proposer's drafts by index of the request; none if it fails."""
+        """Return the proposer's drafts by index of the request; empty if it fails."""
         if self.proposer is None:
             return {}
         try:
             if plan.released_request_ids or plan.newly_allocated_pages:
                 self.proposer.forget(plan.released_request_ids, plan.newly_allocated_pages)
-            if plan.loaded_pages:  # new pages first, then whole ones
+            # The proposer forgets reallocated pages before it adopts pages that a tier filled.
+            if plan.loaded_pages:
                 self.proposer.adopt(plan.loaded_pages)
             if plan.is_plain:
                 return {}
@@ -239,7 +244,8 @@ class ModelRunner:
             ]
             if not wanted:
                 return {}
-            on_kernels_started()  # delivery must not wait for all passes of the draft model
+            # Tokens are delivered without waiting for all passes of the draft model.
+            on_kernels_started()
             proposed = self.proposer.propose([plan.requests[index] for index in wanted])
             drafts = {
                 index: self._truncate_invalid(
@@ -248,7 +254,8 @@ class ModelRunner:
                 for index, draft in zip(wanted, proposed, strict=True)
             }
         except Exception as failure:
-            if is_out_of_memory(failure):  # depends on the requests: later drafts may fit
+            # Memory use depends on the requests, so later drafts may fit.
+            if is_out_of_memory(failure):
                 logger.warning("out of memory while drafting; the step continues without drafts")
             else:
                 self._failed("propose")
@@ -259,7 +266,7 @@ class ModelRunner:
     def _observe(
         self, work: LaunchedStep, verified: Sequence[Verified], outputs: Sequence[RequestOutput]
     ) -> None:
-        """Report the step to the proposer. One that fails costs its drafts, never the step."""
+        """Report the step to the proposer. An exception costs its drafts, never the step."""
         if self.proposer is None:
             return
         try:
@@ -287,9 +294,10 @@ class ModelRunner:
             self.proposer, self._lost_proposer = None, True
 
     def _truncate_invalid(self, draft: Draft, scheduled: ScheduledRequest, max_draft: int) -> Draft:
-        """The part of a draft that is verified: nodes before the first token that the model lacks.
+        """Return the valid part of a draft: the nodes before the first id outside the vocabulary.
 
-        A chain where the model has recurrent states, and where the nodes' parents make no tree.
+        The draft becomes a chain if the model has recurrent states, or if its parents form no tree.
+        It has at most ``max_draft`` nodes, and no more side branches than fit into the spare pages.
         """
         if not draft.token_ids:
             return draft
@@ -308,10 +316,10 @@ class ModelRunner:
     # -- states ---------------------------------------------------------------------------------
 
     def _place_states(self, plan: StepPlan) -> None:
-        """Give requests that begin, or go on from a kept state, the state that they begin with.
+        """Initialise the state slots of requests that begin or resume from a saved state.
 
-        The slots of one step are all different, so the order does not matter; a step that is run
-        again places them again.
+        The slots of one step are distinct, so their order does not matter. A repeated step places
+        them again.
         """
         states = self.pool.states
         if states is None:
@@ -325,7 +333,7 @@ class ModelRunner:
                 states.reset(state.slot)
 
     def _pack(self, plan: StepPlan) -> None:
-        """Pack the KV of requests that have come to a packing's position."""
+        """Pack the KV of requests whose plan orders it."""
         if self._keep_policy is not None:
             for scheduled in plan.requests:
                 pack_kv(self._keep_policy, self.pool, scheduled)
@@ -341,7 +349,7 @@ class ModelRunner:
         self, batch: RaggedBatch, layout: StepLayout, on_kernels_started: OnKernelsStarted
     ) -> ForwardOutput:
         draws = layout.sampling_plan(batch.num_logits) if self._chooses_on_device else None
-        # The taps of a proposer that was given up stay: a GPU's graphs were captured with them.
+        # The taps of a disabled proposer stay: a GPU's graphs were captured with them.
         inputs, layer_vectors = None, None
         if any([scheduled.extras.images for scheduled in layout.requests]):  # noqa: C419 - faster
             hidden = self.decoder.config.hidden_size
@@ -350,12 +358,16 @@ class ModelRunner:
         output = self.decoder.forward(batch, self.pool, wanted)
         if (
             output.taps is not None and self._chooses_on_device
-        ):  # the next pass may come before `_observe`
+        ):  # The next pass may overwrite the taps before `_observe` reads them.
             output = output._replace(taps=output.taps.clone())
         return output
 
     def _next_inputs(self, layout: StepLayout, after: Pending | None) -> DeviceTokens:
-        """Tokens that the device takes from the step ``after``, for the requests that are ahead."""
+        """Return inputs that the device takes from the step ``after``, for requests that are ahead.
+
+        Raises ValueError if ``after`` is not a running step, or if a request needs its token
+        history.
+        """
         if not isinstance(after, PendingStep):
             raise ValueError("the step that chooses these requests' tokens is not under way")
         if any(each.is_ahead and each.sampling.needs_history for each in layout.requests):
@@ -364,7 +376,7 @@ class ModelRunner:
         return after.next_inputs(layout.unknown_rows, layout.num_rows, vocab_size)
 
     def _begin(self, output: ForwardOutput, layout: StepLayout) -> PendingTokens | None:
-        """The tokens that the device chooses: along with the pass, or behind it."""
+        """Return the tokens that the device is choosing; None if it chooses none."""
         if output.tokens is not None or not (layout.drafted and self._chooses_on_device):
             return output.tokens
         sampler = self.decoder.sampler
@@ -372,7 +384,7 @@ class ModelRunner:
         return sampler.begin(layout.sampled_logits(output.logits), layout.sample_rows())
 
     def _verify(self, work: LaunchedStep) -> list[Verified]:
-        """Each request's outcome, nothing where it does not sample."""
+        """Return each request's outcome, `NOTHING_VERIFIED` for a request that does not sample."""
         logits = work.layout.sampled_logits(work.output.logits)
         found = iter(self._verified(logits, work.layout, work.tokens))
         return [next(found) if samples else NOTHING_VERIFIED for samples in work.layout.samples]
@@ -380,11 +392,11 @@ class ModelRunner:
     def _verified(
         self, logits: torch.Tensor, layout: StepLayout, tokens: PendingTokens | None
     ) -> Sequence[Verified]:
-        """The outcome of requests that sample, by the device's ``tokens`` or by ``logits``."""
+        """Return each sampling request's outcome, from the device's ``tokens`` or ``logits``."""
         requests = layout.drafted
         if tokens is None:
             return self.decoder.sampler.verify(logits, requests)
-        return follow_choices(logits, requests, tokens.choices())  # waits for the device
+        return follow_choices(logits, requests, tokens.choices())  # `choices` waits for the device.
 
 
 def _output(
@@ -395,7 +407,7 @@ def _output(
     prompt: Sequence[TokenLogprob],
     pooled: array[float] | None,
 ) -> RequestOutput:
-    """Build a request's output; one that does not sample has what is known of its prompt alone."""
+    """Build a request's output: prompt results alone if it does not sample."""
     if not samples:
         return RequestOutput(request_id=scheduled.request_id, prompt_logprobs=prompt, pooled=pooled)
     return RequestOutput(
@@ -410,20 +422,20 @@ def _output(
 
 
 def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float]:
-    """Seconds of drafting, forward pass and verifying in a step of ``whole`` seconds.
+    """Return the seconds of drafting, forward pass and verification in a step of ``whole`` seconds.
 
-    Verifying is the rest. On a GPU drafts and forward pass are timed by its clock, and the host
-    prepares verifying while the pass still runs.
+    Verification is the remainder. On a GPU its clock times drafting and the forward pass, and the
+    host prepares the verification while the pass still runs.
     """
     draft, forward = (clock.seconds() for clock in clocks)
     return {"draft": draft, "forward": forward, "verify": max(0.0, whole - draft - forward)}
 
 
 def _chunks_not_finite(work: LaunchedStep) -> list[int]:
-    """Prefill chunks with a hidden state that is not finite.
+    """Return the indices of prefill chunks with a hidden state that is not finite.
 
-    The last row of a prompt alone decides a token and is checked by the verifier, but the KV of
-    all of them is about to be published, and must not be.
+    The verifier checks only the last row of a prompt, which decides a token. The KV of all rows is
+    about to be published, so the other rows must be checked here.
     """
     requests = work.layout.requests
     chunks = [
@@ -433,7 +445,8 @@ def _chunks_not_finite(work: LaunchedStep) -> list[int]:
     ]
     if not chunks:
         return []
-    finite = torch.isfinite(work.output.hidden).all(dim=-1).cpu().numpy()  # one read for all
+    # One copy to the host serves all chunks.
+    finite = torch.isfinite(work.output.hidden).all(dim=-1).cpu().numpy()
     firsts = work.layout.first_rows
     spans = [(firsts[i], firsts[i] + requests[i].stop - requests[i].start) for i in chunks]
     return [i for i, span in zip(chunks, spans, strict=True) if not finite[slice(*span)].all()]

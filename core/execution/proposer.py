@@ -1,9 +1,9 @@
 """Proposer: the protocol of drafters with a model of their own.
 
-A proposer runs in the model thread: it proposes before the target's forward pass and observes the
-outcome of every step, also of those without its drafts. Its drafts can never change the output (see
-core/sampling/verifier.py), only how many tokens a step yields: so it may fail, guess wrong or
-return nothing. A drafter that needs token ids alone is a `Source` on the event loop's side (see
+A proposer runs in the model thread. It proposes before the target's forward pass and observes the
+outcome of every step, steps without its drafts included. Its drafts never change the output (see
+core/sampling/verifier.py), only the number of tokens that a step yields; so it may fail, guess
+wrong or return nothing. A drafter that needs only token ids is a `Source` in the event loop (see
 draft/sources/source.py).
 """
 
@@ -29,8 +29,9 @@ from ..ops.kv_pool import KVPool
 class VerifiedRequest(msgspec.Struct, frozen=True, gc=False):
     """The outcome of one scheduled request.
 
-    ``batch_rows[i]`` is the row of the batch that holds position ``scheduled.start + i``: the
-    pending tokens, then the accepted draft tokens. There is none where the request failed.
+    ``batch_rows[i]`` is the row of the batch that holds position ``scheduled.start + i``: first the
+    pending tokens, then the accepted draft tokens. It is empty if the request failed or has packed
+    KV away.
     """
 
     scheduled: ScheduledRequest
@@ -39,9 +40,10 @@ class VerifiedRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class PageRows(NamedTuple):
-    """Rows that a proposer keeps for each page, ``[num_pages or more, ...]``, row p for page p.
+    """Rows that a proposer keeps for each page, ``[num_pages or more, ...]``; row p is page p's.
 
-    Where tiers keep pages beyond the pool, rows are read from the one and come back to the other.
+    Tiers that store pages outside the pool read rows from ``source`` and write loaded rows to
+    ``target``.
     """
 
     source: Tensor
@@ -53,61 +55,65 @@ class Proposer(Protocol):
 
     @property
     def source(self) -> str:
-        """The name in answers and metrics."""
+        """Name of this drafter in answers and metrics."""
 
     @property
     def traits(self) -> ProposerTraits:
-        """Traits that the price of its drafts depends on; fixed."""
+        """Traits that determine the cost of its drafts; fixed."""
 
     @property
     def taps(self) -> Taps:
-        """Boundaries of the target's residual stream that `observe` is to find; fixed."""
+        """Layer boundaries of the target whose hidden states `observe` receives; fixed."""
 
     def propose(self, requests: Sequence[ScheduledRequest]) -> Sequence[Draft]:
-        """One draft for each request, in order, each of at most its plan's ``max_draft`` nodes.
+        """Return one draft for each request, in order, of at most ``draft_plan.max_draft`` nodes.
 
-        A plan's ``draft`` has what was looked up: a draft takes its place, `NO_DRAFT` leaves it.
-        Of a tree no more nodes beside the trunk are verified than ``spare_page_ids`` have slots
-        for. A proposer that keeps KV of its nodes has the same slots in its own pool; accepted ones
-        are its own to move (`observe`).
+        ``draft_plan.draft`` holds the looked-up draft: a returned draft replaces it, `NO_DRAFT`
+        keeps it. Nodes of a tree beside the trunk are verified only as far as ``spare_page_ids``
+        have slots for them. A proposer that keeps KV of its nodes uses the same slots in its own
+        pool and moves accepted nodes itself (`observe`).
         """
 
     def observe(
         self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRequest]
     ) -> None:
-        """Observe a step, plain and prefill steps included, after its verification.
+        """Observe a step after its verification, plain and prefill steps included.
 
-        ``verified`` [requests of the plan]. All arguments are lent for the call. If another step
-        was launched behind this one, ``output.hidden`` and ``output.logits`` are void.
+        ``verified`` [requests of the plan]. All arguments are valid only during the call. If a
+        later step was already launched, ``output.hidden`` and ``output.logits`` are void.
         """
 
     @property
     def stored(self) -> Sequence[PageRows]:
-        """Rows that tiers keep beside the target's KV; fixed. None, if the proposer catches up."""
+        """Rows that tiers store beside the target's KV; fixed, and empty by default.
+
+        A proposer without stored rows recomputes them from the text.
+        """
         return ()
 
     def adopt(self, page_ids: array[int]) -> None:
-        """Take pages that came from a tier, rows of `stored` with them; called after `forget`."""
-        del page_ids  # without rows of its own, none come back
+        """Adopt pages that a tier loaded, with their rows of `stored`; called after `forget`."""
+        del page_ids  # A proposer without stored rows has nothing to adopt.
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
-        """Forget requests that released their pages, and pages that were allocated anew."""
-        del request_ids, newly_allocated_pages  # nothing is kept
+        """Forget requests that released their pages, and the content of newly allocated pages."""
+        del request_ids, newly_allocated_pages  # By default a proposer keeps nothing.
 
     # -- before the first request ---------------------------------------------------------------
 
-    device: torch.device  # that computes its passes
-    models: Sequence[tuple[Decoder, KVPool]] = ()  # decoders of its passes, and their pools
+    device: torch.device  # device that computes its passes
+    models: Sequence[tuple[Decoder, KVPool]] = ()  # decoders that it runs, with their pools
 
     def warm_up(self, max_len: int, num_best: int) -> None:
-        """Be ready for passes over texts of up to ``max_len`` tokens, beside those of `models`.
+        """Prepare for passes over texts of up to ``max_len`` tokens, other than passes of `models`.
 
-        ``num_best``: tokens that will be chosen of each place.
+        ``num_best``: number of candidate tokens chosen at each position.
         """
         del max_len, num_best
 
     def try_draft(self, num_requests: int, num_tokens: int) -> None:
-        """Compute one pass of so many drafts, behind ``num_tokens`` tokens of void KV each.
+        """Compute one draft pass for ``num_requests`` requests with ``num_tokens`` tokens each.
 
-        It is called to be timed, before any `propose`; the pools of `models` are zeroed before.
+        The tokens' KV is void. The engine times this call before any `propose`, and zeroes the
+        pools of `models` first.
         """

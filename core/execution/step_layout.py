@@ -1,10 +1,11 @@
-"""StepLayout: where the tokens of a step lie, and which of its logits decide what.
+"""StepLayout: the rows and KV slots of a step's tokens, and the meaning of its logits.
 
-A draft tree is verified without an ancestor mask. Each run of its nodes, every one the child of
-the node before it, is a segment. The trunk, the first run, follows the pending tokens in the slots
-that its positions have in the page table; the others take slots of spare pages, and their segments'
-tails say where the keys of their ancestors are. So every row adds up the keys of its own path, each
-at its absolute position: the bits of plain decoding.
+A draft tree is verified without an ancestor mask. It is split into runs, in which every node is the
+child of the node before it; each run is a segment. The trunk, which is the first run, follows the
+pending tokens and takes the slots of its positions in the page table. The other runs take slots of
+spare pages, and the tails of their segments list the slots of their ancestors and of their own
+nodes. So every row sums over the keys of its own path, each at its absolute position, and yields
+the same bits as plain decoding.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .image_positions import image_positions, image_reaches
 
 
 def cut_to_spare_pages(draft: Draft, scheduled: ScheduledRequest, page_size: int) -> Draft:
-    """The draft without the last nodes for which no slot of the spare pages is left."""
+    """Return the draft without the last nodes that have no slot in the spare pages."""
     if not draft.parents:
         return draft
     num_spare = len(scheduled.spare_page_ids) * page_size
@@ -36,7 +37,7 @@ def cut_to_spare_pages(draft: Draft, scheduled: ScheduledRequest, page_size: int
 
 
 def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:
-    """The slots for nodes beside the trunk."""
+    """Return the slots of the spare pages, which hold nodes beside the trunk."""
     return [
         page_id * page_size + offset
         for page_id in scheduled.spare_page_ids
@@ -45,7 +46,7 @@ def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:
 
 
 def table_slots(scheduled: ScheduledRequest, first: int, count: int, page_size: int) -> list[int]:
-    """The slots of ``count`` positions from ``first`` on, by the page table."""
+    """Return the slots of ``count`` positions from ``first`` on in the page table."""
     first -= scheduled.extras.num_packed_away
     return [
         scheduled.page_ids[place // page_size] * page_size + place % page_size
@@ -61,7 +62,7 @@ def request_segments(
     *,
     samples: bool,
 ) -> list[Segment]:
-    """A request's pending ``tokens`` and its trunk, then the other runs of its draft."""
+    """Return a segment of the pending ``tokens`` and the trunk, then one for each other run."""
     runs = draft.runs() if draft.token_ids else []
     shift = scheduled.extras.num_packed_away
     trunk_len = runs[0][1] if runs else 0
@@ -97,9 +98,10 @@ def request_segments(
 
 
 def row_extras(scheduled: ScheduledRequest, start: int, num_rows: int) -> RowExtras | None:
-    """Return what a request's rows from position ``start`` on have; those behind `stop` are drafts.
+    """Return the extras of ``num_rows`` rows from position ``start`` on; None if plain.
 
-    Drafts of a request with a state are chains, so that its state belongs to one segment.
+    Rows from ``scheduled.stop`` on are drafts. Drafts of a request with a state are chains, so one
+    segment owns the state.
     """
     extras = scheduled.extras
     if extras is PLAIN:
@@ -119,9 +121,9 @@ def row_extras(scheduled: ScheduledRequest, start: int, num_rows: int) -> RowExt
 def request_copies(
     scheduled: ScheduledRequest, draft: Draft, path: Sequence[int], page_size: int
 ) -> list[tuple[int, int]]:
-    """(from, to) of the slots of accepted nodes that are not where their positions want them.
+    """Return (from, to) slots of accepted nodes whose KV must move to their positions' slots.
 
-    ``path``: the accepted nodes, the first level first.
+    ``path``: the accepted nodes, first level first.
     """
     if not draft.parents or not path or path[-1] == len(path) - 1:
         return []
@@ -132,9 +134,9 @@ def request_copies(
 
 
 def num_logits(scheduled: ScheduledRequest, num_drafted: int, *, samples: bool) -> int:
-    """Last rows whose logits matter, the ``num_drafted`` of the request's draft among them.
+    """Return the number of last rows whose logits are needed, ``num_drafted`` draft rows included.
 
-    ``samples``: whether the request does.
+    ``samples``: whether the request samples a token in this step.
     """
     pooling = scheduled.sampling.pooling
     if pooling is not None:
@@ -150,34 +152,34 @@ def num_logits(scheduled: ScheduledRequest, num_drafted: int, *, samples: bool) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLayout:
-    """The requests of a step and their drafts, as rows of a batch and of its logits.
+    """The requests of a step and their drafts as rows of a batch and of its logits.
 
-    Rows and logits of a request follow those of the request before it. ``unknown_rows``: by request
-    that is ahead, the row of the token that the step before is choosing. ``sampled_rows``: rows of
-    the logits that decide, of all that were wanted.
+    Rows and logits lie in the order of the requests. ``unknown_rows`` maps the id of a request that
+    is ahead to the row whose token the previous step is still choosing. ``sampled_rows`` are the
+    rows of the logits that decide a token.
     """
 
     requests: Sequence[ScheduledRequest]
     drafts: Sequence[Draft]
     page_size: int
     segments: list[Segment] = field(default_factory=list)
-    first_rows: list[int] = field(default_factory=list)  # of each request
-    first_logits: list[int] = field(default_factory=list)  # of each request
-    samples: list[bool] = field(default_factory=list)  # `ScheduledRequest.samples` of each
+    first_rows: list[int] = field(default_factory=list)  # first batch row of each request
+    first_logits: list[int] = field(default_factory=list)  # first row of logits of each request
+    samples: list[bool] = field(default_factory=list)  # `ScheduledRequest.samples` of each request
     unknown_rows: dict[str, int] = field(default_factory=dict)
     sampled_rows: list[int] = field(default_factory=list)
-    drafted: list[DraftedRow] = field(default_factory=list)  # of those that sample
+    drafted: list[DraftedRow] = field(default_factory=list)  # rows of the requests that sample
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch."""
+        """Number of rows of the batch."""
         return sum(len(segment.token_ids) for segment in self.segments)
 
     @classmethod
     def of(
         cls, requests: Sequence[ScheduledRequest], drafts: Sequence[Draft], page_size: int
     ) -> StepLayout:
-        """Lay out a step."""
+        """Return the layout of a step with these requests and drafts."""
         layout, row, logit = cls(requests, drafts, page_size), 0, 0
         for scheduled, draft in zip(requests, drafts, strict=True):
             layout.first_rows.append(row)
@@ -209,13 +211,14 @@ class StepLayout:
     # -- before the outcome is known
 
     def sampled_logits(self, logits: Tensor) -> Tensor:
-        """The rows that decide, of all ``logits`` of the step."""
+        """Return the rows of ``logits`` that decide a token, [num_sampled, vocab]."""
         return logits if len(self.sampled_rows) == len(logits) else logits[self.sampled_rows]
 
     def sampling_plan(self, num_logits: int) -> SamplingPlan | None:
-        """Tokens to draw, known before the pass; None where some of the logits decide no token.
+        """Return the rows to draw; None if some of the logits decide no token.
 
-        Each segment's logits follow a run of nodes, the first of a request also its last token.
+        The plan is known before the pass. Each segment's logits follow a run of nodes; the logits
+        of a request's first segment also follow its last token.
         """
         if len(self.sampled_rows) != num_logits:
             return None
@@ -229,7 +232,7 @@ class StepLayout:
         return SamplingPlan(rows, counts)
 
     def sample_rows(self) -> list[DraftedRow]:
-        """Return the row to sample of each of the sampled logits."""
+        """Return a row to sample for each row of the sampled logits."""
         return [
             drafted.at(node) for drafted in self.drafted for node in range(-1, len(drafted.draft))
         ]
@@ -237,7 +240,7 @@ class StepLayout:
     # -- once the accepted path of each request is known
 
     def kv_copies(self, paths: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """(from, to) of slots by which the KV of accepted nodes gets to its positions."""
+        """Return (from, to) slots by which the KV of accepted nodes moves to its positions."""
         return [
             pair
             for scheduled, draft, path in zip(self.requests, self.drafts, paths, strict=True)
@@ -246,7 +249,7 @@ class StepLayout:
         ]
 
     def kept_rows(self, paths: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Rows of the batch that hold each request's committed positions, in their order."""
+        """Return the batch rows that hold each request's committed positions, in order."""
         kept = []
         for scheduled, first, path in zip(self.requests, self.first_rows, paths, strict=True):
             first_draft = first + scheduled.stop - scheduled.start
@@ -254,7 +257,10 @@ class StepLayout:
         return kept
 
     def pooled(self, hidden: Tensor, logits: Tensor) -> list[array[float] | None]:
-        """The numbers that each request wants of its prompt's last row; None: none in this step."""
+        """Return the pooled vector or scores of each request; None if it pools nothing now.
+
+        ``hidden`` [num_rows, hidden], ``logits`` [num_logits, vocab].
+        """
         return [
             _pooled(each, hidden[row + each.stop - each.start - 1], logits[logit : logit + 1])
             if each.pools
@@ -265,7 +271,7 @@ class StepLayout:
         ]
 
     def prompt_logprobs(self, logits: Tensor) -> list[Sequence[TokenLogprob]]:
-        """Log-probabilities of the prompt tokens behind each chunk's, where they are wanted."""
+        """Return log-probabilities of prompt tokens, each after a row of a chunk, if requested."""
         return [
             () if each.sampling.params.prompt_logprobs is None else _logprobs(each, first, logits)
             for each, first in zip(self.requests, self.first_logits, strict=True)
@@ -281,7 +287,10 @@ def _logprobs(scheduled: ScheduledRequest, first: int, logits: Tensor) -> Sequen
 
 
 def _pooled(scheduled: ScheduledRequest, hidden: Tensor, logits: Tensor) -> array[float]:
-    """Numbers of a row: ``hidden`` [hidden], ``logits`` [1, vocab], or [0, vocab] if not wanted."""
+    """Return the last row's pooled numbers: ``hidden`` [hidden], or scores from ``logits``.
+
+    ``logits`` [1, vocab], or [0, vocab] if the request pools no token scores.
+    """
     pooling = scheduled.sampling.pooling
     token_ids = () if pooling is None else pooling.token_ids
     found = logits[0, list(token_ids)] if token_ids else hidden

@@ -13,8 +13,8 @@ from ..ops.kv_pool import KVPool
 from ..ops.row_extras import fresh_state
 from ..sampling.drafted_row import DraftedRow
 
-FEW_ROWS = 64  # beyond them the output layer has another kernel
-# One of each kind for which samplers have kernels.
+FEW_ROWS = 64  # Above this number of rows the output layer uses another kernel.
+# Samplers have a kernel for each kind of parameters below.
 _KINDS = (
     TokenSamplingParams(temperature=0.0),
     TokenSamplingParams(temperature=1.0),
@@ -36,10 +36,11 @@ def warm_up(
 ) -> None:
     """Capture the graphs, then compute steps of the largest size.
 
-    ``max_len``: tokens of the longest request. ``num_tokens`` of a prompt and ``num_requests``
-    make the largest step. ``wanted``: what each step will want, the taps of a `Proposer` among it.
-    ``num_best``: tokens of a place that a draft model will want. The pool's content is void
-    afterwards. Raises what steps raise, which is torch's own where memory runs out.
+    ``max_len``: tokens of the longest request. The largest step has ``num_tokens`` prompt tokens
+    and ``num_requests`` requests. ``wanted``: outputs that each step will request, such as the taps
+    of a `Proposer`. ``num_best``: candidate tokens at each position that a draft model will
+    request. The pool's content is void afterwards. Raises the errors of a step, such as torch's
+    out-of-memory error.
     """
     longest = min(max_len, pool.num_pages * pool.page_size)
     decoder.warm_up(pool, longest, wanted)
@@ -48,12 +49,13 @@ def warm_up(
     _compute(decoder, pool, [_segment(pool, prompt)], taps, num_best)
     rows = [_segment(pool, prompt[:1], index) for index in range(num_requests)]
     _compute(decoder, pool, rows, taps)
-    if num_requests <= FEW_ROWS and pool.states is None:  # with drafts there may be more logits
+    # Drafts may raise the number of logits above `FEW_ROWS`.
+    if num_requests <= FEW_ROWS and pool.states is None:
         _compute(decoder, pool, [rows[0]] * (FEW_ROWS + 1), taps)
 
 
 def _segment(pool: KVPool, tokens: array[int], index: int = 0) -> Segment:
-    """A segment from position 0 on; ``index``: of its recurrent state, if the model has any."""
+    """Return a segment from position 0 on, with the state in slot ``index`` if there are states."""
     num_pages = -(-len(tokens) // pool.page_size)
     extras = fresh_state(pool.states, index, len(tokens))
     return Segment(tokens, 0, array("q", range(num_pages)), 1, extras=extras)
@@ -62,7 +64,7 @@ def _segment(pool: KVPool, tokens: array[int], index: int = 0) -> Segment:
 def _compute(
     decoder: Decoder, pool: KVPool, segments: list[Segment], taps: Taps, num_best: int = 0
 ) -> None:
-    """A pass, and a token for each segment; or its ``num_best`` best, too."""
+    """Compute a pass and sample each segment; with ``num_best`` also its best tokens."""
     batch = decoder.batch(segments, page_size=pool.page_size)
     logits = decoder.forward(batch, pool, Wanted(taps=taps)).logits
     rows = [

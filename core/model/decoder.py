@@ -1,4 +1,4 @@
-"""Decoder: what computes a model over ragged batches; OwnDecoder: every family of this engine's."""
+"""Decoder: the protocol of models over ragged batches; OwnDecoder: this engine's own decoder."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ ModelPath: TypeAlias = Literal["own", "transformers"]
 
 
 class Decoder(Protocol):
-    """Token ids and pages in, logits out; a target and a draft model alike.
+    """A model that turns token ids and KV pages into logits, be it a target or a draft model.
 
-    ``path``: what computes the layers, the operations of the backend or transformers' modules.
-    ``identity``: versions and variants of these, and what besides config and weights they read.
-    ``exact``: whether a row's bits are the same in any batch. ``dtype``: of activations.
-    ``states``: shapes of the layers that keep a recurrent state, whose pools need a `StatePool`.
+    ``path``: "own" if the backend's operations compute the layers, or "transformers" if
+    transformers' modules do. ``exact``: whether a row's bits are the same in any batch. ``dtype``:
+    of activations. ``states``: shapes of the layers with a recurrent state, whose pools need a
+    `StatePool`.
     """
 
     path: ModelPath
@@ -57,7 +57,11 @@ class Decoder(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Names by what they are of: results of other ones may have other bits."""
+        """Versions and variants by name.
+
+        Results of decoders that differ in them may differ in bits. They identify the operations,
+        and their inputs other than config and weights.
+        """
 
     def make_pool(
         self,
@@ -67,16 +71,16 @@ class Decoder(Protocol):
         kv_dtype: KvDtype = "auto",
         states: StatePool | None = None,
     ) -> KVPool:
-        """A KV pool of this decoder's shape and device; of its dtype unless another is given.
+        """Return a KV pool of this decoder's shape and device, in its dtype by default.
 
-        ``states``: of `make_state_pool`, where the decoder has states.
+        ``states``: a pool from `make_state_pool`, if the decoder has states.
         """
 
     def make_state_pool(self, num_slots: int, num_logs: int, *, page_size: int) -> StatePool:
-        """A pool of this decoder's states. Raises ValueError for a page size that has none."""
+        """Return a pool of recurrent states. Raises ValueError for an unsupported page size."""
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
-        """Bytes of one page of `make_pool`'s, over all layers."""
+        """Return the bytes of one page of a `make_pool` pool, over all layers."""
 
     def batch(
         self,
@@ -88,33 +92,34 @@ class Decoder(Protocol):
         """Lay out segments for this decoder's backend. Raises ValueError as `build_batch` does."""
 
     def warm_up(self, pool: KVPool, max_len: int, wanted: Wanted = NOTHING_MORE) -> None:
-        """Be ready for passes over a pool, of up to ``max_len`` positions; it is not written.
+        """Prepare for passes over a pool, of up to ``max_len`` positions; the pool is not written.
 
-        ``wanted``: what these passes will want; of vectors and tokens to choose only that they are.
+        ``wanted``: the outputs that these passes will request. Of input vectors and draws only
+        their presence matters.
         """
 
     def forward(
         self, batch: RaggedBatch, pool: KVPool, wanted: Wanted = NOTHING_MORE
     ) -> ForwardOutput:
-        """Compute KV of every row into the pool, and what is wanted besides.
+        """Compute every row's KV into the pool, and return the outputs in ``wanted``.
 
-        The output holds until the next pass. Raises ValueError for taps that there are not, and
-        for inputs of another shape than the batch's.
+        The output is valid until the next pass. Raises ValueError for taps that do not exist, and
+        for inputs of another shape than the batch.
         """
 
     def row_passes(self, pool: KVPool) -> RowPasses | None:
-        """Passes of drafts over a pool, each in one call, where the backend has these."""
+        """Return draft passes over a pool, each in one call; None if the backend has none."""
 
 
 class PagedDecoder(Decoder):
-    """Pools and batches of a `Decoder`: of the ``shapes`` of its layers' KV, for its operations."""
+    """The pools and batches of a `Decoder`, by the KV ``shapes`` of its layers."""
 
     shapes: Sequence[KvShape]
     states: tuple[LayerStates, ...] = ()
 
     @property
     def identity(self) -> dict[str, str]:
-        """The operations."""
+        """Path and operations of the decoder."""
         return {"path": self.path, "ops": type(self.ops).__name__, **self.ops.identity}
 
     def make_pool(
@@ -125,7 +130,7 @@ class PagedDecoder(Decoder):
         kv_dtype: KvDtype = "auto",
         states: StatePool | None = None,
     ) -> KVPool:
-        """A KV pool of the shapes of the layers; on a device and of a dtype like the weights'."""
+        """Return a KV pool of the layers' shapes, in the weights' dtype unless another is given."""
         return self.pool_over(
             map_zeros, num_pages, page_size=page_size, kv_dtype=kv_dtype, states=states
         )
@@ -139,7 +144,7 @@ class PagedDecoder(Decoder):
         kv_dtype: KvDtype,
         states: StatePool | None = None,
     ) -> KVPool:
-        """A pool as `make_pool` makes it; ``map_bytes`` gives its memory if it is on the host."""
+        """Return a pool as `make_pool` does; ``map_bytes`` allocates its memory on the host."""
         return make_pool(
             num_pages,
             self.shapes,
@@ -152,7 +157,7 @@ class PagedDecoder(Decoder):
         )
 
     def make_state_pool(self, num_slots: int, num_logs: int, *, page_size: int) -> StatePool:
-        """A pool of the layers' states, with the inputs of convolutions in the weights' dtype."""
+        """Return a pool of the layers' states; inputs of convolutions have the weights' dtype."""
         return StatePool(
             num_slots,
             num_logs,
@@ -185,12 +190,12 @@ class PagedDecoder(Decoder):
         )
 
     def row_passes(self, pool: KVPool) -> RowPasses | None:  # noqa: ARG002
-        """None."""
+        """Return None: there are no such passes."""
         return None
 
 
 class OwnDecoder(PagedDecoder):
-    """`Decoder` of packed weights, which the backend's operations compute layer by layer."""
+    """A `Decoder` with packed weights, which the backend's operations compute layer by layer."""
 
     path: ModelPath = "own"
 
@@ -204,8 +209,10 @@ class OwnDecoder(PagedDecoder):
         linear_specs: Mapping[PackedLinear, LinearSpec] | None = None,
         compiles: bool = True,
     ) -> None:
-        """``layout``: of the pages, where they are another model's. ``linear_specs``: what packed
-        linears were made of. ``compiles``: the backend may compute all layers in one call.
+        """Wrap packed ``weights``.
+
+        ``layout``: page layout, if it is another model's. ``linear_specs``: declarations of the
+        packed linears. ``compiles``: whether the backend may compute all layers in one call.
         """
         self.config = config
         self.linear_specs = linear_specs or {}
@@ -226,8 +233,9 @@ class OwnDecoder(PagedDecoder):
 
     @torch.inference_mode()
     def warm_up(self, pool: KVPool, max_len: int, wanted: Wanted = NOTHING_MORE) -> None:
-        """Compute RoPE's tables; on a GPU also capture the graphs, which takes seconds and memory
-        beside the pool's.
+        """Compute the RoPE tables. On a GPU also capture the graphs.
+
+        Capturing takes seconds, and memory beside the pool's.
         """
         for rope in (rope for ropes in self.ropes for rope in ropes):
             rope.table(max_len)
@@ -263,7 +271,7 @@ class OwnDecoder(PagedDecoder):
         return ForwardOutput(found.hidden, logits, found.tokens, found.taps, found.best)
 
     def row_passes(self, pool: KVPool) -> RowPasses | None:
-        """The backend's, if it has these."""
+        """Return the backend's draft passes over a pool; None if it has none."""
         if self._compiled is None:
             return None
         heads = [part.heads for part in self.layout.parts]
@@ -276,11 +284,11 @@ class OwnDecoder(PagedDecoder):
         return tuple(self.ops.plan(batch, part, own.heads, *ropes) for part, own, ropes in parts)
 
     def part_heads(self, part: int) -> HeadLayout:
-        """The heads of the layers of a part."""
+        """Return the head layout of the layers of a pool part."""
         return self.layout.parts[part].heads
 
     def _logits(self, batch: RaggedBatch, found: LayersOutput) -> Tensor:
-        """Logits of the batch's logit rows, [num_logits, vocab] float32."""
+        """Return the logits of the batch's logit rows, [num_logits, vocab] float32."""
         hidden = found.hidden
         if batch.num_logits == 0:
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
@@ -294,7 +302,7 @@ class OwnDecoder(PagedDecoder):
 def sequence_pool(
     decoder: Decoder, num_pages: int, num_sequences: int, *, page_size: int
 ) -> KVPool:
-    """A KV pool of a decoder, with states of so many sequences where it has layers with such."""
+    """Return a KV pool, with states of ``num_sequences`` sequences if the decoder has states."""
     states = None
     if decoder.states:
         states = decoder.make_state_pool(num_sequences, num_sequences, page_size=page_size)
@@ -302,7 +310,7 @@ def sequence_pool(
 
 
 def check_inputs(inputs: Tensor | None, shape: tuple[int, int]) -> None:
-    """Raise ValueError for vectors of another shape than the rows of a batch."""
+    """Raise ValueError for input vectors of another shape than the batch's rows."""
     if inputs is not None and inputs.shape != shape:
         raise ValueError(f"inputs {list(inputs.shape)}: must be {list(shape)}, as the batch's rows")
 
@@ -322,6 +330,6 @@ def check_layer_vectors(wanted: Wanted, num_layers: int, device: torch.device) -
 
 
 def check_taps(taps: Taps, num_layers: int) -> None:
-    """Raise ValueError for boundaries that a decoder does not have, or that come twice."""
+    """Raise ValueError for layer boundaries that do not exist or repeat."""
     if taps and (len(set(taps)) < len(taps) or min(taps) < 0 or max(taps) > num_layers):
         raise ValueError(f"taps {taps}: each from 0 to {num_layers}, and once")

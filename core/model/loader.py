@@ -1,4 +1,4 @@
-"""load_decoder: from a checkpoint folder to a decoder with packed weights."""
+"""load_decoder: load a decoder with packed weights from a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ ModelImpl: TypeAlias = Literal["auto", "own", "transformers"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Random weights of standard deviation 0.02 collapse to one repeated token; these factors keep
-# attention from averaging everything and let the layers outweigh the embedding.
+# Random weights of standard deviation 0.02 collapse to one repeated token. These factors keep
+# attention from averaging everything, and let the layers outweigh the embedding.
 _RANDOM_STD = 0.02
 _RANDOM_FACTORS = {
     "o_proj.weight": 0.2,
@@ -48,7 +48,7 @@ _RANDOM_FACTORS = {
     "down_proj.weight": 8.0,
     "conv1d.weight": 25.0,
     "conv.conv.weight": 25.0,
-    "A_log": 100.0,  # log decays of a token from 0.01 to 10
+    "A_log": 100.0,  # decays per token of about e**-0.01 to e**-10
 }
 
 
@@ -68,17 +68,20 @@ def load_decoder(
 ) -> Decoder:
     """Load a decoder from a folder in Hugging Face layout or a GGUF file.
 
-    ``dtype="auto"`` keeps the checkpoint's: weights that are stored quantised stay so where the
-    backend has kernels for them (activations are bfloat16), and float16 is computed in float32 on
-    the CPU, which holds every float16 value. Any other dtype holds all weights in that dtype.
-    ``load_format="random"`` needs the config only and draws seeded weights of the real shapes; on
-    a GPU, where they are drawn there, others than on the CPU. ``quantize`` packs every matrix of
-    the layers and the output as int8 or int4, for the backends that compute so; ``kv_dtype`` is
-    that of the pools to come. ``impl``: "own" takes the decoder of this engine, "transformers" the
-    modules of transformers on our pages and kernels, "auto" the latter for models that the former
-    does not compute. ``on_read`` is called with every tensor but random ones, whatever rank has it.
-    ``comm``: of a model that several ranks compute, each with its part of the weights; the output
-    matrix is rank 0's alone. Raises `ModelLoadError` before memory is spent on weights,
+    ``dtype="auto"`` keeps the checkpoint's dtype: quantised weights stay as they are stored if the
+    backend has kernels for them (activations are bfloat16), and the CPU computes float16 in
+    float32, which holds every float16 value. Any other dtype converts all weights to it.
+
+    ``load_format="random"`` needs only the config and draws seeded weights of the real shapes. A
+    GPU draws them itself, so they differ from a CPU's. ``quantize`` packs every matrix of the
+    layers and of the output as int8 or int4, if the backend supports it. ``kv_dtype``: dtype of
+    pools to be made.
+
+    ``impl``: "own" selects this engine's decoder, "transformers" transformers' modules over this
+    engine's pages and kernels, and "auto" the latter only for models that the former does not
+    support. ``on_read`` is called with every tensor read from files, also with tensors of other
+    ranks' shards. ``comm`` connects the ranks of a model, each with its shard of the weights; only
+    rank 0 has the output matrix. Raises `ModelLoadError` before memory is spent on weights, and
     `InvalidRequest` for a model that ranks cannot share.
     """
     device = choose_device(device)
@@ -111,7 +114,7 @@ class _Options(NamedTuple):
     comm: Comm | None
 
     def ops(self, dtype: torch.dtype, heads: Sequence[HeadLayout]) -> Ops:
-        """The backend. ``heads``: of the parts of the pool."""
+        """Return the backend's operations. ``heads``: head layouts of the parts of the pool."""
         return choose_ops(
             self.device,
             exact=self.exact,
@@ -124,7 +127,7 @@ class _Options(NamedTuple):
 
 
 def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
-    """A decoder of transformers' modules. ``reason``: why they compute, for the log."""
+    """Return a decoder of transformers' modules. ``reason``: why it is used, for the log."""
     # Not at the top: transformers takes a second to import.
     from .fallback.transformers_loader import load_text_model, read_text_model
 
@@ -157,7 +160,10 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
 
 
 def _own(path: str | Path, options: _Options) -> OwnDecoder:
-    """A decoder of this engine's. Raises `UnsupportedConfig` for a model that has none."""
+    """Return this engine's decoder.
+
+    Raises `UnsupportedConfig` for a model that it does not support.
+    """
     dtype, device, load_format, _, _, quantize, _, on_read, comm = options
     if load_format == "random":
         config = read_config(path)
@@ -209,10 +215,10 @@ def _choose_dtype(requested: str, stored: str, device: torch.device) -> torch.dt
 
 
 def _random_reader(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Read:
-    """Seeded by name, so a tensor does not depend on which others were read.
+    """Return a reader of random tensors, seeded by name, so the order of reads does not matter.
 
-    A CPU draws float32 whatever the dtype, so that all of them are roundings of the same weights.
-    A GPU draws in place: billions of them would take a CPU minutes.
+    A CPU always draws float32, so that every dtype is a rounding of the same weights. A GPU draws
+    in place: a CPU would take minutes for billions of weights.
     """
     shapes = tensor_shapes(config)
     drawn = torch.float32 if device.type == "cpu" else dtype

@@ -1,7 +1,7 @@
-"""Opening a model: from a path to its config, and to the tensors of its files.
+"""Opening a model: from a path to its config and to the tensors of its files.
 
-Files give `Fields` and tensors (formats/), families make a config of `Fields` (families/). Neither
-knows the other: this module joins them.
+Files give `Fields` and tensors (formats/); families make a config from `Fields` (families/).
+Neither knows the other: this module joins them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .formats.safetensors import Rename, SafetensorsCheckpoint
 from .weights.layer import ignored, tensor_shapes
 from .weights.mlp import Experts
 
-# Fields of a multimodal config that its text model's may leave out.
+# These fields of a multimodal config may be absent from its text model's config.
 _OUTER = ("quantization_config", "dtype", "torch_dtype", "eos_token_id", "is_encoder_decoder")
 
 
 class OpenedModel(NamedTuple):
-    """The config of a model, and the tensors of its files: those that the config implies."""
+    """The config of a model, and a checkpoint that has the tensors which the config implies."""
 
     config: DecoderConfig
     checkpoint: Checkpoint
@@ -44,9 +44,9 @@ class OpenedModel(NamedTuple):
 def open_model(path: str | Path) -> OpenedModel:
     """Open a folder in Hugging Face layout, a GGUF file, or a folder with one.
 
-    Reads headers alone, but for an output matrix beside an embedding that is said to stand for it.
-    Raises `ModelLoadError` for files that are missing, damaged or not supported,
-    `UnsupportedConfig` for a model that this engine's own decoder does not compute.
+    Only headers are read, except that a stored output matrix is compared with an embedding that the
+    config ties to it. Raises `ModelLoadError` for files that are missing, damaged or not supported,
+    and `UnsupportedConfig` for a model that this engine's own decoder does not support.
     """
     file = gguf_file(Path(path))
     checkpoint: Checkpoint
@@ -66,20 +66,21 @@ def open_model(path: str | Path) -> OpenedModel:
 
 
 def _names_of(config: DecoderConfig) -> Rename:
-    """The tensors' names as `tensor_shapes` has them."""
+    """Return the function that maps stored names to the names of `tensor_shapes`."""
     base = text_names if config.is_nested else base_names
     return partial(family_names, config.stored_names, base) if config.stored_names else base
 
 
 def read_config(path: str | Path) -> DecoderConfig:
-    """The config of a model, whose folder may be without weights. Raises as `open_model` does."""
+    """Return a model's config; the folder need not have weights. Raises as `open_model` does."""
     file = gguf_file(Path(path))
     return _folder_config(Path(path)) if file is None else _gguf_config(GgufFile(file))
 
 
 def _gguf_config(file: GgufFile) -> DecoderConfig:
     config = parse_config(Fields(file.values, str(file.where)))
-    if config.mtp is not None:  # these files have its layer there, wherever checkpoints have it
+    # GGUF files store this layer after the last one, whatever other checkpoints do.
+    if config.mtp is not None:
         config = replace(config, mtp=BEHIND_THE_LAST)
     if file.has_tiled_heads:
         config = tiled(config)
@@ -98,14 +99,14 @@ def _folder_config(folder: Path) -> DecoderConfig:
     if not generation.exists():
         return config
     more = Fields(read_json(generation), str(generation)).integers("eos_token_id")
-    # Chat models name further end tokens there only.
+    # Chat models name additional end tokens only in this file.
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
 def _text_config(folder: Path, fields: Fields) -> DecoderConfig:
-    """The config of the text model, with the defaults of its class, which the file may leave out.
+    """Return the config of the text model, with its class's defaults for absent fields.
 
-    Raises `UnsupportedConfig` where transformers does not know the model.
+    Raises `UnsupportedConfig` if transformers does not know the model.
     """
     from .fallback.text_config import read_text_config  # transformers takes a second to import
 
@@ -127,10 +128,10 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_stored(config: DecoderConfig, checkpoint: SafetensorsCheckpoint) -> DecoderConfig:
-    """The config with what the files decide: the output matrix, and the layout of experts.
+    """Return the config with facts from the files: the output matrix and the layout of experts.
 
-    Without an output matrix the embedding is one, if the config says so or the class that was saved
-    has none.
+    Without a stored output matrix the embedding serves as one, if the config ties them or the class
+    that was saved has no output matrix.
     """
     shapes = checkpoint.shapes
     if LM_HEAD in shapes:
@@ -158,7 +159,10 @@ def _is_embedding(checkpoint: SafetensorsCheckpoint) -> bool:
 def _as_stacked(
     spec: ExpertsSpec | None, prefix: str, config: DecoderConfig, shapes: Mapping[str, Shape]
 ) -> ExpertsSpec | None:
-    """The experts of a layer; Qwen3-VL's are stacked transposed or not, and no field says it."""
+    """Return a layer's experts with the stored orientation of their stacks.
+
+    Qwen3-VL's experts may be stacked transposed, and no field says so.
+    """
     if spec is None or spec.names.stacked != "rows":
         return spec
     turned = replace(spec, names=spec.names._replace(stacked="columns"))

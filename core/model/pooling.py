@@ -1,8 +1,8 @@
-"""Pooling: what a checkpoint's last row is for besides the next token, as its files have it.
+"""Pooling: uses of a model's last row other than the next token, as its files declare them.
 
 Embedding models and rerankers are published with the files of sentence-transformers: modules.json
-lists the parts, each with a config of its own. A GGUF file has the kind of pooling in its metadata.
-The engine computes decoders with causal attention and reads the last token's row, nothing else.
+lists the modules, each with its own config. A GGUF file has the pooling type in its metadata. The
+engine supports only decoders with causal attention and pooling of the last token's row.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MODULES = "modules.json"
 OTHERS = "sentence-transformers and text-embeddings-inference serve such models"
 _MODE = "pooling_mode_"
 _LAST = "lasttoken"
-_GGUF_LAST = 3  # of llama.cpp's kinds of pooling
+_GGUF_LAST = 3  # number of last-token pooling in llama.cpp
 _GGUF_OTHERS = {1: "mean", 2: "cls"}
-_WHOLE = ("Transformer", "Normalize")  # modules that need no reading: vectors are always normalised
+_WHOLE = ("Transformer", "Normalize")  # modules without settings: vectors are always normalised
 
 
 class PoolingSpec(
@@ -33,9 +33,10 @@ class PoolingSpec(
 ):
     """Uses of a model's last row.
 
-    ``dimensions``: of its hidden state, thus of a vector. ``embeds``: whether the model is made for
-    vectors. ``cuts``: lengths that vectors may be cut to (Matryoshka representations, arXiv
-    2205.13147), None for any. ``score_ids``: tokens of "no" and "yes", where the files name them.
+    ``dimensions``: size of its hidden state, thus of a vector. ``embeds``: whether the model is
+    made for embedding. ``cuts``: lengths to which vectors may be cut (Matryoshka representations,
+    arXiv 2205.13147); None: any length. ``score_ids``: tokens of "no" and "yes", if the files name
+    them.
     """
 
     dimensions: Count = 0
@@ -48,10 +49,10 @@ NO_POOLING = PoolingSpec()
 
 
 def read_pooling(path: Path) -> PoolingSpec:
-    """Read the pooling of a folder in Hugging Face layout or a GGUF file, but for its dimensions.
+    """Read the pooling of a folder in Hugging Face layout or a GGUF file, without its dimensions.
 
-    Raises `ModelLoadError` for a model whose vectors
-    are made in another way than from the last token's row of causal attention.
+    Raises `ModelLoadError` for a model whose vectors are not made from the last token's row of
+    causal attention.
     """
     file = gguf_file(path)
     if file is not None:
@@ -92,7 +93,7 @@ def _check_attention(config: Fields) -> None:
 
 
 def _modules(path: Path) -> Iterator[tuple[str, Path]]:
-    """The class and the folder of each module; none without modules.json."""
+    """Yield the class and the folder of each module; nothing without modules.json."""
     file = path / MODULES
     try:
         modules: Any = json.loads(file.read_bytes())
@@ -111,7 +112,7 @@ def _modules(path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _check_last_token(file: Path) -> None:
-    """Raise `ModelLoadError` for pooling of other rows than the last token's."""
+    """Raise `ModelLoadError` unless only the last token's row is pooled."""
     values = read_json(file)
     if isinstance(mode := values.get("pooling_mode"), str):
         modes = [mode]
@@ -126,13 +127,13 @@ def _check_last_token(file: Path) -> None:
 
 
 def _score_ids(file: Path) -> tuple[int, int]:
-    """The tokens of "no" and "yes". Raises `ModelLoadError` unless there are both."""
+    """Return the tokens of "no" and "yes". Raises `ModelLoadError` if one is missing."""
     fields = Fields(read_json(file), str(file))
     return fields.integer("false_token_id"), fields.integer("true_token_id")
 
 
 def _cuts(config: Fields) -> tuple[int, ...] | None:
-    """Lengths that vectors may be cut to, None for any.
+    """Return the lengths to which vectors may be cut; None: any length.
 
     vLLM reads the same fields, ``matryoshka_dimensions`` and ``is_matryoshka``.
     """
@@ -141,7 +142,10 @@ def _cuts(config: Fields) -> tuple[int, ...] | None:
 
 
 def _gguf_embeds(file: Path) -> bool:
-    """Whether a GGUF file is of an embedding model. Raises `ModelLoadError` as `read_pooling`."""
+    """Whether a GGUF file holds an embedding model.
+
+    Raises `ModelLoadError` as `read_pooling` does.
+    """
     from .formats.gguf_metadata import read_text, read_values  # numpy
 
     prefix = read_text(file, "general.architecture")

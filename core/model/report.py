@@ -31,38 +31,43 @@ from .pooling import read_pooling
 from .weights.layer import tensor_shapes
 
 Format: TypeAlias = Literal["safetensors", "GGUF", "no weights"]
-_PAGE = 16  # tokens; the pages of the CPU, which only the rounding of mixed pages depends on
+_PAGE = 16  # tokens of a CPU's page; only the rounding of mixed pages depends on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """``problem``: why the model is refused, and what to do instead; None: it is served. Where only
-    its weights are missing, the rest is what its config implies; else only ``problem`` is set.
+    """The model, memory needs and backend of a checkpoint.
+
+    ``problem``: why the model is refused, and what to do instead; None: it is served. If only its
+    weights are missing, the other fields follow from its config; otherwise only ``problem`` is set.
     """
 
     model_type: str = ""
     path: Literal["own", "transformers"] | None = None
     file_format: Format = "no weights"
-    quantization: str = ""  # of the files, for people; "": plain
+    quantization: str = ""  # quantisation of the files for display; "": plain
     num_parameters: int = 0
-    weight_bytes: int = 0  # as the files hold them; without files, in the config's dtype
+    weight_bytes: int = 0  # bytes in the files; without files, in the config's dtype
     dtype: str = ""
-    used_bytes: int = 0  # of `weight_bytes` about, without towers and layers that are not loaded
+    # estimated part of `weight_bytes` that is loaded, without towers and unused layers
+    used_bytes: int = 0
     num_embedding: int = 0  # parameters of the embedding
-    is_tied: bool = False  # the embedding stands for an output matrix, which is packed besides
-    kv_bytes_per_token: int | None = None  # in the model's dtype; None: known when it is loaded
-    has_latents: bool = False  # KV is one latent a position and layer, for all heads
-    state_bytes: int = 0  # of a sequence's recurrent state at one position; 0: it has none
-    rough_copy_bytes: int | None = None  # of its matrices in 4 bits; None: it cannot have these
+    is_tied: bool = False  # The embedding is also the output matrix, which is packed besides.
+    # bytes in the model's dtype; None: unknown before loading
+    kv_bytes_per_token: int | None = None
+    has_latents: bool = False  # The KV of a position and layer is one latent for all heads.
+    state_bytes: int = 0  # bytes of a sequence's recurrent state at one position; 0: no state
+    # bytes of a copy of its matrices in 4 bits; None: not available
+    rough_copy_bytes: int | None = None
     max_model_len: int = 0  # tokens
-    dimensions: int = 0  # of the vectors of an embedding model; 0: it is none
-    images: str = ""  # the image tower, or why its images are not served; "": there is none
+    dimensions: int = 0  # size of an embedding model's vectors; 0: not an embedding model
+    images: str = ""  # description of the image tower, or why images are not served; "": no tower
     takes_images: bool = False
-    mtp: str = ""  # layers that predict further tokens, or what they lack; "": there are none
+    mtp: str = ""  # MTP layers, or their missing tensors; "": no MTP layers
     problem: str | None = None
 
     def weights_in_memory(self, *, dtype: str = "auto", quantize: Quantize = "none") -> int:
-        """Bytes that the weights take in memory with these options of the engine, about."""
+        """Return an estimate of the weights' bytes in memory with these engine options."""
         item = self.item_bytes(dtype)
         num_output = self.num_embedding if self.is_tied else 0
         if quantize != "none":
@@ -73,7 +78,7 @@ class ModelReport:
         return (self.num_parameters + num_output) * item
 
     def least_weights(self, *, dtype: str = "auto", quantize: Quantize = "none") -> int:
-        """Bytes of memory without which the weights cannot be loaded."""
+        """Return a lower bound of the bytes that loading the weights needs."""
         if quantize != "none":
             return int(self.num_parameters * _LEAST_BYTES[quantize])
         if self._stays_packed(dtype):
@@ -81,7 +86,7 @@ class ModelReport:
         return self.num_parameters * self.item_bytes(dtype)
 
     def item_bytes(self, dtype: str = "auto") -> int:
-        """Bytes of a number as it is computed; float16 is computed in float32 on a CPU."""
+        """Return the bytes of one computed number; float16 is computed in float32 on a CPU."""
         chosen = self.dtype if dtype == "auto" else dtype
         return 2 if chosen == "bfloat16" or dtype == "float16" else 4
 
@@ -90,15 +95,16 @@ class ModelReport:
 
 
 WEIGHT_BYTES: Mapping[str, float] = {"int8": 1.0, "int4": ROUGH_BYTES}
-"""Bytes of a weight by ``--quantize``."""
-_LEAST_BYTES = {"int8": 1.0, "int4": 0.5}  # without scales
-_CERTAIN = 0.8  # of an estimate by the numbers of parameters
+"""Bytes per weight for each value of ``--quantize``."""
+_LEAST_BYTES = {"int8": 1.0, "int4": 0.5}  # bytes without scales
+_CERTAIN = 0.8  # share of an estimate by parameter counts that is certain
 
 
 def inspect_model(path: Path) -> ModelReport:
-    """The report of a folder in Hugging Face layout, with weights or without, or a GGUF file."""
+    """Return the report of a GGUF file or of a Hugging Face folder, which may lack its weights."""
     try:
-        read_pooling(path)  # before anything else: the type of such a model may be unknown, too
+        # Pooling is read first: the type of an embedding model may be unknown, too.
+        read_pooling(path)
         return _own(path)
     except UnsupportedConfig as reason:
         try:
@@ -135,7 +141,7 @@ def _own(path: Path) -> ModelReport:
 
 
 def _mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> str:
-    """Count the layers that predict further tokens, or name what the first one lacks."""
+    """Return the number of MTP layers in words, or the missing tensors of the first one."""
     try:
         count = count_mtp_layers(config, checkpoint)
     except ModelLoadError as problem:
@@ -161,7 +167,7 @@ def _by_transformers(path: Path) -> ModelReport:
     return replace(report, state_bytes=bytes_per_slot(states, getattr(torch, config.dtype)))
 
 
-_ROUNDED = ("", "Q8_0")  # quantisations of files of which a rough copy can be made
+_ROUNDED = ("", "Q8_0")  # A rough copy can be made from these quantisations.
 
 
 def _report(
@@ -199,7 +205,7 @@ def _report(
 
 
 def _images(path: Path) -> str:
-    """A few words on the image tower of a model; "" for one without."""
+    """Return a short description of a model's image tower; "" without one."""
     support = vision_support(path)
     if support.is_served:
         return f"yes, a tower of {count_tower(path) / 1e6:.3g} million parameters"
@@ -207,7 +213,7 @@ def _images(path: Path) -> str:
 
 
 def weight_files(path: Path) -> tuple[Format, int]:
-    """The format of the weights, and their bytes on disk."""
+    """Return the format of the weight files, and their bytes on disk."""
     file = gguf_file(path)
     if file is not None:
         return "GGUF", sum(part.stat().st_size for part in gguf_parts(file) if part.exists())
@@ -217,7 +223,7 @@ def weight_files(path: Path) -> tuple[Format, int]:
 
 
 def _missing(folder: Path) -> str | None:
-    """Why the weights of a folder cannot be opened."""
+    """Return why the weights of a folder cannot be opened; None if they can."""
     try:
         TensorFiles(folder)
     except ModelLoadError as error:
@@ -226,7 +232,7 @@ def _missing(folder: Path) -> str | None:
 
 
 def _quantization(path: Path) -> str:
-    """Quantisation of the matrices of the files, or of those that a config.json describes."""
+    """Return the quantisation of a GGUF file's matrices, or the one in config.json; "": plain."""
     file = gguf_file(path)
     if file is not None:
         types = GgufFile(file).types

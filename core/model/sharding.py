@@ -1,7 +1,8 @@
-"""Sharding: the part of a model that one of several ranks computes (``--tp``, arXiv 1909.08053).
+"""Sharding: the shard of a model that one of several ranks computes (``--tp``, arXiv 1909.08053).
 
-A rank has some of the heads and some of the columns in the middle of each MLP: of the matrices that
-make these its rows, of those that read them its columns. What the latter give are summands.
+A rank has some of the heads and some of the inner columns of each MLP. So it has rows of the
+matrices that produce these, and columns of the matrices that read them. The outputs of the latter
+are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .weights.mlp import Experts
 
 
 def check_shards(config: DecoderConfig, size: int) -> None:
-    """Raise `InvalidRequest` for a model that cannot be shared out among ``size`` ranks."""
+    """Raise `InvalidRequest` for a model that cannot be sharded over ``size`` ranks."""
     kind = config.model_type
     if config.states:
         raise _refused(f"{kind} has recurrent layers, which are not shared out")
@@ -41,10 +42,10 @@ def check_shards(config: DecoderConfig, size: int) -> None:
 
 
 def shard_config(config: DecoderConfig, comm: Comm, read: Read | None = None) -> DecoderConfig:
-    """The config of this rank's part: heads and widths divided by the number of ranks.
+    """Return the config of this rank's shard: heads and widths divided by the number of ranks.
 
-    Each rank has columns of every expert. Where these cannot be cut, of width or of the groups of
-    quantised weights, which ``read`` gives, each has some of the experts whole.
+    Each rank has columns of every expert. If the expert width, or the groups of quantised weights
+    in ``read``, cannot be split evenly, each rank has whole experts instead.
     """
     size, by_number = comm.size, _shares_experts(config, comm, read)
     return replace(
@@ -57,10 +58,10 @@ def shard_config(config: DecoderConfig, comm: Comm, read: Read | None = None) ->
 
 
 def shard_reader(read: Read, config: DecoderConfig, shard: DecoderConfig, comm: Comm) -> Read:
-    """Read a checkpoint's tensors and keep the part of this rank.
+    """Return a reader of this rank's shard of each tensor of a checkpoint.
 
-    ``config``: the whole model's; ``shard``: this rank's, from `shard_config`. Raises
-    `InvalidRequest` for a quantised matrix whose groups of columns the ranks cannot share.
+    ``config``: the whole model's; ``shard``: this rank's, from `shard_config`. Its reads raise
+    `InvalidRequest` for a quantised matrix whose column groups the ranks cannot share.
     """
     shares = {each.name: each.share for each in decoder_tensors(_with_held(config, shard))}
 
@@ -75,7 +76,7 @@ def shard_reader(read: Read, config: DecoderConfig, shard: DecoderConfig, comm: 
 
 
 def read_others(read: Read, shard: DecoderConfig) -> None:
-    """Read the experts that other ranks hold, so that observers of reads see every tensor.
+    """Read the experts of other ranks, so that observers of reads see every tensor.
 
     ``read`` reads the whole model; ``shard``: this rank's config, from `shard_config`.
     """
@@ -95,7 +96,7 @@ def read_others(read: Read, shard: DecoderConfig) -> None:
 
 
 def _shares_experts(config: DecoderConfig, comm: Comm, read: Read | None) -> bool:
-    """Whether ranks have whole experts. Raises `InvalidRequest` where they must and cannot."""
+    """Whether ranks have whole experts. Raises `InvalidRequest` if they must and cannot."""
     for index, layer in enumerate(config.layers):
         spec = layer.experts
         if spec is None:
@@ -113,7 +114,7 @@ def _shares_experts(config: DecoderConfig, comm: Comm, read: Read | None) -> boo
 
 
 def _uncut(read: Read, down: TensorSpec, comm: Comm) -> str:
-    """Why the columns of an expert cannot be cut; empty if they can."""
+    """Return why the columns of an expert cannot be split; empty if they can."""
     weight = read(down.name)
     if isinstance(weight, Tensor):
         return ""
@@ -126,7 +127,7 @@ def _uncut(read: Read, down: TensorSpec, comm: Comm) -> str:
 
 
 def _with_held(config: DecoderConfig, shard: DecoderConfig) -> DecoderConfig:
-    """Return the config of the whole model with the experts that this rank holds."""
+    """Return the whole model's config with the experts that this rank holds."""
     layers = (
         layer
         if layer.experts is None or held.experts is None
@@ -141,7 +142,7 @@ def _refused(why: str) -> InvalidRequest:
 
 
 def _counts(config: DecoderConfig) -> Iterator[tuple[str, int]]:
-    """All that is divided, with its name."""
+    """Yield the name and count of everything that is divided among ranks."""
     for index, layer in enumerate(config.layers):
         heads = config.heads_of(index)
         yield "attention heads", heads.num_heads
@@ -171,7 +172,7 @@ def _shard_layer(layer: LayerSpec, comm: Comm, *, by_number: bool) -> LayerSpec:
 
 
 def _share_of(weight: StoredWeight, share: Share, comm: Comm) -> StoredWeight:
-    """The rank's part of a tensor. Raises ValueError for a cut inside of a quantised group."""
+    """Return the rank's shard of a tensor. Raises ValueError for a cut inside a quantised group."""
     if share == "whole":
         return weight
     if share == "first":
@@ -187,7 +188,7 @@ def _share_of(weight: StoredWeight, share: Share, comm: Comm) -> StoredWeight:
 
 
 def _cut(weight: StoredWeight, cut: Cut, comm: Comm) -> StoredWeight:
-    """The rank's share of each block of a tensor. Raises ValueError inside of a group."""
+    """Return the rank's share of each block of a tensor. Raises ValueError inside a group."""
     if isinstance(weight, QuantizedStack):
         return QuantizedStack(
             weight.count, lambda index: _cut_matrix(weight.one(index), cut.of_one, cut.blocks, comm)
@@ -210,7 +211,7 @@ def _cut_matrix(
 
 
 def _items(size: int, blocks: Sequence[int], comm: Comm) -> Tensor:
-    """The items of an axis that the rank has, of each block its share."""
+    """Return the indices along an axis that the rank has: its share of each block."""
     unit = size // sum(blocks)
     parts = torch.split(torch.arange(size), [block * unit for block in blocks])
     return torch.cat([part.chunk(comm.size)[comm.rank] for part in parts])

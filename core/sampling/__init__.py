@@ -1,1 +1,1 @@
-"""Choice of tokens by logits: logits processors, truncation, noise, and the one verifier."""
+"""Sampling: logits processors, truncation, noise, and the one verifier."""

@@ -1,4 +1,4 @@
-"""DraftedRow: a request's tokens and the draft behind them, as the samplers read it."""
+"""DraftedRow: a request's tokens and the draft that follows them, as samplers read it."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from .encoded import EncodedSampling
 
 
 class DraftedRow(msgspec.Struct, frozen=True, dict=True):
-    """A request's tokens so far, its prompt included, and a draft of what follows them.
+    """A request's tokens so far, its prompt included, and a draft of its next tokens.
 
-    To be verified, it has a row of logits behind ``tokens`` and one behind each node of the draft.
-    With ``parents`` the draft is a tree, as `core.interface.draft.Draft` describes it. To be
-    sampled, it has a single row of logits, behind the whole draft, which is a chain then: `at`.
-    ``tokens`` is lent, never copied. ``num_ahead``: tokens between ``tokens`` and the draft that
-    the device alone knows.
+    For verification a row has logits after ``tokens`` and after each node of the draft. With
+    ``parents`` the draft is a tree, as `core.interface.draft.Draft` describes it. For sampling a
+    row has one row of logits, after the whole draft, which is then a chain (`at`). ``tokens`` is
+    lent, never copied. ``num_ahead``: number of tokens between ``tokens`` and the draft that only
+    the device knows.
     """
 
     tokens: array[int]
     sampling: SamplingMetadata
     draft: Sequence[int] = ()
-    parents: Sequence[int] = ()  # [len(draft)], or none for a chain
+    parents: Sequence[int] = ()  # [len(draft)]; empty for a chain
     num_ahead: int = 0
 
     # -- along the draft
 
     def at(self, node: int) -> DraftedRow:
-        """Return the row to sample behind ``node`` of the draft; -1: behind ``tokens``."""
+        """Return the row that samples the token after ``node`` of the draft.
+
+        ``node`` -1 stands for the end of ``tokens``.
+        """
         if node == len(self.draft) - 1 and not self.parents:
             return self
         tail = self.tail(node) if node >= 0 else ()
         return DraftedRow(self.tokens, self.sampling, tail, (), self.num_ahead)
 
     def tail(self, node: int) -> Sequence[int]:
-        """Return the draft tokens on the path down to ``node``, that one included; -1: none."""
+        """Return the draft tokens on the path down to ``node``, inclusive; empty for -1."""
         if not self.parents:
             return self.draft[: node + 1]
         tail = []
@@ -48,7 +51,10 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
         return tail[::-1]
 
     def child(self, node: int, token_id: int) -> int | None:
-        """Return the child of ``node`` that has the token; -1: one of the first level. O(1)."""
+        """Return the child of ``node`` with this token, or None. O(1).
+
+        ``node`` -1 is the parent of the first level.
+        """
         if self.parents:
             return self._children.get((node, token_id))
         follows = node + 1 < len(self.draft) and self.draft[node + 1] == token_id
@@ -56,12 +62,12 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
-        """The nodes of a tree by parent and token. Of equal siblings the first one counts."""
+        """Nodes of a tree by (parent, token); the first of equal siblings counts."""
         keys = list(zip(self.parents, self.draft, strict=True))
         return {keys[node]: node for node in reversed(range(len(keys)))}
 
     def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the nodes that the target's ``token_ids`` lead along."""
+        """Return the path of nodes that the target's ``token_ids`` follow."""
         if not self.parents:
             length = 0
             for token_id, drafted in zip(token_ids, self.draft, strict=False):
@@ -81,7 +87,7 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def position(self) -> int:
-        """Output position of the token to draw, which is the number of output tokens before it."""
+        """Output position of the token to draw: the number of output tokens before it."""
         return len(self.tokens) + self.num_ahead + len(self.draft) - self.sampling.prompt_len
 
     def encoded(self, vocab_size: int) -> EncodedSampling:
@@ -93,10 +99,10 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
         return self.position < self.encoded(vocab_size).edited_until
 
     def ending(self, length: int) -> tuple[int, ...]:
-        """Return the last ``length`` tokens of the path, fewer where it is shorter."""
+        """Return the last ``length`` tokens of the path, or all of a shorter path."""
         recent = (*self.tokens[-length:], *self.draft) if length else ()
         return recent[max(0, len(recent) - length) :]
 
     def banned_by_words(self, words: Sequence[tuple[int, ...]]) -> list[int]:
-        """Return the last tokens of the words that the path ends with but for these."""
+        """Return the last token of each word that the path completes except for that token."""
         return [word[-1] for word in words if self.ending(len(word) - 1) == word[:-1]]

@@ -1,8 +1,8 @@
-"""EncodedSampling: one request's sampling parameters as torch, C and Triton read them.
+"""EncodedSampling: one request's sampling parameters, as torch, C and Triton read them.
 
 Each parameter is encoded here once, as a field of a record. The torch oracle reads the fields by
-name, the C kernels read the record where it lies (``ft_sampling`` of row.h has the same fields
-in the same order), and Triton's kernels have a copy of its first fields for each `PLACE`.
+name. The C kernels read the record in place (``ft_sampling`` of row.h has the same fields in the
+same order). Triton's kernels have a copy of its first fields for each `PLACE`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..interface.sampling import (
 from .gumbel import stream_start
 
 GREEDY, SAMPLED, MIN_P, CUT = range(4)
-"""Kinds of requests: the best token; drawn from all; from what min-p leaves; from what top-k or
-top-p leaves, with min-p or without. What to do after the edits follows from the kind."""
+"""Kinds of requests, which decide the steps after the edits: take the best token, or draw from all
+tokens, from the tokens that min-p keeps, or from the tokens that top-k, top-p and min-p keep."""
 
-_LEAST_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
+_LEAST_TEMPERATURE = 1e-30  # A smaller temperature would be 0 in float32.
 
 Fields: TypeAlias = Mapping[str, Any]  # a record's numbers by name
 Mask: TypeAlias = NDArray[np.bool_]  # [vocab] true where a token is allowed
@@ -40,8 +40,8 @@ Mask: TypeAlias = NDArray[np.bool_]  # [vocab] true where a token is allowed
 _DRAW = [  # name, format, and the attribute of `EncodedSampling`
     ("noise_start", "u8", "_noise_start"),  # `stream_start` of the seed
     ("kind", "i8", "kind"),
-    ("temperature", "f8", "_temperature"),  # of a request that draws
-    ("min_p_logit", "f8", "_min_p_logit"),  # least of scaled logits, whose best is 0; -inf: off
+    ("temperature", "f8", "_temperature"),  # temperature of a request that draws
+    ("min_p_logit", "f8", "_min_p_logit"),  # least scaled logit, where the best is 0; -inf: off
     ("top_k", "i8", "_top_k"),  # 0: off
     ("top_p", "f8", "_params.top_p"),  # 1: off
 ]
@@ -53,7 +53,7 @@ _EDITS = [
     ("frequency_penalty", "f4", "_params.frequency_penalty"),
     ("presence_penalty", "f4", "_params.presence_penalty"),
 ]
-_LISTS = [  # each an address and how many there are; see `_lent`
+_LISTS = [  # Each list is an address and a count; see `_lent`.
     field
     for name in ("biased", "allowed", "stops", "word_ids", "word_lens")
     for field in ((name, "u8", f"_{name}_at"), (f"num_{name}", "i8", f"{name}.size"))
@@ -61,8 +61,8 @@ _LISTS = [  # each an address and how many there are; see `_lent`
 _FIELDS = [*_DRAW, *_EDITS, *_LISTS, ("bias", "u8", "_bias_at")]
 
 PLACE = np.dtype([*(field[:2] for field in _DRAW), ("row", "i8"), ("edited", "i8")])
-"""One place of a batch: the request's first fields; the row of the logits, and that of the edited
-values or -1, which are written for each place."""
+"""One token to draw: the first fields of its request, its row of logits, and its row of edited
+values or -1. Both rows are written for each token."""
 
 _NAMES = tuple(field[0] for field in _FIELDS)
 _values = attrgetter(*(field[2] for field in _FIELDS))
@@ -74,11 +74,11 @@ _EMPTY = {code: np.empty(0, code) for code in "qf"}
 
 
 class EncodedSampling:
-    """One request's parameters for logits of one width, kept by its `SamplingMetadata`.
+    """One request's parameters for logits of one width, cached by its `SamplingMetadata`.
 
-    With an ``error`` they cannot be served, and nothing else is read. Token ids are inside the
-    vocabulary, but for those that bad words only compare. Logits of output positions below
-    ``edited_until`` are edited before the temperature.
+    With an ``error`` the request cannot be served, and nothing else is read. All token ids are in
+    the vocabulary, except ids of bad words that are only compared. Logits of output positions below
+    ``edited_until`` are edited before the temperature applies.
     """
 
     def __init__(self, sampling: SamplingMetadata, vocab_size: int) -> None:
@@ -87,13 +87,15 @@ class EncodedSampling:
         self.vocab_size, self.prompt_len = vocab_size, sampling.prompt_len
         self.constraint, self.min_tokens = sampling.constraint, params.min_tokens
         self.error = _error(sampling, vocab_size)
-        self.is_asked = self.error is not None or self.constraint is not None  # see `ask`
+        # whether `ask` has anything to report
+        self.is_asked = self.error is not None or self.constraint is not None
         is_edited = self.is_asked or sampling.has_processors
         self.edited_until = _ALWAYS if is_edited else self.min_tokens
         self.biased, self._biased_at = _lent("q", bias)
         self.bias, self._bias_at = _lent("f", bias.values())
         self.allowed, self._allowed_at = _lent("q", sorted(set(params.allowed_token_ids or ())))
-        stops = sampling.stop_ids if self.min_tokens else ()  # banned below it
+        # Stop tokens are banned before min_tokens.
+        stops = sampling.stop_ids if self.min_tokens else ()
         self.stops, self._stops_at = _lent("q", sorted(i for i in stops if 0 <= i < vocab_size))
         self.words = [word for word in sampling.bad_words_ids if word]
         self.word_ids, self._word_ids_at = _lent("q", list(chain.from_iterable(self.words)))
@@ -103,24 +105,24 @@ class EncodedSampling:
         self._min_p_logit = math.log(params.min_p) if params.min_p else -math.inf
         self.kind = _kind(params, self._top_k)
         record = _pack(*_values(self))
-        self.place = record[:_DRAW_BYTES] + _NO_ROW  # the bytes of a `PLACE`
+        self.place = record[:_DRAW_BYTES] + _NO_ROW  # the bytes of a `PLACE`, without its rows
         self._record = array("B", record)
         self.address, _ = self._record.buffer_info()
 
     @cached_property
     def fields(self) -> Fields:
-        """The record's numbers by name; made for the reference, and where there are edits."""
+        """Fields of the record by name, for the oracle and for rows with edits."""
         return dict(zip(_NAMES, _values(self), strict=True))
 
     def bans_stops(self, position: int, mask: Mask | None) -> bool:
-        """Whether the edits of a place ban stop tokens, unless `ask` has done so in its mask."""
+        """Whether edits must ban stop tokens at ``position``; a ``mask`` bans them already."""
         return mask is None and position < self.min_tokens
 
     def ask(self, tokens: array[int], tail: Sequence[int]) -> tuple[Mask | None, str | None]:
-        """Return which tokens may follow a path, None for all; and why its row must fail.
+        """Return the tokens that may follow a path, None for all, and the error of its row or None.
 
-        Stop tokens that come before min_tokens are left out, but for those of an answer that can
-        only end: then min_tokens gives way.
+        The mask excludes stop tokens before min_tokens, unless no other token is allowed: then
+        min_tokens gives way. Raises ValueError for a mask of another size than the vocabulary.
         """
         if self.error is not None or self.constraint is None:
             return None, self.error
@@ -143,7 +145,7 @@ class EncodedSampling:
 
 
 def _error(sampling: SamplingMetadata, vocab_size: int) -> str | None:
-    """The complaint about the first field with a token id that the vocabulary lacks, or None."""
+    """Return the error of the first field with a token id outside the vocabulary, or None."""
     for name, ids in sampling.token_id_fields().items():
         if message := beyond_vocabulary(name, ids, vocab_size):
             return message
@@ -159,7 +161,7 @@ def _kind(params: TokenSamplingParams, top_k: int) -> int:
 
 
 def _lent(code: str, numbers: Collection[float]) -> tuple[NDArray[Any], int]:
-    """Make an array of numbers, int64 ("q") or float32 ("f"); and its address, 0 if it is empty."""
+    """Return an array of int64 ("q") or float32 ("f") numbers and its address, 0 if it is empty."""
     if not numbers:
         return _EMPTY[code], 0
     memory: array[Any] = array(code, numbers)

@@ -1,9 +1,9 @@
 """Gumbel noise as a pure function of (seed, output position, token id).
 
-A counter-based generator keeps no state: the same place in the same request always draws the same
-noise, whatever rode beside it, was drafted before it or was computed twice. That is what makes
-verifier.py exact and lets a drafter draw with the target's own noise. Every integer is a 64-bit
-word that wraps around; the mixer is that of seeds.py.
+A counter-based generator keeps no state: the same position of a request always draws the same
+noise, whatever else is in the batch, is drafted or is recomputed. So verifier.py is exact, and a
+drafter can draw with the target's own noise. Every integer is a 64-bit word that wraps around; the
+mixing function is the one in seeds.py.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from .seeds import GOLDEN, ODD_1, ODD_2, mix, splitmix64
 
 
 def gumbel(seed: int, position: int, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32 [num_ids], of token ``ids`` at one output position."""
+    """Return standard Gumbel noise, float32 [num_ids], of token ``ids`` at one output position."""
     return gumbel_rows([(seed, position)], id_hashes(ids))[0]
 
 
 def gumbel_rows(places: Sequence[tuple[int, int]], hashes: Tensor) -> Tensor:
-    """Noise float32 [num_rows, num_ids] at (seed, output position) ``places``, one per row.
-
-    ``hashes``: `id_hashes` of the ids, [num_ids] or [num_rows, num_ids].
-    """
+    """Return noise, float32 [num_rows, num_ids], for one (seed, output position) per row."""
     keys = torch.tensor([_stream_key(*place) for place in places], dtype=torch.int64)
     words = hashes ^ keys.to(hashes.device)[:, None]
     words *= _signed(ODD_1)
@@ -38,7 +35,7 @@ def gumbel_rows(places: Sequence[tuple[int, int]], hashes: Tensor) -> Tensor:
 
 
 def id_hashes(ids: Tensor) -> Tensor:
-    """The part of the noise that depends on the token ids alone, int64 like ``ids``."""
+    """Return the part of the noise that depends only on the token ids, int64 like ``ids``."""
     words = (ids + 1) * _signed(GOLDEN)
     words = (words ^ _shifted(words, 30)) * _signed(ODD_1)
     words = (words ^ _shifted(words, 27)) * _signed(ODD_2)
@@ -47,7 +44,7 @@ def id_hashes(ids: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def vocabulary_hashes(vocab_size: int, device: torch.device) -> Tensor:
-    """`id_hashes` of a whole vocabulary, int64 [vocab]; made once, read only."""
+    """Return `id_hashes` of the whole vocabulary, int64 [vocab]; cached and read only."""
     return id_hashes(torch.arange(vocab_size, device=device))
 
 
@@ -60,17 +57,17 @@ def _gumbel_of_words(words: Tensor) -> Tensor:
 
 
 def _stream_key(seed: int, position: int) -> int:
-    """Key of the noise of one output position: splitmix64 number ``position`` of a seed."""
+    """Return the noise key of one output position: splitmix64 number ``position`` of a seed."""
     return _signed(mix(stream_start(seed) + GOLDEN * (position + 1)))
 
 
 def stream_start(seed: int) -> int:
-    """Part of `stream_keys` that is the same at every position of a seed; 64 bits, unsigned."""
+    """Return the part of `stream_keys` that is the same at all positions of a seed, unsigned."""
     return splitmix64(seed)
 
 
 def stream_keys(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Keys of the noise of each (`stream_start`, output position), for `gumbel_rows`."""
+    """Return the noise key of each (`stream_start`, output position), for `gumbel_rows`."""
     words = starts + np.uint64(GOLDEN) * (positions + 1).view(np.uint64)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(ODD_1)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(ODD_2)
@@ -83,5 +80,5 @@ def _signed(word: int) -> int:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    # torch shifts signed words arithmetically: the copied sign must go.
+    # torch shifts signed words arithmetically, so the copied sign bits are masked out.
     return (words >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,12 +1,12 @@
 """Logits processors, per row and position-exact: each row sees the history of its own path.
 
 Order within a row: logit_bias -> repetition, frequency, presence penalty -> allowed_token_ids ->
-bad words, constraint, min_tokens -> temperature -> top-k -> min-p -> top-p. What is left is drawn
-in verifier.py. min_tokens gives way to a constraint: an answer that is complete may end.
+bad words, constraint, min_tokens -> temperature -> top-k -> min-p -> top-p. The verifier draws from
+the remaining tokens. min_tokens gives way to a constraint: a complete answer may end.
 
-A row's result depends on that row alone, bit for bit: masses are summed as integers, whose order
-does not matter, and all else is elementwise or a maximum. Ties go to the lowest token id, so
-top-k keeps exactly k tokens and ``top_k=1`` is greedy.
+A row's result depends only on that row, bit for bit: probability masses are summed as integers,
+whose order does not matter, and all other operations are elementwise or a maximum. Ties go to the
+lowest token id, so top-k keeps exactly k tokens and ``top_k=1`` is greedy.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _NEVER = -math.inf
 
 
 def apply_processors(values: Tensor, rows: Sequence[DraftedRow]) -> list[str | None]:
-    """Everything before the temperature, in place on ``values`` [num_rows, vocab].
+    """Edit ``values`` [num_rows, vocab] in place, by all processors that precede the temperature.
 
-    Returns, per row, what makes its parameters impossible to serve.
+    Returns one error or None per row: why its parameters cannot be served.
     """
     vocab_size, device = values.shape[-1], values.device
     errors = []
@@ -44,17 +44,21 @@ def apply_processors(values: Tensor, rows: Sequence[DraftedRow]) -> list[str | N
 
 
 def scaled(values: Tensor, rows: Sequence[DraftedRow]) -> Tensor:
-    """``values`` [num_rows, vocab] over the temperature; the best becomes exactly 0."""
+    """Return ``values`` [num_rows, vocab] divided by the temperature.
+
+    Each row's best is exactly 0.
+    """
     temperatures = [row.encoded(values.shape[-1]).fields["temperature"] for row in rows]
-    # A scalar divisor may be turned into a factor; a tensor divides alike on every device.
+    # torch may multiply by the reciprocal of a scalar divisor; a tensor divides alike on every
+    # device.
     divisor = torch.tensor(temperatures, dtype=torch.float32).to(values.device)
     return (values - values.amax(-1, keepdim=True)).div_(divisor[:, None])
 
 
 def truncate(values: Tensor, rows: Sequence[DraftedRow]) -> tuple[Tensor, Tensor]:
-    """Apply top-k, min-p and top-p to ``values`` [num_rows, vocab], each row's maximum 0.
+    """Apply top-k, min-p and top-p to ``values`` [num_rows, vocab], whose row maximum is 0.
 
-    Returns (values, ids), both [num_rows, width], best first; shorter rows end in -inf.
+    Returns (values, ids), both [num_rows, width], best first; shorter rows are padded with -inf.
     """
     cuts = TopKTopP.of([row.encoded(values.shape[-1]).fields for row in rows], values)
     ids, total = cuts.candidates(values)
@@ -65,18 +69,24 @@ def truncate(values: Tensor, rows: Sequence[DraftedRow]) -> tuple[Tensor, Tensor
 
 
 def best_ids(values: Tensor, num_ids: int) -> Tensor:
-    """Ids of the ``num_ids`` largest of ``values`` [vocab], best first, ties to the lowest id."""
+    """Return the ids of the ``num_ids`` largest of ``values`` [vocab], best first.
+
+    Ties go to the lowest id.
+    """
     if num_ids == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
-    # topk alone leaves it open which of several equal values it takes.
+    # topk may return any of several equal values.
     ids = nonzero(values >= values.topk(min(num_ids, len(values))).values[-1])
     order = values[ids].sort(descending=True, stable=True).indices
     return ids[order[:num_ids]]
 
 
 def argmax(values: Tensor) -> Tensor:
-    """Id of each row's maximum in ``values`` [num_rows, vocab], the lowest one in a tie."""
-    if values.device.type == "cpu":  # numpy's is ten times as fast
+    """Return the id of each row's maximum in ``values`` [num_rows, vocab].
+
+    Ties go to the lowest.
+    """
+    if values.device.type == "cpu":  # numpy's argmax is ten times as fast.
         return torch.from_numpy(np.argmax(values.numpy(), axis=-1))
     return values.argmax(-1)
 
@@ -110,7 +120,7 @@ def _edit(
 
 
 def _penalise(values: Tensor, row: DraftedRow, fields: Fields) -> None:
-    """Repetition as in CTRL (arXiv 1909.05858), frequency and presence as in OpenAI's API."""
+    """Apply CTRL's repetition penalty (arXiv 1909.05858), OpenAI's frequency and presence ones."""
     factor = fields["repetition_penalty"]
     if factor != 1.0:
         ids = _history(row, 0, values)
@@ -124,9 +134,9 @@ def _penalise(values: Tensor, row: DraftedRow, fields: Fields) -> None:
 
 
 def _history(row: DraftedRow, start: int, values: Tensor) -> Tensor:
-    """The path's tokens from ``start`` on that the vocabulary has, int64 [num_tokens]."""
+    """Return the path's tokens from ``start`` on that are in the vocabulary, int64 [num_tokens]."""
     path = row.tokens[start:]
     path.extend(row.draft)
-    # frombuffer borrows the memory of ``path`` and refuses an empty one.
+    # frombuffer borrows the memory of ``path`` and rejects an empty one.
     ids = torch.frombuffer(path, dtype=torch.int64).clone() if path else torch.empty(0).long()
     return ids[(ids >= 0) & (ids < len(values))].to(values.device)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as the model has them, whatever a request's parameters are."""
+"""Log-probabilities of the model itself, unaffected by sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..interface.output import TokenLogprob
 from .logits_processors import best_ids
 from .top_k_top_p import mass_unit, masses
 
-_BLOCK = 2**23  # logits of a GPU handled at once
+_BLOCK = 2**23  # number of logits that a GPU processes at once
 
 
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Raw log-probabilities of ``token_ids`` [num_rows] under ``logits`` [num_rows, vocab].
+    """Return raw log-probabilities of ``token_ids`` [num_rows] under ``logits`` [num_rows, vocab].
 
-    Each with its row's ``num_top`` best alternatives, best first, ties to the lowest id. Raises
-    IndexError for a token that the vocabulary lacks.
+    Each has its row's ``num_top`` most likely tokens, best first, ties to the lowest id. Raises
+    IndexError for a token id outside the vocabulary.
     """
     size = logits.shape[-1]
     for token_id in token_ids:
@@ -29,7 +29,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
     if logits.device.type == "cpu":
         pairs = zip(logits, token_ids, strict=True)
         return [_of_row(values.to(torch.float32), token_id, num_top) for values, token_id in pairs]
-    # A read of each row would wait for the GPU each time.
+    # Rows are read in blocks: a read of each row would wait for the GPU each time.
     step = max(1, _BLOCK // size)
     found: list[TokenLogprob] = []
     for start in range(0, len(token_ids), step):
@@ -46,7 +46,7 @@ def _of_row(values: Tensor, token_id: int, num_top: int) -> TokenLogprob:
 
 
 def _of_rows(values: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """The same of ``values`` [num_rows, vocab] in one read."""
+    """Return the log-probabilities of ``token_ids`` in ``values`` [num_rows, vocab] in one read."""
     shifted = values - values.amax(-1, keepdim=True)
     totals = masses(shifted, values.shape[-1]).sum(-1, keepdim=True)
     own = torch.tensor(token_ids, dtype=torch.int64).to(values.device)
@@ -62,12 +62,12 @@ def _of_rows(values: Tensor, token_ids: Sequence[int], num_top: int) -> list[Tok
 
 
 def _best_ids(values: Tensor, num_ids: int) -> Tensor:
-    """`best_ids` of each row of ``values`` [num_rows, vocab], without a read."""
+    """Return `best_ids` of each row of ``values`` [num_rows, vocab], without a read by the host."""
     num_ids = min(num_ids, values.shape[-1])
     if num_ids == 0:
         return torch.empty((len(values), 0), dtype=torch.int64, device=values.device)
     best, ids = values.topk(num_ids)
-    # Of values equal to the last one topk takes any: the lowest ids take their places.
+    # topk may take any of the values equal to the last one; the lowest such ids replace them.
     last, places = best[:, -1:], torch.arange(values.shape[-1], device=values.device)
     lowest = torch.where(values == last, places, len(places)).topk(num_ids, largest=False).values
     rank = torch.arange(num_ids, device=values.device) - (best > last).sum(-1, keepdim=True)
@@ -79,8 +79,11 @@ def _best_ids(values: Tensor, num_ids: int) -> Tensor:
 def _entry(
     total: float, token_ids: Sequence[int], shifted: Sequence[float], vocab_size: int
 ) -> TokenLogprob:
-    """``token_ids``: the token's, then the best ones; ``shifted``: logits less the row's best."""
-    # Logits that are not a number have no mass either; their values say so themselves.
+    """Build the result of a row: ``token_ids`` are the token and the best ones.
+
+    ``shifted``: their logits minus the row's maximum. ``total``: the row's mass.
+    """
+    # Logits that are NaN have no mass either; their values are NaN themselves.
     log_total = math.log(total * mass_unit(vocab_size)) if total > 0 else math.nan
     (token_id, *top), (own, *others) = token_ids, (value - log_total for value in shifted)
     return TokenLogprob(token_id, own, tuple(zip(top, others, strict=True)))

@@ -1,7 +1,7 @@
-"""Sampler: the protocol that chooses the tokens of a step; each backend has one.
+"""Sampler: the protocol that chooses the tokens of a step; each backend implements it.
 
 A draft model and its target use the same sampler, so that the same noise decides between nearly
-the same scores. The torch sampler is the oracle.
+equal scores. The torch sampler is the oracle.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .verifier import Best, SampledToken, Verified, best, sample, verify
 
 @dataclass(frozen=True, eq=False)
 class DraftVocab:
-    """The tokens that logits are of, where these are a part of the vocabulary alone."""
+    """The tokens of a reduced draft vocabulary, in the order of its logits."""
 
-    token_ids: Tensor  # [draft_vocab] distinct
+    token_ids: Tensor  # [draft_vocab], distinct
     vocab_size: int
 
     @cached_property
     def hashes(self) -> Tensor:
-        """`vocabulary_hashes` of these tokens, [draft_vocab]."""
+        """`vocabulary_hashes` at these ids, [draft_vocab]."""
         return vocabulary_hashes(self.vocab_size, self.token_ids.device)[self.token_ids]
 
     @cached_property
@@ -39,21 +39,24 @@ class DraftVocab:
         return ids
 
     def serves(self, rows: Sequence[DraftedRow]) -> bool:
-        """Whether rows can be chosen without the other tokens: none of them may be edited."""
+        """Whether rows can be sampled from these tokens alone: no row may be edited."""
         return all(row.encoded(self.vocab_size).edited_until == 0 for row in rows)
 
     def widened(self, logits: Tensor) -> Tensor:
-        """``[n, draft_vocab]`` to float32 ``[n, vocab_size]``; other tokens are banned."""
+        """Widen ``[n, draft_vocab]`` to float32 ``[n, vocab_size]``; the other tokens get -inf."""
         wide = logits.new_full((len(logits), self.vocab_size), -torch.inf, dtype=torch.float32)
         wide[:, self.token_ids] = logits.float()
         return wide
 
 
 class Sampler(Protocol):
-    """Chooses tokens as `core.sampling.verifier` does: by each row alone, bit for bit."""
+    """Chooses tokens as `core.sampling.verifier` does.
+
+    Each row's result depends on that row alone.
+    """
 
     def verify(self, logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:
-        """Compare drafts with the target's own tokens; see `core.sampling.verifier.verify`."""
+        """Verify drafts against the target's own tokens; see `core.sampling.verifier.verify`."""
 
     def sample(self, logits: Tensor, rows: Sequence[DraftedRow]) -> list[SampledToken]:
         """Draw one token per row; see `core.sampling.verifier.sample`."""
@@ -66,47 +69,51 @@ class Sampler(Protocol):
         *,
         draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
-        """The tokens nearest to being drawn; see `core.sampling.verifier.best`.
+        """Return the tokens with the highest scores; see `core.sampling.verifier.best`.
 
-        ``draft_vocab``: the tokens that ``logits`` are of, unless they are the whole vocabulary.
+        ``draft_vocab``: the tokens of the columns of ``logits``, unless they are the whole
+        vocabulary.
         """
 
 
 class PendingTokens(Protocol):
-    """Tokens that a device is choosing."""
+    """Tokens that a device is still choosing."""
 
     @property
     def words(self) -> Tensor:
-        """One word a row, on the device, in a form that the backend reads: see `DeviceTokens`.
+        """One word per row on the device, in the backend's format; see `DeviceTokens`.
 
-        They hold until the decoder's next pass, which may take its tokens from them.
+        They are valid until the decoder's next pass, which may take its tokens from them.
         """
 
     def choices(self) -> list[SampledToken]:
-        """Wait for these tokens, not for later launches. May be called after later passes."""
+        """Return these tokens without waiting for later launches.
+
+        May be called after later passes.
+        """
 
 
 class PendingBest(Protocol):
-    """The best few tokens of each row, which a device is choosing."""
+    """The best few tokens of each row, which a device is still choosing."""
 
     def bests(self) -> list[Best]:
-        """Wait for them, not for later launches. See `Sampler.best`."""
+        """Return the best tokens without waiting for later launches; see `Sampler.best`."""
 
 
 @runtime_checkable
 class DeviceSampler(Sampler, Protocol):
-    """A `Sampler` of a backend whose device computes while the host goes on.
+    """A `Sampler` of a backend whose device computes asynchronously.
 
-    A batch may continue tokens that the host does not know yet (`RaggedBatch.device_tokens`), and
-    a pass may choose tokens itself (`Wanted.draws`).
+    A batch may continue tokens that the host does not know yet (`RaggedBatch.device_tokens`), and a
+    pass may choose tokens itself (`Wanted.draws`).
     """
 
     def begin(self, logits: Tensor, rows: Sequence[DraftedRow]) -> PendingTokens:
-        """Draw as `sample` does, for at least one row and without waiting."""
+        """Draw as `sample` does, for at least one row, without waiting."""
 
 
 class TorchSampler(Sampler):
-    """`Sampler` on any device."""
+    """The oracle `Sampler`, in torch on any device."""
 
     @override
     def verify(self, logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:

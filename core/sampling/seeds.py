@@ -1,7 +1,7 @@
-"""Seeds of random streams: integers of 64 bits, mixed so that related ones have nothing in common.
+"""Seeds of random streams: 64-bit integers, mixed so that related seeds are uncorrelated.
 
-Without torch: a process that computes nothing derives seeds, too. The mixer is splitmix64 (Steele,
-Lea, Flood, OOPSLA 2014).
+This file does not import torch: processes that compute no model derive seeds, too. The mixer is
+splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ _SIBLING = 0xD1B54A32D192ED03
 
 
 def mix(word: int) -> int:
-    """64 bits, unsigned, each of which depends on all bits of ``word``; 0 stays 0."""
+    """Return an unsigned 64-bit word, each bit of which depends on all bits of ``word``.
+
+    The result for 0 is 0.
+    """
     word &= MASK
     word = ((word ^ (word >> 30)) * ODD_1) & MASK
     word = ((word ^ (word >> 27)) * ODD_2) & MASK
@@ -22,12 +25,15 @@ def mix(word: int) -> int:
 
 
 def splitmix64(word: int) -> int:
-    """64 bits, unsigned, each of which depends on all bits of ``word``."""
+    """Return an unsigned 64-bit word, each bit of which depends on all bits of ``word``."""
     return mix(word + GOLDEN)
 
 
 def sibling_seed(seed: int, index: int) -> int:
-    """Seed of the ``index``-th of n completions, unsigned 64 bits; number 0 keeps ``seed``."""
+    """Return the seed of completion ``index`` of n, unsigned 64 bits.
+
+    Completion 0 keeps ``seed``.
+    """
     if index == 0:
         return seed & MASK
     return mix(mix(seed ^ _SIBLING) + GOLDEN * index)

@@ -1,4 +1,4 @@
-"""top-k, min-p and top-p, exactly: masses are summed as integers, whose order does not matter."""
+"""Exact top-k, min-p and top-p: masses are summed as integers, whose order does not matter."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from torch import Tensor
 from .encoded import Fields
 
 _NEVER = -math.inf
-_SORTABLE = 4096  # tokens; sorting fewer is cheaper than narrowing them further
-_FAINT = -50.0  # log-probabilities below it do not count
+_SORTABLE = 4096  # tokens; fewer are cheaper to sort than to narrow further
+_FAINT = -50.0  # Lower log-probabilities do not count.
 
 
 def masses(values: Tensor, vocab_size: int) -> Tensor:
-    """``exp(values)`` of values <= 0 in units of `mass_unit`, int64: their sums are exact."""
+    """Return ``exp(values)`` of values <= 0, int64 in units of `mass_unit`, so sums are exact."""
     return values.exp().mul_(1.0 / mass_unit(vocab_size)).to(torch.int64)
 
 
 def mass_unit(vocab_size: int) -> float:
-    """The least mass that counts: a power of two such that a whole row sums below 2**62."""
+    """Return the smallest mass that counts: a power of two such that a row's sum is below 2**62."""
     return math.ldexp(1.0, vocab_size.bit_length() - 62)
 
 
 @dataclass(frozen=True, slots=True)
 class TopKTopP:
-    """top-k, min-p and top-p of several rows: of tokens best first, a prefix is kept."""
+    """Limits of top-k, min-p and top-p of several rows.
 
-    top_k: Tensor  # int64 [num_rows, 1]; the vocabulary's size where off
-    min_p_logit: Tensor  # float32 [num_rows, 1]; least value for min-p, -inf where off
+    Each keeps a prefix of its ranked tokens.
+    """
+
+    top_k: Tensor  # int64 [num_rows, 1]; the vocabulary size: off
+    min_p_logit: Tensor  # float32 [num_rows, 1]; least value for min-p, -inf: off
     top_p: Tensor  # float64 [num_rows, 1]
     vocab_size: int
 
@@ -51,9 +54,9 @@ class TopKTopP:
         )
 
     def keep(self, ranked: Tensor, total: Tensor | None) -> Tensor:
-        """Mask of the values that stay, bool [num_rows, num_candidates]; ``ranked`` best first.
+        """Return a mask of the kept values, bool [num_rows, num_candidates].
 
-        ``total``: a row's mass, where ``ranked`` is not all of it.
+        ``ranked`` is best first. ``total``: a row's mass if ``ranked`` is only a part of the row.
         """
         keep = torch.arange(ranked.shape[-1], device=ranked.device) < self.top_k
         keep &= ranked >= self.min_p_logit
@@ -62,8 +65,8 @@ class TopKTopP:
         return keep & (reached - mass < self._limit(reached[:, -1:] if total is None else total))
 
     def candidates(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Ids in rising order that may stay [num_rows, num_candidates], and the `keep` total."""
-        # A big vocabulary on a CPU: narrowing is cheaper than sorting.
+        """Return candidate ids in rising order, [num_rows, num_candidates], and `keep`'s total."""
+        # One row on a CPU: narrowing a large vocabulary is cheaper than sorting it.
         if len(values) == 1 and values.device.type == "cpu":
             ids, total = self._narrowed(values)
             return ids[None], total
@@ -81,7 +84,7 @@ class TopKTopP:
 
     def _narrowed_by_top_p(self, values: Tensor, mass: Tensor, total: Tensor) -> Tensor:
         limit = int(self._limit(total))
-        # Tokens lighter than an equal share of what top-p leaves out cannot be inside it.
+        # Tokens with less mass than an equal share of the mass outside top-p cannot be inside it.
         share = (int(total) - limit) / self.vocab_size * mass_unit(self.vocab_size)
         low, high = (math.log(share) - 1e-5 if share > 0 else _NEVER), 0.0
         ids = nonzero(values >= low)
@@ -96,13 +99,16 @@ class TopKTopP:
         return ids
 
     def _limit(self, total: Tensor) -> Tensor:
-        """The mass at which a row is full, int64 [num_rows, 1]; out of reach where top-p is off."""
+        """Return the mass at which top-p is reached, int64 [num_rows, 1].
+
+        Rows without top-p have the greatest int64, which no mass reaches.
+        """
         limit = (total * self.top_p).ceil_().to(torch.int64)
         return torch.where(self.top_p < 1.0, limit, torch.iinfo(torch.int64).max)
 
 
 def nonzero(mask: Tensor) -> Tensor:
-    """Indices of a mask's true items, int64 [num_true]."""
-    if mask.device.type == "cpu":  # numpy's is several times as fast
+    """Return the indices of a mask's true items, int64 [num_true]."""
+    if mask.device.type == "cpu":  # numpy's flatnonzero is several times as fast.
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero()[:, 0]

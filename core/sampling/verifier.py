@@ -33,14 +33,14 @@ from .logprobs import token_logprobs
 
 NOT_FINITE = "the model's logits are not finite"
 ALL_BANNED = Refusal("the request's parameters ban every token")
-_CPU_BLOCK = 2**17  # logits handled at once: more would leave the core's cache
+_CPU_BLOCK = 2**17  # Logits processed at once: more would exceed the core's cache.
 _DEVICE_BLOCK = 2**25
 
 
 class Verified(msgspec.Struct, frozen=True, gc=False):
-    """The accepted path and the recovered or bonus token behind it.
+    """The accepted path and the recovered or bonus token after it.
 
-    With an ``error`` the path ends before the position that failed, and the request must end too.
+    With an ``error`` the path ends before the failed position, and the request must end too.
     """
 
     token_ids: tuple[int, ...]
@@ -50,7 +50,7 @@ class Verified(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens accepted."""
+        """Number of accepted draft tokens."""
         return len(self.path)
 
 
@@ -58,18 +58,19 @@ NOTHING_VERIFIED = Verified((), ())
 
 
 class SampledToken(NamedTuple):
-    """The drawn token, or why there is none (``token_id`` is -1 then)."""
+    """The drawn token, or an ``error`` and a ``token_id`` of -1."""
 
     token_id: int
     error: str | None = None
 
 
 class Best(NamedTuple):
-    """The tokens of a place nearest to being drawn, with their Gumbel scores.
+    """The most likely next choices at one position, with their Gumbel scores.
 
-    A score is the processed logit over the temperature plus the place's noise, or at temperature 0
-    the processed logit; up to a constant of the place, so that differences alone mean something.
-    Fewer tokens than asked for where the request's parameters leave fewer, none with an ``error``.
+    A score is the processed logit divided by the temperature plus the position's noise, or at
+    temperature 0 the processed logit. Scores have an arbitrary offset per position, so only their
+    differences are meaningful. There are fewer tokens than requested if the parameters allow fewer,
+    and no tokens with an ``error``.
     """
 
     token_ids: tuple[int, ...]
@@ -79,12 +80,12 @@ class Best(NamedTuple):
 
 @torch.inference_mode()
 def verify(logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:
-    """Compare drafts with the target's own tokens.
+    """Verify drafts against the target's own tokens.
 
-    ``logits`` [sum of (len(draft) + 1), vocab] are the target's, unprocessed: for each request,
-    those after its last token and after each node of its draft. They are only read. A token
-    outside the vocabulary is never accepted. Logits that decide and are not finite are an
-    error of that request alone.
+    ``logits`` [sum of (len(draft) + 1), vocab] are the target's, unprocessed: for each request, one
+    row after its last token and one after each node of its draft. They are only read. A token
+    outside the vocabulary is never accepted. If deciding logits are not finite, only that request
+    gets an error.
     """
     return walk_drafts(logits, requests, lambda places: _sample(logits, places))
 
@@ -94,7 +95,7 @@ def walk_drafts(
     requests: Sequence[DraftedRow],
     choose: Callable[[Sequence[LogitsRow]], Sequence[SampledToken]],
 ) -> list[Verified]:
-    """Follow each draft for as long as ``choose`` decides for its tokens; `verify`'s skeleton."""
+    """Follow each draft as long as ``choose`` picks its tokens; the core of `verify`."""
     starts = first_rows(logits, requests)
     walks = [_Walk(request, start) for request, start in zip(requests, starts, strict=True)]
     for wave in _waves(walks, logits.device):
@@ -107,7 +108,7 @@ def walk_drafts(
 def follow_choices(
     logits: Tensor, requests: Sequence[DraftedRow], choices: Sequence[SampledToken]
 ) -> list[Verified]:
-    """Follow each draft by ``choices`` [num_rows], the tokens of all rows, known already."""
+    """Follow each draft along ``choices`` [num_rows], the known tokens of all rows."""
     starts = first_rows(logits, requests)
     return [
         verified(logits, request, start, *_chosen(request, choices, start))
@@ -118,7 +119,7 @@ def follow_choices(
 def _chosen(
     request: DraftedRow, choices: Sequence[SampledToken], start: int
 ) -> tuple[list[int], str | None]:
-    """The tokens along a request's draft, and the error that ends them; see `_Walk.take`."""
+    """Return the tokens along a request's draft, and the error that ends them or None."""
     token_ids: list[int] = []
     node = -1
     while True:
@@ -133,7 +134,7 @@ def _chosen(
 
 
 def first_rows(logits: Tensor, requests: Sequence[DraftedRow]) -> list[int]:
-    """First row of logits of each request. Raises ValueError for another number of rows."""
+    """Return each request's first row of logits. Raises ValueError for a wrong number of rows."""
     starts = list(accumulate((len(request.draft) + 1 for request in requests), initial=0))
     if starts.pop() != len(logits):
         raise ValueError(f"{len(logits)} rows of logits for {len(requests)} drafts")
@@ -143,7 +144,7 @@ def first_rows(logits: Tensor, requests: Sequence[DraftedRow]) -> list[int]:
 def verified(
     logits: Tensor, request: DraftedRow, start: int, token_ids: Sequence[int], error: str | None
 ) -> Verified:
-    """Build the result of a walk along a request's draft; its logits begin at ``start``."""
+    """Build the result of a walk along a request's draft, whose logits begin at row ``start``."""
     path: tuple[int, ...] = ()
     if request.draft:
         path = request.follow(token_ids if error is not None else token_ids[:-1])
@@ -159,14 +160,14 @@ def verified(
 def sample(logits: Tensor, rows: Sequence[DraftedRow]) -> list[SampledToken]:
     """Draw one token per row of ``logits`` [num_rows, vocab], which are only read.
 
-    For drafters: the same processors and the same noise as the target's.
+    Drafters call it to use the same processors and the same noise as the target.
     """
     return _sample(logits, list(enumerate(rows)))
 
 
 @torch.inference_mode()
 def best(logits: Tensor, rows: Sequence[DraftedRow], num_best: int) -> list[Best]:
-    """The ``num_best`` tokens nearest to being drawn by `sample`, the drawn one first.
+    """Return the ``num_best`` tokens with the highest scores; `sample` draws the first one.
 
     ``logits`` [num_rows, vocab] are only read. Ties go to the lowest id.
     """
@@ -188,8 +189,8 @@ def best(logits: Tensor, rows: Sequence[DraftedRow], num_best: int) -> list[Best
 
 
 def _ranked(scores: Tensor, num_best: int) -> Iterator[tuple[list[int], list[float]]]:
-    """The best columns of each row and their scores, falling; the lowest column of a tie first."""
-    # topk alone leaves it open which of several equal values it takes, and in which order.
+    """Yield each row's best columns and their falling scores; ties go to the lowest column."""
+    # topk may return any of several equal values, in any order.
     top = scores.topk(min(num_best + 1, scores.shape[-1]), dim=-1)
     for row, columns, kept in zip(scores, top.indices.tolist(), top.values.tolist(), strict=True):
         if any(a == b and math.isfinite(a) for a, b in pairwise(kept)):
@@ -199,14 +200,14 @@ def _ranked(scores: Tensor, num_best: int) -> Iterator[tuple[list[int], list[flo
 
 
 class _Walk:
-    """One request's way down its own draft."""
+    """One request's walk down its own draft."""
 
     def __init__(self, request: DraftedRow, start: int) -> None:
         self._request = request
-        self._start = start  # of its rows among the logits
+        self._start = start  # row of the logits at which the request's rows begin
         self._token_ids: list[int] = []
         self._error: str | None = None
-        self.node: int | None = -1  # behind which the next token is decided; None: it has ended
+        self.node: int | None = -1  # node whose successor is decided next; None: the walk has ended
 
     @property
     def num_nodes(self) -> int:
@@ -216,7 +217,7 @@ class _Walk:
         return self._start + 1 + node, self._request.at(node)
 
     def take(self, node: int, choice: SampledToken) -> None:
-        """The target's token behind a node: the walk goes to the child that has it, or ends."""
+        """Take the target's token after ``node``: go on to the child with this token, or end."""
         if node != self.node:
             return
         if choice.error is None:
@@ -230,10 +231,10 @@ class _Walk:
 
 
 def _waves(walks: Sequence[_Walk], device: torch.device) -> Iterator[list[tuple[_Walk, int]]]:
-    """Groups of (walk, node) to sample together; a node comes behind its parent.
+    """Yield groups of (walk, node) to sample together; a node never precedes its parent.
 
-    On a CPU one level after the other: rows beside the path cost time and decide nothing.
-    Elsewhere all at once: asking how far each walk got costs more.
+    On a CPU each group is one level: rows outside the path cost time and decide nothing. Elsewhere
+    one group has all nodes: asking how far each walk got costs more.
     """
     if device.type != "cpu":
         yield [(walk, node) for walk in walks for node in range(-1, walk.num_nodes)]
@@ -257,7 +258,7 @@ def _sample(logits: Tensor, places: Sequence[LogitsRow]) -> list[SampledToken]:
 def _blocks(
     places: Sequence[LogitsRow], logits: Tensor
 ) -> Iterator[tuple[list[int], bool, _Score]]:
-    """Indices of places that the same operations serve: (indices, whether edited, score)."""
+    """Yield (indices, whether edited, score) of rows that the same operations serve."""
     vocab_size = logits.shape[-1]
     kinds = [_kind(row, vocab_size) for _, row in places]
     most = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
@@ -270,14 +271,14 @@ def _blocks(
 
 
 def _kind(row: DraftedRow, vocab_size: int) -> tuple[bool, int]:
-    """Whether a row is edited, and its request's kind."""
+    """Return whether a row is edited, and its request's kind."""
     encoded = row.sampling.cached(EncodedSampling, vocab_size)
     until = encoded.edited_until
     return until > 0 and row.position < until, encoded.kind
 
 
 def _take(logits: Tensor, indices: list[int]) -> Tensor:
-    """Select rows in float32; without a copy where they are adjacent."""
+    """Return rows in float32, without a copy if they are adjacent."""
     first, after = indices[0], indices[0] + len(indices)
     adjacent = indices == list(range(first, after))
     return (logits[first:after] if adjacent else logits[indices]).to(torch.float32)
@@ -286,10 +287,7 @@ def _take(logits: Tensor, indices: list[int]) -> Tensor:
 def processed(
     values: Tensor, rows: Sequence[DraftedRow], edited: bool
 ) -> tuple[Tensor, list[str | None]]:
-    """Logits ready for the temperature (a copy where edited), and what is wrong with each row.
-
-    ``values`` [num_rows, vocab] are float32 and only read.
-    """
+    """Return logits before the temperature, a copy if edited, and the error or None of each row."""
     errors = _unfit(values, NOT_FINITE)
     if not edited:
         return values, errors
@@ -309,7 +307,7 @@ def _draw_sound(
     rows: Sequence[DraftedRow],
     errors: Sequence[str | None],
 ) -> list[int]:
-    """Tokens of the rows without an error; -1 for the others, which never meet the arithmetic."""
+    """Return the tokens of rows without an error; -1 for the other rows, which are not computed."""
     sound = [i for i, error in enumerate(errors) if error is None]
     drawn = [-1] * len(rows)
     if sound:
@@ -344,8 +342,8 @@ def _noise(rows: Sequence[DraftedRow], hashes: Tensor) -> Tensor:
     return gumbel_rows([(row.sampling.seed, row.position) for row in rows], hashes)
 
 
-LogitsRow = tuple[int, DraftedRow]  # (row of the logits, what it decides)
+LogitsRow = tuple[int, DraftedRow]  # (row of the logits, row to decide)
 _Score = Callable[[Tensor, Sequence[DraftedRow]], tuple[Tensor, Tensor | None]]
-"""Scores [num_rows, width], of which the greatest wins, and the ids of the columns, if others."""
+"""Returns scores [num_rows, width], whose greatest wins, and the ids of columns or None."""
 _SCORES: dict[int, _Score]
 _SCORES = {GREEDY: _score_greedy, SAMPLED: _score_gumbel, MIN_P: _score_cut, CUT: _score_cut}

@@ -1,1 +1,1 @@
-"""Packing the KV inside an answer: which tokens keep theirs, and what that is chosen by."""
+"""Packing the KV of an answer: policies that choose which tokens keep their KV."""

@@ -21,9 +21,9 @@ PAGE_SIZE, CHUNK = 16, 512  # tokens
 
 
 class _Recorder:
-    """Operations of a backend that add up the queries which RoPE has turned.
+    """Operations of a backend that sum up the queries before RoPE.
 
-    ``batch``: the rows of the present pass.
+    ``batch``: the rows of the current pass.
     """
 
     batch: RaggedBatch
@@ -46,10 +46,10 @@ class _Recorder:
         norm: HeadNorm | None,
         tables: Tables = FIRST_TABLE,
     ) -> Tensor:
-        """See `Ops.rope_write`."""
+        """Apply RoPE and write KV as the backend does, and add up the queries without RoPE."""
         q = self._ops.rope_write(qkv, layer, plan, norm, tables)
         batch, heads = self.batch, self._heads
-        num_rows = int(batch.lens.sum())  # the others are copies
+        num_rows = int(batch.lens.sum())  # The other rows are padding.
         rows = pairs(q[:num_rows].float().view(num_rows, heads.num_heads, -1) / heads.scale)
         turns = self._ropes[layer].turns(batch.positions[:num_rows]).unsqueeze(1)
         still = rows * turns.conj() / turns.abs().square()
@@ -66,8 +66,8 @@ def measure_queries(
 ) -> QueryStats:
     """Return the mean queries over texts of token ids.
 
-    ``on_tokens``: called with the number of tokens that are computed, after each pass. Raises
-    ValueError for a model without attention in every layer, and where no text has a token.
+    ``on_tokens`` is called after each pass with the number of tokens computed so far. Raises
+    ValueError if a layer of the model has no attention, or if no text has a token.
     """
     ropes = attention_ropes(decoder)
     recorder, num_tokens = _Recorder(decoder, ropes), sum(map(len, texts))

@@ -14,17 +14,18 @@ from ...ops.kv_pool import KVPool
 
 
 class KeepPolicy(Protocol):
-    """Chooses what is kept."""
+    """Chooses the tokens of an answer that keep their KV."""
 
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
-        """Places that are kept of those from ``pack.first`` to ``pack.stop``, rising.
+        """Return the kept places between ``pack.first`` and ``pack.stop``, in rising order.
 
-        [num_layers, num_kv_heads, n], int64; dimensions of 1 as in `KVPool.pack`.
+        The result is int64 [num_layers, num_kv_heads, n]; a dimension may be 1, as in
+        `KVPool.pack`.
         """
 
 
 class KeepWindow(KeepPolicy):
-    """Keeps the latest tokens of the answer, the same in every layer and head."""
+    """Keeps the latest tokens of the answer, the same ones in every layer and head."""
 
     @override
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
@@ -33,9 +34,9 @@ class KeepWindow(KeepPolicy):
 
 
 def pack_kv(policy: KeepPolicy, pool: KVPool, scheduled: ScheduledRequest) -> None:
-    """Pack a request's KV as its plan orders, once however often the step is run.
+    """Pack a request's KV as its plan orders, only once even if the step is repeated.
 
-    Raises RuntimeError where an earlier try ended half way: the request's KV is void then.
+    Raises RuntimeError if an earlier attempt stopped half way: the request's KV is void then.
     """
     pack = scheduled.extras.pack
     if pack is None or pack.is_done:

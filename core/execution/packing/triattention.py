@@ -1,9 +1,9 @@
 """TriAttention: keep the tokens that later queries are likely to attend to (arXiv 2604.04921).
 
-Before RoPE turns them, queries of a head gather around one direction. So how much a later query
-attends to a key follows, pair of dimensions by pair, from the mean query, the key and the distance
-between the two. What spreads around the mean adds the key's length. The means are measured once for
-a model (`QueryStats`).
+Before RoPE, the queries of a head cluster around one direction. So the attention of a later query
+to a key can be predicted for each pair of dimensions from the mean query, the key and the distance
+between the two. The spread of the queries around their mean adds a term with the key's length. The
+means are measured once for a model (`QueryStats`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .policies import KeepPolicy
 
 OFFSETS = tuple(2**power for power in range(17))  # distances of later queries: 1 to 65,536 tokens
 FORMAT = "foretoken query statistics 2"
-NUM_SIGN_ROWS = 1024  # of the embedding, whose signs identify the model
+NUM_SIGN_ROWS = 1024  # rows of the embedding whose signs identify the model
 
 
 @dataclass(frozen=True, slots=True)
 class QueryStats:
-    """Queries of a model before RoPE, in pairs of dimensions, by layer and query head.
+    """Statistics of a model's queries before RoPE, in pairs of dimensions, by layer and query head.
 
-    ``mean`` [num_layers, num_heads, head_dim / 2] complex, ``mean_abs`` the same shape, float32.
-    ``model`` identifies the weights.
+    ``mean`` [num_layers, num_heads, head_dim / 2] is complex; ``mean_abs`` has the same shape in
+    float32. ``model`` identifies the weights.
     """
 
     mean: Tensor
@@ -46,14 +46,14 @@ class QueryStats:
     model: str
 
     def save(self, path: Path) -> None:
-        """Write a file. Raises OSError."""
+        """Write the statistics to a file. Raises OSError."""
         tensors = {"mean": torch.view_as_real(self.mean).contiguous(), "mean_abs": self.mean_abs}
-        # Not save_file, whose errors are no OSError.
+        # The errors of save_file are not OSError.
         path.write_bytes(save(tensors, metadata={"format": FORMAT, "model": self.model}))
 
     @classmethod
     def load(cls, path: Path, decoder: OwnDecoder) -> QueryStats:
-        """Read a file of `save`. Raises `InvalidRequest` for one that is not of this model."""
+        """Read a file that `save` wrote. Raises `InvalidRequest` if it is not of this model."""
         try:
             with safe_open(path, framework="pt") as file:
                 known = file.metadata() or {}
@@ -77,10 +77,10 @@ class QueryStats:
 
 
 def model_id(decoder: OwnDecoder) -> str:
-    """Identify the weights by the model's shape, its norms, and signs of its embedding.
+    """Return an id of the weights, from the model's shape, its norms and signs of its embedding.
 
-    These are the same whatever the weights are stored as: matrices may be quantised, and a factor
-    of the embedding rounded.
+    The id does not depend on the storage format: matrices may be quantised, and a factor of the
+    embedding may be rounded.
     """
     weights = decoder.weights
     digest = hashlib.blake2b(repr(decoder.config.layers).encode(), digest_size=16)
@@ -100,7 +100,10 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def attention_ropes(decoder: OwnDecoder) -> list[RopeTable]:
-    """The RoPE of the queries of each layer, in order. Raises ValueError for other layers."""
+    """Return the RoPE of each layer's queries, in order.
+
+    Raises ValueError if a layer has no attention or has latent KV, or if the layers' shapes differ.
+    """
     if len(decoder.shapes) > 1:
         raise ValueError("pages of several layouts")
     found = []
@@ -112,7 +115,7 @@ def attention_ropes(decoder: OwnDecoder) -> list[RopeTable]:
 
 
 class KeepByTriAttention(KeepPolicy):
-    """Keeps the best scored tokens of each KV head, and the latest ones always."""
+    """Keeps the highest scored tokens of each KV head, and always the latest ones."""
 
     def __init__(self, stats: QueryStats, ropes: Sequence[RopeTable]) -> None:
         self._mean = stats.mean
@@ -124,22 +127,22 @@ class KeepByTriAttention(KeepPolicy):
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
         places = torch.arange(pack.first, pack.stop)
         num_kept = len(places) - pack.num_packed_away
-        ahead = scheduled.start - 1 + torch.tensor(OFFSETS)  # positions of later queries
+        ahead = scheduled.start - 1 + torch.tensor(OFFSETS)  # assumed positions of later queries
         found = []
         for layer, rope in enumerate(self._ropes):
             keys = pairs(read_keys(pool, scheduled.page_ids, places, layer))
             turns = rope.turns(ahead).mean(dim=0).to(keys.device)
             scores = self._scores(keys, turns, layer)
-            scores[:, -pack.num_packed_away :] = float("inf")  # the latest ones
+            scores[:, -pack.num_packed_away :] = float("inf")  # The latest tokens are always kept.
             best = scores.topk(num_kept, dim=1).indices.sort(dim=1).values
             found.append(best + pack.first)
         return torch.stack(found)
 
     def _scores(self, keys: Tensor, turns: Tensor, layer: int) -> Tensor:
-        """Scores [num_kv_heads, n] of keys [num_kv_heads, n, pairs] complex.
+        """Return scores [num_kv_heads, n] of keys [num_kv_heads, n, pairs], complex.
 
-        ``turns`` [pairs]: mean turn of later queries. Each query head's scores are standardised,
-        and a group's largest counts.
+        ``turns`` [pairs]: mean rotation of later queries. The scores of each query head are
+        standardised; a group of query heads takes the largest one.
         """
         num_kv_heads = len(keys)
         shape = (num_kv_heads, -1, keys.shape[2])
@@ -152,13 +155,13 @@ class KeepByTriAttention(KeepPolicy):
 
 
 def pairs(rows: Tensor) -> Tensor:
-    """``[.., head_dim]`` to the pairs that RoPE turns, ``[.., head_dim / 2]`` complex."""
+    """Convert ``[.., head_dim]`` to the pairs that RoPE rotates, ``[.., head_dim / 2]`` complex."""
     first, second = rows.float().chunk(2, dim=-1)
     return torch.complex(first.contiguous(), second.contiguous())
 
 
 def read_keys(pool: KVPool, page_ids: Sequence[int], places: Tensor, layer: int) -> Tensor:
-    """Keys of some places of a request, ``[num_kv_heads, len(places), head_dim]`` float32."""
+    """Return a request's keys at ``places``, ``[num_kv_heads, len(places), head_dim]`` float32."""
     pages = torch.tensor(list(page_ids), dtype=torch.int64)
     heads = (
         torch.arange(pool.num_kv_heads).unsqueeze(1) + layer * pool.num_blocks * pool.num_kv_heads

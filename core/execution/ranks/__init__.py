@@ -1,1 +1,1 @@
-"""Tensor parallelism: the other ranks of a model, seen from rank 0, and their process."""
+"""Tensor parallelism: rank 0's view of the other ranks, and their process."""

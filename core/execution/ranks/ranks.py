@@ -1,7 +1,7 @@
-"""The other ranks of a tensor parallel model, seen from rank 0: their processes, and its decoder.
+"""Rank 0's side of tensor parallelism: the processes of the other ranks, and its decoder.
 
-Rank 0 is the server. It sends each pass, and what else changes the pool, before it does the same
-itself; within a pass the ranks meet at every sum.
+Rank 0 is the server. It sends each pass and each change of the pool to the other ranks before it
+does the same itself. Within a pass the ranks synchronise at every sum.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from .worker import Ints, copy_message, pass_message, pool_message, send_shared_
 
 logger = logging.getLogger(__name__)
 START_SECONDS = 120.0  # for ranks to start
-LOAD_SECONDS = 900.0  # for ranks to load their parts once rank 0 has its own
-END_SECONDS = 5.0  # for ranks to end by themselves
-_LOOK_SECONDS = 0.1  # between two looks at the processes while the ranks meet
+LOAD_SECONDS = 900.0  # for ranks to load their shards after rank 0 has loaded its own
+END_SECONDS = 5.0  # for ranks to exit by themselves
+_LOOK_SECONDS = 0.1  # interval of checks of the processes while the ranks meet
 _SOURCES = Path(__file__).parents[3]  # the folder of the package
 
 
 class Followers(Protocol):
-    """The other ranks, as `TpDecoder` knows them."""
+    """Protocol of the other ranks, used by `TpDecoder`."""
 
     size: int
 
     def send(self, message: Ints) -> None:
-        """Send the same message to each. Raises `RankLost`."""
+        """Send the same message to each rank. Raises `RankLost`."""
 
     def share_pool(self, rank: int, message: Ints, num_bytes: int) -> Tensor:
-        """Send a rank the message of a pool with so many bytes of memory, and return that memory.
+        """Send a rank the message of a pool, and return its shared memory of ``num_bytes``.
 
         Raises `RankLost`.
         """
@@ -69,23 +69,24 @@ class Followers(Protocol):
 class Ranks(Followers, Companions):
     """The processes of ranks 1, 2, ... of a model.
 
-    A rank that is lost is lost for good, and all with it: `send` raises `RankLost` ever after.
+    The loss of one rank is the loss of the model: every later `send` raises `RankLost`.
     """
 
     def __init__(
         self, path: Path, size: int, options: Mapping[str, Any], *, threads: int | None = None
     ) -> None:
-        """Start the processes and meet them. ``options``: of `load_decoder`, in JSON's types.
+        """Start the processes and meet them.
 
-        ``threads``: of each. Raises `ModelLoadError` where one does not come.
+        ``options``: keyword arguments of `load_decoder`, as JSON types. ``threads``: number of
+        threads of each rank. Raises `ModelLoadError` if a rank does not start.
         """
         self.size = size
-        self._lost = ""  # why, once a rank is
+        self._lost = ""  # reason, once a rank is lost
         self._channels: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, _end, self._channels, self._processes)
         self._environment = _environment(options.get("backend", "torch"))
-        # It lasts until all ranks have their weights: some may still meet when rank 0 has met them.
+        # The folder lasts until all ranks have their weights: some may still meet after rank 0 has.
         self._folder = tempfile.TemporaryDirectory(prefix="foretoken-ranks-")
         try:
             for rank in range(1, size):
@@ -111,7 +112,7 @@ class Ranks(Followers, Companions):
         ours.send_bytes(json.dumps(job).encode())
 
     def wait_until_loaded(self) -> None:
-        """Wait until each rank has its weights. Raises `ModelLoadError` where one ended."""
+        """Wait until each rank has its weights. Raises `ModelLoadError` if one cannot load them."""
         self._expect(worker.LOADED, "could not load its part of the model", LOAD_SECONDS)
         self._folder.cleanup()
 
@@ -132,13 +133,17 @@ class Ranks(Followers, Companions):
                 )
 
     def _meet(self) -> GlooComm:
-        """Meet the ranks; in a thread, because none returns from that before all are there."""
+        """Return the connection to the other ranks. Raises `ModelLoadError` if a rank ends first.
+
+        The call blocks until all ranks are there, so it runs in a thread while this one checks the
+        processes.
+        """
         met: Future[GlooComm] = Future()
 
         def meet() -> None:
             try:
                 met.set_result(GlooComm(Path(self._folder.name), 0, self.size))
-            except BaseException as failure:  # raised by `result`
+            except BaseException as failure:  # `result` raises it.
                 met.set_exception(failure)
 
         threading.Thread(target=meet, daemon=True).start()
@@ -186,12 +191,13 @@ class Ranks(Followers, Companions):
         is_loss = isinstance(failure, RankLost)
         told = str(failure) if is_loss else f"rank 0 failed in a pass: {failure!r}"
         self._lost = self._lost or told
-        return RankLost(self._lost)  # another one each time: it is raised from what it tells of
+        # Each call returns a new error: an exception that is raised from itself would be a cycle.
+        return RankLost(self._lost)
 
     def watch(self, on_lost: Callable[[BaseException], None]) -> None:
-        """Call ``on_lost`` on the running event loop when a rank ends; `end` ends the watch.
+        """Call ``on_lost`` on the running event loop when a rank ends, until `unwatch`.
 
-        From here on passes may take as long as the engine's watchdog allows.
+        From now on a pass may take as long as the engine's watchdog allows.
         """
         self.comm.wait_in_sums()
         loop = asyncio.get_running_loop()
@@ -201,19 +207,19 @@ class Ranks(Followers, Companions):
     def _ended(
         self, rank: int, loop: asyncio.AbstractEventLoop, on_lost: Callable[[BaseException], None]
     ) -> None:
-        """A rank's socket can be read: ranks send nothing, so it is closed."""
+        """Report a lost rank: ranks send nothing, so a readable socket has been closed."""
         loop.remove_reader(self._channels[rank - 1].fileno())
         on_lost(self.lost_error(RankLost(f"rank {rank} ended")))
 
     def unwatch(self) -> None:
-        """End the watch, on the loop that watches."""
+        """Stop watching. Must run on the event loop that watches."""
         loop = asyncio.get_running_loop()
         for channel in self._channels:
             if not channel.closed:
                 loop.remove_reader(channel.fileno())
 
     def end(self, *, at_once: bool = False) -> None:
-        """End the processes; idempotent. ``at_once``: kill them. Blocks until they are gone."""
+        """End the processes and wait until they are gone; idempotent. ``at_once``: kill them."""
         self.lost_error(RankLost("the ranks of the model were ended"))
         _end(self._channels, self._processes, 0.0 if at_once else END_SECONDS)
         self._finalizer.detach()
@@ -221,10 +227,11 @@ class Ranks(Followers, Companions):
 
 
 def _environment(backend: str) -> dict[str, str]:
-    """Build the environment of a rank: it finds this package, and multiplies as rank 0 does."""
+    """Build the environment of a rank: it finds this package and multiplies as rank 0 does."""
     paths = [str(_SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    library = native_library() if backend in ("auto", "native") else None  # compiled here, once
+    # Rank 0 compiles the library before the ranks start, so that it is compiled only once.
+    library = native_library() if backend in ("auto", "native") else None
     return found if library is None else found | {products.SETTING: bfloat16_products(library)}
 
 
@@ -233,7 +240,7 @@ def _end(
     processes: list[subprocess.Popen[bytes]],
     seconds: float = END_SECONDS,
 ) -> None:
-    """Close the channels, which ends ranks that wait for a message; kill those that go on."""
+    """Close the channels, which ends waiting ranks; kill the others after ``seconds``."""
     for channel in channels:
         channel.close()
     until = time.monotonic() + seconds
@@ -247,28 +254,28 @@ def _end(
 
 
 class TpDecoder(OwnDecoder):
-    """Rank 0's part of a model, whose passes and pool the other ranks follow.
+    """Rank 0's shard of a model, whose passes and pool the other ranks follow.
 
-    ``config`` is the whole model's, weights and pool are this rank's. It has one pool at a time.
-    With ``shares_pools`` this process has the pools of all ranks in its memory, for what stores
-    pages: between two passes it may read and write them all.
+    ``config`` is the whole model's; weights and pool are this rank's. There is one pool at a time.
+    With ``shares_pools`` this process maps the pools of all ranks, and a store of pages may read
+    and write them between two passes.
     """
 
     def __init__(
         self, part: OwnDecoder, followers: Followers, *, shares_pools: bool = False
     ) -> None:
-        """``part``: of rank 0."""
+        """Wrap ``part``, the decoder of rank 0's shard."""
         super().__init__(part.config, part.weights, part.ops, part.layout, compiles=False)
         self._followers, self._shares_pools = followers, shares_pools
         self._pool: weakref.ref[KVPool] | None = None
 
     @property
     def identity(self) -> dict[str, str]:
-        """The operations, and the number of ranks: sums of other parts have other bits."""
+        """Identity of the operations and number of ranks, which changes the rounding of sums."""
         return super().identity | {"ranks": str(self._followers.size)}
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
-        """Bytes of one page over all layers and ranks."""
+        """Return the bytes of one page over all layers and ranks."""
         part = super().bytes_per_page(page_size=page_size, kv_dtype=kv_dtype)
         return part * self._followers.size
 
@@ -280,13 +287,13 @@ class TpDecoder(OwnDecoder):
         kv_dtype: KvDtype = "auto",
         states: StatePool | None = None,
     ) -> KVPool:
-        """A pool on every rank, in place of the one before. Raises `RankLost`."""
+        """Make a pool on every rank, in place of the previous one. Raises `RankLost`."""
         if states is not None:
             raise ValueError("the ranks of a model keep no recurrent states")
         pool = super().make_pool(num_pages, page_size=page_size, kv_dtype=kv_dtype)
         message = pool_message(num_pages, page_size, kv_dtype, is_shared=self._shares_pools)
         if self._shares_pools:
-            # Copies of slots are made here, not sent: a page is saved as soon as this rank is done.
+            # Rank 0 copies slots in all pools itself: a page is saved as soon as this rank is done.
             pool.others = [
                 self.pool_over(
                     partial(self._followers.share_pool, rank, message),
@@ -308,9 +315,10 @@ class TpDecoder(OwnDecoder):
     def forward(
         self, batch: RaggedBatch, pool: KVPool, wanted: Wanted = NOTHING_MORE
     ) -> ForwardOutput:
-        """Compute a pass on every rank; see `Decoder.forward`.
+        """Compute a pass on every rank, as `Decoder.forward` does.
 
-        Raises `RankLost` for whatever ends a pass on this rank, too: the others wait in its sums.
+        Raises `RankLost` for any failure on this rank: the other ranks wait in the pass's sums.
+        Raises ValueError for input vectors, and for another pool than the last one made.
         """
         if self._pool is None or self._pool() is not pool or wanted.inputs is not None:
             raise ValueError("ranks compute token ids over the pool that was made last")

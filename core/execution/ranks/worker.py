@@ -1,8 +1,8 @@
-"""A rank of a tensor parallel model but the first: computes what rank 0 tells it to, and no more.
+"""A rank of a tensor parallel model other than rank 0: it computes only what rank 0 orders.
 
 Rank 0 starts ``python -m foretoken.core.execution.ranks.worker FD`` (`ranks.py`) and writes to the
 socket ``FD``: first a job in JSON, then messages of 64-bit integers, each a kind and its arguments.
-Tokens, sampling and drafts stay with rank 0. The socket's end is the order to stop.
+Tokens, sampling and drafts stay with rank 0. A closed socket is the order to stop.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Ints: TypeAlias = NDArray[np.int64]
 PASS, COPY, POOL = 1, 2, 3
 HERE, LOADED = b"here", b"loaded"
 _KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
-_NUM_FIELDS = 7  # of a pass, before its arrays
+_NUM_FIELDS = 7  # integers of a pass before its arrays
 
 
 def pass_message(batch: RaggedBatch) -> Ints:
-    """All of a batch but the rows whose logits are wanted: those are rank 0's business."""
+    """Encode a batch without the rows whose logits are needed: rank 0 alone computes logits."""
     rows = (batch.token_ids, batch.positions, batch.slots)
     arrays = (
         *(each.numpy() for each in rows),
@@ -62,7 +62,7 @@ def pass_message(batch: RaggedBatch) -> Ints:
 
 
 def batch_of(message: Ints) -> RaggedBatch:
-    """The batch of a `pass_message`, without logits."""
+    """Return the batch of a `pass_message`, without logits."""
     _, page_size, turned_until, num_rows, num_segments, num_pages, num_tails = (
         int(field) for field in message[:_NUM_FIELDS]
     )
@@ -88,23 +88,23 @@ def batch_of(message: Ints) -> RaggedBatch:
 
 
 def copy_message(sources: Sequence[int], targets: Sequence[int]) -> Ints:
-    """Slots of the pool to copy, each to another."""
+    """Encode copies of slots of the pool, each from ``sources`` to ``targets``."""
     return np.array([COPY, *sources, *targets], dtype=np.int64)
 
 
 def pool_message(
     num_pages: int, page_size: int, kv_dtype: KvDtype, *, is_shared: bool = False
 ) -> Ints:
-    """The pool that later messages are about, in place of any before.
+    """Encode the pool that later messages use, in place of any previous one.
 
-    ``is_shared``: rank 0 has its memory, too; `send_shared_pool` sends it.
+    ``is_shared``: rank 0 maps its memory, too; `send_shared_pool` sends it.
     """
     fields = [POOL, num_pages, page_size, _KV_DTYPES.index(kv_dtype), is_shared]
     return np.array(fields, dtype=np.int64)
 
 
 def send_shared_pool(channel: Connection, message: Ints, num_bytes: int) -> Tensor:
-    """Send the message of a shared pool and its memory; returns the memory. Raises OSError."""
+    """Send the message of a shared pool and its memory; return the memory. Raises OSError."""
     file = shared_zeros(num_bytes)
     try:
         channel.send_bytes(message.tobytes())
@@ -117,18 +117,18 @@ def send_shared_pool(channel: Connection, message: Ints, num_bytes: int) -> Tens
 
 @torch.inference_mode()
 def serve_rank(channel: Connection, decoder: OwnDecoder) -> None:
-    """Do what each message says until the other end is closed. Raises what a pass raises."""
+    """Execute messages until the other end is closed. Raises the errors of a pass."""
     pool: KVPool | None = None
     while True:
         try:
-            # A copy: arrays of bytes cannot be written, and tensors made of them must not be.
+            # The copy makes the array writable: torch must not wrap read-only memory.
             message = np.frombuffer(bytearray(channel.recv_bytes()), dtype=np.int64)
         except (EOFError, OSError):
             return
         kind = message[0]
         if kind == POOL:
             num_pages, page_size, kv_dtype, is_shared = (int(each) for each in message[1:])
-            pool = None  # free the one before first
+            pool = None  # The old pool is freed before the new one is allocated.
             pool = decoder.pool_over(
                 partial(map_shared, recv_handle(channel)) if is_shared else map_zeros,
                 num_pages,
@@ -145,11 +145,12 @@ def serve_rank(channel: Connection, decoder: OwnDecoder) -> None:
 
 
 def _end_with(channel: Connection) -> None:
-    """Wait until rank 0 is gone, however, and end the process: it may be in a call that waits for
-    rank 0 and never returns.
+    """End the process when rank 0 is gone.
+
+    The main thread may be in a call that waits for rank 0 and never returns.
     """
     waiting = select.poll()
-    waiting.register(channel.fileno(), 0)  # for a hang-up alone
+    waiting.register(channel.fileno(), 0)  # An empty mask waits only for a hang-up.
     waiting.poll()
     os._exit(0)
 
@@ -162,14 +163,15 @@ def _run(channel: Connection) -> None:
     assert isinstance(decoder, OwnDecoder), "ranks share no other"
     decoder.ops.set_threads(job["threads"])
     if decoder.ops.has_own_threads:
-        torch.set_num_threads(1)  # as rank 0
+        torch.set_num_threads(1)  # Rank 0 limits torch's threads in the same way.
     channel.send_bytes(LOADED)
     serve_rank(channel, decoder)
 
 
 def main() -> None:
-    """Serve rank 0 on the socket that the first argument names, and end the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: rank 0 may still drain
+    """Serve rank 0 on the socket that the first argument names, then end the process."""
+    # The whole process group gets these signals, and rank 0 may still drain.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     code = 1
     try:
@@ -179,12 +181,12 @@ def main() -> None:
         code = 0
     except ForetokenError as failure:
         logger.error("a tensor-parallel rank ends: %s", failure)
-    except (EOFError, OSError):  # rank 0 is gone
+    except (EOFError, OSError):  # Rank 0 is gone.
         pass
     except BaseException:
         logger.exception("a tensor-parallel rank failed")
     logging.shutdown()
-    os._exit(code)  # the other ranks must not wait for what the interpreter does last
+    os._exit(code)  # The other ranks must not wait for the interpreter's shutdown.
 
 
 if __name__ == "__main__":

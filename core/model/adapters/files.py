@@ -1,4 +1,4 @@
-"""Names of the files of an adapter, as PEFT writes them."""
+"""File names of an adapter, as PEFT writes them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def leads_over_link(folder: Path, below: Path) -> bool:
-    """Whether a part of the path from ``below`` to an adapter's files is a symbolic link. Blocking.
+    """Whether the path from ``below`` to an adapter's files has a symbolic link. Blocking.
 
-    Raises OSError and ValueError for a path that no file system has, and ValueError for one that
+    Raises OSError and ValueError for a path that no file system has, and ValueError for a path that
     is not below.
     """
     steps = folder.relative_to(below).parts

@@ -1,7 +1,8 @@
-"""LoRA adapters: from a folder as PEFT writes it to updates of a decoder's packed linears.
+"""LoRA adapters: from a PEFT folder to updates of a decoder's packed linears.
 
-Source: LoRA (arXiv 2106.09685), rsLoRA (arXiv 2312.03732); the files are those of
-https://huggingface.co/docs/peft. B's rows go through what the rows of the weight went through.
+Source: LoRA (arXiv 2106.09685), rsLoRA (arXiv 2312.03732); the file format is described at
+https://huggingface.co/docs/peft. The rows of B are reordered and scaled like the rows of the
+weight.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..formats.nested import base_names, family_names, text_names
 from .files import CONFIG_FILE, WEIGHTS_FILE
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Fields that ask for more than a low-rank update of linears, and what they ask for.
+# Fields that require more than a low-rank update of linears, and their meanings.
 _REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that are trained as a whole",
@@ -41,17 +42,18 @@ _REFUSED = {
     "use_bdlora": "block-diagonal LoRA",
     "arrow_config": "mixtures of adapters",
 }
-# Beginnings of `init_lora_weights` for which the base's weights were changed, too.
+# With an `init_lora_weights` that begins so, training also changed the base's weights.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Keys of rank_pattern and alpha_pattern are regular expressions of whoever wrote the adapter, and a
-# search may take exponential time. So they are names, with escapes and a few choices at most.
+# Keys of rank_pattern and alpha_pattern are regular expressions by the adapter's author, and a
+# search may take exponential time. So keys must be names, with escapes and at most a few choices.
 MAX_KEYS, MAX_KEY_CHARS = 2048, 256
-MAX_CHOOSING, MAX_GROUPS, MAX_REPEATS = 64, 2, 1  # keys with choices; groups and repeats of each
+# keys with choices; groups and repeats of each key
+MAX_CHOOSING, MAX_GROUPS, MAX_REPEATS = 64, 2, 1
 _ITEM = r"(?:[\w.-]|\\[.\-_dw]|\[\w(?:-?\w)*\])[*+]?"
 _GROUP = rf"\((?:\?:)?(?:{_ITEM}|\|)*\)"
 _KEY = re.compile(rf"\^?(?:{_ITEM}|{_GROUP}|\|)+\$?")
 _CHOICES = frozenset("|*+")
-MAX_NUMBER = 1e9  # of an alpha
+MAX_NUMBER = 1e9  # largest alpha
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
 
 
@@ -59,8 +61,8 @@ def load_lora(folder: Path, decoder: Decoder, *, max_rank: int) -> LoadedAdapter
     """Load an adapter for a decoder.
 
     Raises `ModelLoadError`, naming the field or the tensor, for files that are missing or damaged,
-    that ask for more than low-rank updates of linears, or that are not of this model; and where
-    memory is short.
+    that require more than low-rank updates of linears, or that do not fit this model; and if memory
+    is short.
     """
     try:
         return _load(folder, decoder, max_rank)
@@ -96,11 +98,11 @@ def _load(folder: Path, decoder: Decoder, max_rank: int) -> LoadedAdapter:
 
 
 class LoraSettings:
-    """The adapter_config.json of a folder. Raises `ModelLoadError` for what is not supported."""
+    """The adapter_config.json of a folder. Raises `ModelLoadError` for unsupported settings."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / CONFIG_FILE
-        if not path.is_file():  # a pipe would wait for a writer
+        if not path.is_file():  # Opening a pipe would wait for a writer.
             raise ModelLoadError(f"{folder} has no {CONFIG_FILE}")
         values = read_json(path)
         self.content = path.read_bytes()
@@ -127,11 +129,11 @@ class LoraSettings:
         self._is_stabilised = bool(values.get("use_rslora"))
 
     def rank(self, module: str) -> int:
-        """The rank of a module."""
+        """Return the rank of a module."""
         return int(_of_module(self._ranks, module, self._rank))
 
     def scale(self, module: str) -> float:
-        """The factor of a module's B: alpha over the rank, or over its root."""
+        """Return the factor on a module's B: alpha over the rank, or over its root."""
         rank = self.rank(module)
         alpha = float(_of_module(self._alphas, module, self._alpha))
         return alpha / (math.sqrt(rank) if self._is_stabilised else rank)
@@ -163,18 +165,18 @@ class LoraSettings:
 
 
 def _is_number(value: object) -> bool:
-    """Whether this is a number that an alpha or a rank may be; not NaN, either."""
+    """Whether a value can be an alpha or a rank; False for NaN."""
     return isinstance(value, int | float) and value is not True and 0 < value <= MAX_NUMBER
 
 
 def _of_module(pattern: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
-    """The value of the first key that a module's name ends with, as PEFT finds it."""
+    """Return the value of the first key that a module's name ends with, as PEFT finds it."""
     keys = (key for key in pattern if key.fullmatch(module))
     return next((pattern[key] for key in keys), default)
 
 
 class LoraTensors:
-    """The A and B of a folder, by the names that the decoder's modules have."""
+    """A and B of a folder's modules, by the decoder's module names."""
 
     def __init__(self, folder: Path, decoder: OwnDecoder) -> None:
         self.where = folder / WEIGHTS_FILE
@@ -200,7 +202,7 @@ class LoraTensors:
         self._content = stored
 
     def check_targets(self, known: Iterator[str]) -> None:
-        """Raise `ModelLoadError` for a module that is none of ``known``."""
+        """Raise `ModelLoadError` for a module outside ``known``."""
         others = sorted(set(self._pairs) - set(known))
         if others:
             raise ModelLoadError(
@@ -209,7 +211,10 @@ class LoraTensors:
             )
 
     def pair(self, name: str) -> tuple[str, Tensor, Tensor] | None:
-        """A module's name in the files, its A and its B; None where it is not changed."""
+        """Return a module's stored name, its A and its B; None if it is not changed.
+
+        Raises `ModelLoadError` if one of the two is missing.
+        """
         pair = self._pairs.get(name)
         if pair is None:
             return None
@@ -220,7 +225,7 @@ class LoraTensors:
         return stored, pair["A"], pair["B"]
 
     def digest(self) -> bytes:
-        """A digest of names and content."""
+        """Return a digest of names and content."""
         made = hashlib.sha256()
         for name, tensor in sorted(self._content.items()):
             made.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -255,7 +260,7 @@ def _no_weights(folder: Path) -> ModelLoadError:
 
 
 def _model_names(modules: Collection[str], decoder: OwnDecoder) -> dict[str, str]:
-    """Names of modules as the decoder's are called, and as they are stored.
+    """Return the stored name of each module by the decoder's name.
 
     A class without an output matrix saves names without a prefix.
     """
@@ -278,7 +283,7 @@ def _update(
     max_rank: int,
     dtype: torch.dtype,
 ) -> LoraUpdate | None:
-    """The update of a packed linear; None where no matrix that it was made of is changed."""
+    """Return the update of a packed linear; None if none of its matrices is changed."""
     starts = list(accumulate((matrix.rows for matrix in spec.matrices), initial=0))
     order = torch.arange(starts[-1]) if spec.order is None else spec.order
     all_a, blocks, num_ranks = [], [], 0
@@ -316,7 +321,7 @@ def _update(
 
 
 def _runs(of_part: Tensor) -> list[tuple[int, int]]:
-    """First and stop of each run of outputs that are of a part, a boolean [outputs]."""
+    """Return the start and stop of each run of outputs in a part, given as booleans [outputs]."""
     edges = torch.diff(of_part.int(), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero()
     places = edges.flatten().tolist()
     return list(zip(places[::2], places[1::2], strict=True))

@@ -1,1 +1,1 @@
-"""The description of a decoder without its weights: config, tensors, rotary tables, pages."""
+"""Description of a decoder without its weights: config, tensors, RoPE tables, page layout."""

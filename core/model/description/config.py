@@ -1,4 +1,4 @@
-"""DecoderConfig: what makes one decoder differ from another."""
+"""DecoderConfig: the differences between decoders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HeadNormKind: TypeAlias = Literal["none", "each", "whole"]
 
 
 class MlpNames(NamedTuple):
-    """The matrices of an MLP, as the tensors name them; an MLP without a gate has none."""
+    """Tensor names of an MLP's matrices; ``gate`` is None for an MLP without a gate."""
 
     gate: str | None = "gate_proj"
     up: str = "up_proj"
@@ -34,12 +34,12 @@ LLAMA_MLP = MlpNames()
 
 
 class ExpertNames(NamedTuple):
-    """Tensors of a mixture of experts, as they are named behind a layer's prefix.
+    """Tensor names of a mixture of experts, relative to the layer's prefix.
 
-    ``expert`` is the prefix of one, by its number. ``stacked``: all experts are in one tensor of
-    each kind: "gpt-oss" transposed, with biases, a row of the gate before each of the factor;
-    "rows" the rows of the gate, then those of the factor; "columns" these transposed. ``factors``:
-    of the output of each.
+    ``expert``: prefix of one expert, with its number. ``stacked``: layout of all experts in one
+    tensor of each kind. "rows" has the rows of the gate, then the rows of up; "columns" is its
+    transpose; "gpt-oss" is transposed, has biases, and alternates rows of gate and up. ``factors``:
+    tensor of a factor on each expert's output.
     """
 
     router: str = "mlp.gate"
@@ -54,8 +54,9 @@ class ExpertNames(NamedTuple):
 
 
 class BesideNames(NamedTuple):
-    """Norms of experts that are beside an MLP, as the tensors name them; ``router_norm`` has no
-    ending, and is multiplied by hidden_size ** -0.5.
+    """Tensor names of the norms of experts beside an MLP.
+
+    ``router_norm`` is a full name, and its weight is multiplied by hidden_size ** -0.5.
     """
 
     norm: str = "pre_feedforward_layernorm_2"
@@ -66,7 +67,7 @@ class BesideNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts in the place of an MLP, or beside it; widths are the experts'."""
+    """A mixture of experts that replaces an MLP or runs beside it; widths are the experts'."""
 
     count: int
     width: int
@@ -74,24 +75,24 @@ class ExpertsSpec:
     names: ExpertNames = ExpertNames()  # noqa: RUF009 - immutable
     activation: Activation = SILU
     router_bias: bool = False
-    shared_width: int = 0  # of the MLP that all rows have besides; 0: there is none
-    beside: BesideNames | None = None  # None: in the place of the MLP
-    held: tuple[int, int] | None = None  # numbers that a rank has, from and to; None: all
+    shared_width: int = 0  # width of the expert shared by all rows; 0: no shared expert
+    beside: BesideNames | None = None  # None: the experts replace the MLP
+    held: tuple[int, int] | None = None  # range [start, stop) of experts on this rank; None: all
 
     @property
     def numbers(self) -> range:
-        """The numbers of the experts that are here."""
+        """Numbers of the experts on this rank."""
         return range(*(self.held or (0, self.count)))
 
 
 class DeltaSpec(NamedTuple):
-    """A gated delta rule in the place of attention (arXiv 2412.06464).
+    """A gated delta rule in place of attention (arXiv 2412.06464).
 
-    ``matrices``: of the files for queries, keys, values and z: "qkvz" has all of them, key head by
-    key head; "qkv" has queries, then keys, then values. ``fused_ba``: one matrix has b and a, key
-    head by key head. ``conv_rows``: of the three tensors that hold the channels of queries, keys
-    and values one behind the other; () is one tensor. ``most_beta``: what the sigmoid of b is
-    multiplied by. ``norm_eps``: None: the model's.
+    ``matrices``: the files' matrices of queries, keys, values and z: "qkvz" has all four, grouped
+    by key head; "qkv" has queries, then keys, then values. ``fused_ba``: one matrix has b and a,
+    grouped by key head. ``conv_rows``: channels in each of three tensors that together hold the
+    convolution of queries, keys and values; () for a single tensor. ``most_beta``: factor on the
+    sigmoid of b. ``norm_eps``: None: the model's.
     """
 
     shape: RecurrentShape
@@ -103,23 +104,23 @@ class DeltaSpec(NamedTuple):
 
 
 class Mamba2Spec(NamedTuple):
-    """Mamba-2 in the place of attention (arXiv 2405.21060).
+    """Mamba-2 in place of attention (arXiv 2405.21060).
 
-    ``num_norms``: equal parts of a row of its output, each of which has an RMS norm of its own; 0:
-    there is no norm. ``factors``: of the matrix's rows for z, x, B, C and dt.
+    ``num_norms``: number of equal parts of an output row, each with its own RMS norm; 0: no norm.
+    ``factors``: of the matrix's rows for z, x, B, C and dt.
     """
 
     shape: RecurrentShape
     num_norms: int = 1
     has_conv_bias: bool = True
-    has_bias: bool = False  # of its matrices
+    has_bias: bool = False  # whether its matrices have biases
     factors: tuple[float, float, float, float, float] | None = None
 
 
 class ConvSpec(NamedTuple):
-    """A gated short convolution in the place of attention (arXiv 2511.23404).
+    """A gated short convolution in place of attention (arXiv 2511.23404).
 
-    ``has_bias``: of both matrices and of the convolution.
+    ``has_bias``: whether both matrices and the convolution have biases.
     """
 
     shape: ConvShape
@@ -130,10 +131,10 @@ MixerSpec: TypeAlias = DeltaSpec | Mamba2Spec | ConvSpec
 
 
 class NormNames(NamedTuple):
-    """Tensor names of a layer's norms of the residual stream; None: there is no such norm."""
+    """Tensor names of a layer's norms on the residual stream; None: no such norm."""
 
     attention: str | None = "input_layernorm"
-    attention_out: str | None = None  # of what attention adds to the stream
+    attention_out: str | None = None  # norm of the output of attention
     mlp: str | None = "post_attention_layernorm"
     mlp_out: str | None = None
 
@@ -142,7 +143,7 @@ LLAMA_NORMS = NormNames()
 
 
 class HeadSpec(NamedTuple):
-    """The heads of a layer."""
+    """Heads of a layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -151,39 +152,39 @@ class HeadSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """Parts of one layer that may differ from other layers'.
+    """Parts of one layer that may differ from other layers.
 
-    ``keys_as_values``: there is no matrix of values, which are keys before norm and RoPE.
-    ``kv_of``: the earlier layer whose keys and values this one reads in place of its own.
-    ``mixer``: a layer with a recurrent state keeps no keys and values; None: attention. With
-    ``beside_attention`` it has both, which read the same, and whose outputs are added up.
-    ``parts``: a layer may be a mixer alone or an MLP alone, with one norm, `NormNames.attention`.
+    ``keys_as_values``: there is no value matrix; values are the keys before norm and RoPE.
+    ``kv_of``: the earlier layer whose keys and values this one reads instead of its own. ``mixer``:
+    a recurrent mixer in place of attention, or None. With ``beside_attention`` the layer has both:
+    they read the same input, and their outputs are summed. ``parts``: a layer may be only a mixer
+    or only an MLP, with the one norm `NormNames.attention`.
     """
 
-    window: int | None = None  # positions that a row sees, itself included; None: all before it
-    rope: RopeSpec | None = None  # None: that of the model
+    window: int | None = None  # positions that a row attends to, its own included; None: all
+    rope: RopeSpec | None = None  # None: the model's
     experts: ExpertsSpec | None = None
-    width: int | None = None  # of the MLP; None: that of the model
+    width: int | None = None  # width of the MLP; None: the model's
     kv_of: int | None = None
-    heads: HeadSpec | None = None  # None: those of the model
+    heads: HeadSpec | None = None  # None: the model's
     keys_as_values: bool = False
     mixer: MixerSpec | None = None
     beside_attention: bool = False
-    is_mutual: bool = False  # rows of an image see each other
-    norms: NormNames | None = None  # None: those of the model
+    is_mutual: bool = False  # Rows of an image attend to each other.
+    norms: NormNames | None = None  # None: the model's
     parts: Literal["both", "mixer", "mlp"] = "both"
 
     @property
     def has_attention(self) -> bool:
-        """Whether it reads keys and values."""
+        """Whether the layer reads keys and values."""
         return (self.mixer is None or self.beside_attention) and self.parts != "mlp"
 
 
 class MtpNames(NamedTuple):
-    """Tensors of a layer that predicts one token more than the model does, as they are named.
+    """Tensor names of an MTP layer, which predicts one more token than the model.
 
-    ``layer`` is the prefix of its own parts, which are those of the model's last layer;
-    ``projection`` has no ending. ``{}``: the number of the layer behind the model's last.
+    ``layer``: prefix of its layer tensors, which have the shapes of the model's last layer.
+    ``projection`` is a name without ".weight". ``{}``: the number after the model's last layer.
     """
 
     layer: str = "model.layers.{}."
@@ -219,60 +220,62 @@ class DecoderConfig:
     rope: RopeSpec
     max_model_len: int
     layers: tuple[LayerSpec, ...]  # [num_layers]
-    dtype: DtypeName = "float32"  # what config.json names; the tensors' own dtype wins
+    dtype: DtypeName = "float32"  # dtype in config.json; the tensors' own dtype takes precedence
     eos_token_ids: tuple[int, ...] = ()
     tie_embeddings: bool = False
     norms: NormNames = LLAMA_NORMS
-    layer_norm: Literal["none", "plain", "bias"] = "none"  # in place of RMS norms
-    is_parallel: bool = False  # the MLP reads what attention reads
-    head_norm: HeadNormKind = "none"  # of queries and keys: each head, or all of a kind together
+    layer_norm: Literal["none", "plain", "bias"] = "none"  # replaces RMS norms
+    is_parallel: bool = False  # MLP and attention read the same input
+    # norms of queries and keys: per head, or over all heads together
+    head_norm: HeadNormKind = "none"
     head_norm_names: tuple[str, str] = ("q_norm", "k_norm")
-    norms_behind_rope: bool = False  # the heads
-    norms_values: bool = False  # each head's, without a weight
+    norms_behind_rope: bool = False  # Head norms apply after RoPE.
+    norms_values: bool = False  # Each head's values are normalised without a weight.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     mlp_names: MlpNames = LLAMA_MLP
     activation: Activation = SILU
-    attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
-    attention_cap: float | None = None  # of the scores
+    attention_scale: float | None = None  # factor on scores; None: head_dim ** -0.5
+    attention_cap: float | None = None  # soft cap of scores
     logit_cap: float | None = None
-    has_sinks: bool = False  # in attention, a score of each head without a value
-    # The matrix of queries has for each head a gate of what it attends to behind its query.
+    has_sinks: bool = False  # Attention has an extra score per head without a value.
+    # The query matrix has a gate of the attention output after each head's query.
     has_gate: bool = False
-    token_input_size: int = 0  # of what each layer is given of a token besides the stream; 0: none
-    layer_factor: str | None = None  # the tensor of what the stream behind a layer is multiplied by
-    is_nested: bool = False  # the text model of a checkpoint that holds other models, too
-    # One key a position for all heads, whose first items are its value: `num_kv_heads` is 1, and
-    # `head_dim` the key's.
+    token_input_size: int = 0  # size of a token's extra input to each layer; 0: none
+    layer_factor: str | None = None  # name of a factor on the stream after a layer
+    is_nested: bool = False  # The checkpoint also holds other models beside this text model.
+    # Latent attention has one key per position for all heads, whose first items are its value:
+    # `num_kv_heads` is 1, and `head_dim` the key's.
     latent: LatentShape | None = None
-    # The files hold what makes keys and values of latents apart, by head, that of keys transposed.
+    # The files hold the matrices from latents to keys and to values apart, by head; the keys'
+    # matrices are transposed.
     has_split_latents: bool = False
-    mtp: MtpNames | None = None  # of a layer that checkpoints may have besides; None: unknown
+    mtp: MtpNames | None = None  # names of an optional MTP layer; None: unknown
     fold: Fold = NO_FOLD
-    # Pairs: a part of a tensor's name as checkpoints have it, and as `tensor_shapes` does.
+    # Pairs of a part of a stored tensor name and its replacement in `tensor_shapes`.
     stored_names: tuple[tuple[str, str], ...] = ()
 
     def heads_of(self, layer: int) -> HeadSpec:
-        """The heads of a layer."""
+        """Return the heads of a layer."""
         return self.layers[layer].heads or HeadSpec(
             self.num_heads, self.num_kv_heads, self.head_dim
         )
 
     @property
     def states(self) -> tuple[StateShape, ...]:
-        """The shapes of the recurrent states, in the order of the layers that have one."""
+        """Shapes of the recurrent states, in the order of the layers that have one."""
         return tuple(layer.mixer.shape.state for layer in self.layers if layer.mixer is not None)
 
     def state_of(self, layer: int) -> int:
-        """The place of a layer's state in `states`."""
+        """Return the index of a layer's state in `states`."""
         return sum(each.mixer is not None for each in self.layers[:layer])
 
     @property
     def head_layouts(self) -> tuple[HeadLayout, ...]:
-        """Heads in a row of each layer's packed QKV, [num_layers].
+        """Head layout of each layer's packed QKV, [num_layers].
 
-        What it is for layers without attention means nothing.
+        The entries of layers without attention are meaningless.
         """
         found = (self.heads_of(layer) for layer in range(self.num_layers))
         eps = self.norm_eps if self.norms_values else None

@@ -1,4 +1,4 @@
-"""Fields: typed reading of a checkpoint's JSON, where every surprise is a ModelLoadError."""
+"""Fields: typed reading of a checkpoint's JSON; every unexpected value is a ModelLoadError."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...errors import ModelLoadError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ModelLoadError` when it is missing or damaged."""
+    """Return the object in a JSON file. Raises `ModelLoadError` if it is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class UnsupportedConfig(ModelLoadError):  # noqa: N818 - as in `errors`
-    """A config of a model that this engine's own decoder does not compute."""
+    """The config of a model that this engine's own decoder does not support."""
 
 
 class Fields:
@@ -35,11 +35,11 @@ class Fields:
         self.where = where
 
     def has(self, name: str) -> bool:
-        """Whether a field is there and not null."""
+        """Whether a field is present and not null."""
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number; required without a default."""
+        """Return an integer; required without a default."""
         value = self._get(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -48,53 +48,53 @@ class Fields:
         return value
 
     def positive(self, name: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
+        """Return an integer of at least 1."""
         value = self.integer(name, default)
         if value < 1:
             raise self.error(name, f"must be at least 1, not {value}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number; required without a default."""
+        """Return a number; required without a default."""
         value = self._get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise self.error(name, "must be a number")
         return float(value)
 
     def above_zero(self, name: str, default: float | None = None) -> float:
-        """A number greater than 0."""
+        """Return a number greater than 0."""
         value = self.number(name, default)
         if value <= 0:
             raise self.error(name, f"must be greater than 0, not {value}")
         return value
 
     def optional_number(self, name: str) -> float | None:
-        """A number or None."""
+        """Return a number, or None if absent."""
         return self.number(name) if self.has(name) else None
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self.error(name, "must be true or false")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string; required without a default."""
+        """Return a string; required without a default."""
         value = self._get(name, default)
         if not isinstance(value, str):
             raise self.error(name, "must be a string")
         return value
 
     def object(self, name: str) -> Fields:
-        """A nested object; empty when absent."""
+        """Return a nested object; empty if absent."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "must be an object")
         return Fields(value, f"{self.where}: {name}")
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """One integer or a list of them; empty when absent."""
+        """Return an integer or a list of them as a tuple; empty if absent."""
         value = self._get(name, [])
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in items):
@@ -102,11 +102,11 @@ class Fields:
         return tuple(items)
 
     def error(self, name: str, problem: str) -> ModelLoadError:
-        """The error to raise about a field."""
+        """Return the error to raise about a field."""
         return ModelLoadError(f"{self.where}: {name} {problem}")
 
     def unsupported(self, name: str, problem: str) -> UnsupportedConfig:
-        """The error to raise about a field whose value is right but has no decoder here."""
+        """Return the error for a valid field value that this engine's decoder does not support."""
         return UnsupportedConfig(f"{self.where}: {name} {problem}")
 
     def _get(self, name: str, default: Any) -> Any:  # noqa: ANN401 - JSON is anything

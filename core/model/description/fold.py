@@ -1,6 +1,6 @@
-"""Fold: what of a family's arithmetic goes into its weights when they are loaded.
+"""Fold: the parts of a family's arithmetic that are folded into its weights at load time.
 
-The kernels know none of it: they compute Llama's decoder on the folded weights.
+The kernels need none of it: they compute Llama's decoder on the folded weights.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from ...ops.weights import RecurrentShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """Factors are multiplied into weights in float32 and rounded once, to the weights' dtype.
+    """Factors and layouts of a family's weights.
 
-    ``fused_qkv``, ``fused_gate_up``: the files hold these matrices in one, as the kernels do.
-    ``interleaved``: RoPE turns neighbouring items of a head; the kernels turn its halves.
-    ``rounds_embed_scale``: the embedding's factor is rounded to the weights' dtype before.
-    ``norm_offset``: what is added to the weights of all norms, which then are float32.
+    Factors are multiplied into weights in float32 and rounded once, to the weights' dtype.
+    ``fused_qkv``, ``fused_gate_up``: the files store these matrices fused, as the kernels do.
+    ``interleaved``: RoPE rotates neighbouring items of a head, whereas the kernels rotate its
+    halves. ``rounds_embed_scale``: the embedding's factor is first rounded to the weights' dtype.
+    ``norm_offset``: added to the weights of all norms, which are then float32.
     """
 
-    embed_scale: float = 1.0  # of the embedding's rows
-    # Of what a layer adds to the stream, twice; what experts add has it in the router's weights.
+    embed_scale: float = 1.0  # factor on the embedding
+    # The factor on both additions of a layer to the stream; for experts it is in the routing
+    # weights.
     residual_scale: float = 1.0
-    attention_out_scale: float = 1.0  # of what attention adds to it, besides
-    mixer_out_scale: float = 1.0  # of what Mamba-2 adds to it, besides
-    gate_scale: float = 1.0  # of the gate of an MLP
-    mlp_out_scale: float = 1.0  # of what an MLP adds to the stream, besides
+    attention_out_scale: float = 1.0  # additional factor on the attention output
+    mixer_out_scale: float = 1.0  # additional factor on the Mamba-2 output
+    gate_scale: float = 1.0  # factor on the gate of an MLP
+    mlp_out_scale: float = 1.0  # additional factor on the MLP output
     logit_scale: float = 1.0
     fused_qkv: bool = False
     fused_gate_up: bool = False
@@ -43,10 +45,10 @@ NO_FOLD = Fold()
 
 
 def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
-    """The items of a head in the order in which turning its halves turns what the family turns.
+    """Return the order of a head's items in which rotating its halves computes the family's RoPE.
 
-    ``rotary_dim`` items turn, in neighbouring pairs or by halves. The others go to both halves
-    behind them, where the frequencies are 0. [head_dim]
+    ``rotary_dim`` items rotate, as neighbouring pairs or as halves. The other items follow in both
+    halves, where the frequencies are 0. [head_dim]
     """
     turning = torch.arange(rotary_dim)
     first, second = turning.view(-1, 2).T if interleaved else turning.view(2, -1)
@@ -55,7 +57,7 @@ def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
 
 
 def qkvz_order(shape: RecurrentShape) -> Tensor:
-    """Rows of queries, keys, values and z of all heads, where those of a key head lie together.
+    """Return the order of queries, keys, values and z, given rows grouped by key head.
 
     [2 * key heads * key_dim + 2 * value heads * value_dim]
     """
@@ -64,14 +66,16 @@ def qkvz_order(shape: RecurrentShape) -> Tensor:
 
 
 def mamba_widths(shape: RecurrentShape) -> list[int]:
-    """Rows of Mamba-2's matrix for z, x, B, C and dt."""
+    """Return the numbers of rows of Mamba-2's matrix for z, x, B, C and dt."""
     values, keys = shape.value_width, shape.num_key_heads * shape.key_dim
     return [values, values, keys, keys, shape.num_value_heads]
 
 
 def mamba_orders(shape: RecurrentShape) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of Mamba-2's matrix z, x, B, C, dt: those of C, B, x, z and those of dt; channels of its
-    convolution of x, B, C in the order C, B, x.
+    """Return the kernels' orders of Mamba-2's matrix, whose rows are z, x, B, C, dt.
+
+    The tensors are the rows of C, B, x, z; the rows of dt; and the convolution's channels x, B, C
+    in the order C, B, x.
     """
     widths = mamba_widths(shape)
     z, x, b, c, dt = torch.split(torch.arange(sum(widths)), widths)
@@ -80,28 +84,28 @@ def mamba_orders(shape: RecurrentShape) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def ba_order(shape: RecurrentShape) -> Tensor:
-    """Rows of b, then of a, where those of a key head lie together, [2 * value heads]."""
+    """Return the order of b, then a, given rows grouped by key head, [2 * value heads]."""
     group = shape.num_value_heads // shape.num_key_heads
     return _apart(shape.num_key_heads, [group, group])
 
 
 def _apart(num_heads: int, widths: list[int]) -> Tensor:
-    """Rows of the parts of all heads, part after part, where they lie head after head."""
+    """Return rows ordered by part, given rows ordered by head; ``widths`` are a head's parts."""
     rows = torch.arange(num_heads * sum(widths)).view(num_heads, -1)
     return torch.cat([part.flatten() for part in torch.split(rows, widths, dim=1)])
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:
-    """The nearest number of a dtype."""
+    """Return the number of a dtype that is nearest to ``factor``."""
     return float(torch.tensor(factor, dtype=dtype))
 
 
 def scaled(weight: Tensor, factor: float) -> Tensor:
-    """``weight * factor`` in its own dtype, by way of float32."""
+    """Return ``weight * factor`` in the weight's dtype, computed in float32."""
     return weight if factor == 1.0 else (weight.float() * factor).to(weight.dtype)
 
 
 def scaled_rows(weight: Tensor, counts: Sequence[int], factors: Sequence[float]) -> Tensor:
-    """A matrix whose first ``counts[0]`` rows are multiplied by ``factors[0]``, and so on."""
+    """Multiply the first ``counts[0]`` rows of a matrix by ``factors[0]``, and so on."""
     each = torch.tensor(factors).repeat_interleave(torch.tensor(counts)).to(weight.device)
     return (weight.float() * each.unsqueeze(1)).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""PageLayout: where in a page each layer's keys and values lie, and which tables turn them."""
+"""PageLayout: the place of each layer's KV in a page, and the RoPE tables of each layer."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .rope import RopeSpec, layer_tables
 
 
 class PoolPart(NamedTuple):
-    """Layers with heads alike: a part of the pool, with a plan of its own in each pass."""
+    """A part of the pool: layers with equal heads, which share a plan in each pass."""
 
     heads: HeadLayout
-    num_layers: int  # that keep keys and values
+    num_layers: int  # layers that keep keys and values
     ropes: tuple[RopeSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """A page is one blob over all layers; those with heads alike are a part of the pool.
+    """Layout of a page, which is one blob over all layers; layers with equal heads are one part.
 
-    ``places`` and ``tables`` are of the layers. A layer that reads the keys and values of another
-    has the place of that one; one without attention has none.
+    A layer that reads another layer's keys and values has that layer's place; a layer without
+    attention has None.
     """
 
     parts: tuple[PoolPart, ...]
     places: tuple[KvPlace | None, ...]  # [num_layers]
-    tables: tuple[Tables, ...]  # [num_layers] among the tables of its part
+    tables: tuple[Tables, ...]  # [num_layers], indices into the tables of the layer's part
 
     @classmethod
     def of(cls, config: DecoderConfig) -> PageLayout:
-        """The layout of a model's pages."""
+        """Return the layout of a model's pages."""
         layouts = [
             layout if spec.has_attention else None
             for layout, spec in zip(config.head_layouts, config.layers, strict=True)
@@ -57,9 +57,9 @@ class PageLayout:
 
     @classmethod
     def beside(cls, config: DecoderConfig, other: PageLayout) -> PageLayout:
-        """The layout of a model whose layers read those of another one, ``kv_of`` of each.
+        """Return the layout of a model that reads another's KV: each layer reads layer ``kv_of``.
 
-        Layers that read the same part have heads alike.
+        Layers that read the same part have equal heads.
         """
         places = [other.places[spec.kv_of] for spec in config.layers if spec.kv_of is not None]
         heads = {
@@ -77,7 +77,10 @@ class PageLayout:
     def _turned(
         cls, config: DecoderConfig, parts: Sequence[PoolPart], places: Sequence[KvPlace | None]
     ) -> PageLayout:
-        """The layout with the tables that turn the layers of each part; others keep theirs."""
+        """Return the layout with RoPE tables for the layers of each part.
+
+        Unread parts keep theirs.
+        """
         tables, found = [Tables()] * len(places), list[PoolPart]()
         for number, part in enumerate(parts):
             layers = [i for i, place in enumerate(places) if place and place.part == number]

@@ -16,35 +16,36 @@ from .fields import Fields
 
 RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
-_CHUNK = 4096  # positions; tables grow in equal pieces so that their bits do not depend on when
+_CHUNK = 4096  # positions; equal steps keep the tables' bits independent of when they grow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """The RoPE fields of a config.json; fields that a kind does not use keep their defaults."""
+    """The RoPE fields of a config.json; unused fields keep their defaults."""
 
     kind: RopeKind = "default"
     theta: float = 10000.0
     factor: float = 1.0
-    original_max_len: int = 0  # tokens the model was first trained for
+    original_max_len: int = 0  # context length of the original training, in tokens
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn, and all below
+    beta_fast: float = 32.0  # yarn; so are the next fields
     beta_slow: float = 1.0
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    # by frequency: of longrope, and of a file that spells out llama3's scaling
+    # Divisors of each frequency, for longrope and for files that store llama3's scaling so.
     divisors: tuple[float, ...] = ()
-    # The share of a head's items that turn, the first ones; 0: none. Of a proportional one the
-    # first of each half turn, as fast as if all did.
+    # The share of a head's items that RoPE rotates, the first ones; 0: no RoPE. With kind
+    # "proportional" the first items of each half rotate, at the frequencies of a full rotation.
     partial: float = 1.0
-    # Queries grow by 1 + beta * log(1 + floor(position / original_max_len)) (Llama 4); 0: not
+    # Queries are multiplied by 1 + beta * log(1 + floor(position / original_max_len)) (Llama 4); 0:
+    # not.
     query_beta: float = 0.0
-    # Frequencies that follow time, height and width; of images alone, for text all are equal.
+    # Numbers of frequencies that follow time, height and width in images; text has equal positions.
     sections: tuple[int, ...] = ()
-    interleaves_sections: bool = False  # they take turns; time has what is left of them
+    interleaves_sections: bool = False  # The axes alternate; time has the remaining frequencies.
 
 
 NO_ROPE = RopeSpec(partial=0.0)
@@ -53,9 +54,9 @@ NO_ROPE = RopeSpec(partial=0.0)
 def parse_rope(
     config: Fields, *, max_len: int, partial: float | None = None, theta: float = 10000.0
 ) -> RopeSpec:
-    """RoPE of a config.json in the spelling of transformers v4 (``rope_scaling``) or v5.
+    """Return the RoPE of a config.json in the format of transformers v4 (``rope_scaling``) or v5.
 
-    ``partial``: the share of a head that turns by default, of a family that turns a part of it.
+    ``partial``: default share of a head that rotates, in families where a part of it may.
     ``theta``: the family's default. Raises `ModelLoadError` for a kind that is not supported.
     """
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
@@ -83,7 +84,7 @@ def parse_rope(
         return RopeSpec(kind="proportional", theta=theta, partial=share, factor=factor)
     if kind == "longrope":
         return _parse_longrope(config, rope, theta, share, max_len)
-    # Beside the scaling (Phi) it wins over inside it, as in transformers.
+    # A value beside the scaling (Phi) overrides one inside it, as in transformers.
     holder = config if config.has("original_max_position_embeddings") else rope
     original = holder.positive("original_max_position_embeddings", max_len)
     stretch = max_len / original if kind == "yarn" else None
@@ -107,7 +108,7 @@ def parse_rope(
 def _parse_longrope(
     config: Fields, rope: Fields, theta: float, partial: float, max_len: int
 ) -> RopeSpec:
-    """The table of short texts (arXiv 2402.13753), which holds up to the original length."""
+    """Return longrope's short table (arXiv 2402.13753), which holds up to the original length."""
     holder = config if config.has("original_max_position_embeddings") else rope
     original = holder.positive("original_max_position_embeddings", max_len)
     factor = rope.above_zero("factor", max_len / original)
@@ -135,12 +136,12 @@ def parse_ropes(
     local_theta: float | None = None,
     partial: float | None = None,
 ) -> tuple[RopeSpec, RopeSpec]:
-    """RoPE of the layers of full attention, and of those with a window, where they differ.
+    """Return the RoPE of full-attention layers, and of layers with a window.
 
-    ``partial``: the share of a head that turns by default where a part of it may.
-
-    transformers v5 has one object for each kind of layer. In v4 the scaling is that of full layers,
-    and ``rope_local_base_freq``, by default ``local_theta``, the theta of the others; None: theta.
+    ``partial``: default share of a head that rotates, if a part of it may. transformers v5 has one
+    object for each kind of layer. In v4 the scaling applies to full layers, and
+    ``rope_local_base_freq``, by default ``local_theta``, is the theta of the others; None:
+    ``theta``.
     """
     kinds = config.object("rope_parameters")
     if kinds.has("full_attention"):
@@ -174,7 +175,7 @@ def _partial(config: Fields, rope: Fields, default: float) -> float:
 
 
 def rotary_dim(spec: RopeSpec, head_dim: int) -> int:
-    """Items of a head that turn, an even number; of a proportional one all, some not moving."""
+    """Return the even number of a head's items that RoPE rotates; "proportional" counts all."""
     return head_dim if spec.kind == "proportional" else int(head_dim * spec.partial)
 
 
@@ -185,13 +186,13 @@ def _refuse_partial(config: Fields, rope: Fields) -> None:
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position of every pair of dimensions, ``[head_dim / 2]`` float32; 0: at rest."""
+    """Return radians per position of each pair of items, [head_dim / 2] float32; 0: at rest."""
     turning = _frequencies(spec, rotary_dim(spec, head_dim))
     return torch.nn.functional.pad(turning, (0, head_dim // 2 - len(turning)))
 
 
 def _frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Frequencies of a head all of whose dimensions turn, [head_dim / 2] float32."""
+    """Return frequencies of a head whose items all rotate, [head_dim / 2] float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (spec.theta**exponents)
     if spec.divisors:
@@ -211,7 +212,7 @@ def _frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """Slow the low frequencies only (the Llama 3.1 release, ``apply_scaling``)."""
+    """Divide only the low frequencies (the Llama 3.1 release, ``apply_scaling``)."""
     turns = spec.original_max_len * plain / (2 * math.pi)
     span = spec.high_freq_factor - spec.low_freq_factor
     smooth = ((turns - spec.low_freq_factor) / span).clamp(0.0, 1.0)
@@ -219,25 +220,25 @@ def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, plain: Tensor, head_dim: int) -> Tensor:
-    """Interpolate slow dimensions, leave fast ones (arXiv 2309.00071, section 3.2)."""
+    """Interpolate slow dimensions, keep fast ones (arXiv 2309.00071, section 3.2)."""
     low = _yarn_dim(spec, head_dim, spec.beta_fast)
     high = _yarn_dim(spec, head_dim, spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    span = high - low if high != low else 0.001  # as in transformers
+    span = high - low if high != low else 0.001  # transformers uses this value
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
     return plain / spec.factor * ramp + plain * (1 - ramp)
 
 
 def _yarn_dim(spec: RopeSpec, head_dim: int, turns: float) -> float:
-    """The dimension that makes so many turns within the original context."""
+    """Return the dimension that makes ``turns`` rotations within the original context."""
     ratio = spec.original_max_len / (turns * 2 * math.pi)
     return head_dim * math.log(ratio) / (2 * math.log(spec.theta))
 
 
 def attention_scaling(spec: RopeSpec) -> float:
-    """Factor on cos and sin: yarn's (arXiv 2309.00071, section 3.4) or longrope's, else 1."""
+    """Return the factor on cos and sin: yarn's (arXiv 2309.00071, section 3.4), longrope's or 1."""
     if spec.kind not in ("yarn", "longrope"):
         return 1.0
     if spec.attention_factor is not None:
@@ -248,7 +249,7 @@ def attention_scaling(spec: RopeSpec) -> float:
 
 
 def mscale_all(spec: RopeSpec) -> float:
-    """Factor of DeepSeek's variant of yarn on a whole query or key, turned or not; else 1."""
+    """Return yarn's factor on a whole query or key in DeepSeek's variant; otherwise 1."""
     if spec.kind == "default" or not spec.mscale_all_dim:
         return 1.0
     return _mscale(spec.factor, spec.mscale_all_dim)
@@ -259,14 +260,14 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 class LayerTables(NamedTuple):
-    """RoPE tables of a model, and which of them turn the queries and the keys of each layer."""
+    """RoPE tables of a model, and the tables of each layer's queries and keys."""
 
-    specs: tuple[RopeSpec, ...]  # with `RopeSpec.query_beta` only where a table is of queries
+    specs: tuple[RopeSpec, ...]  # `RopeSpec.query_beta` is set only in tables of queries
     by_layer: tuple[Tables, ...]
 
 
 def layer_tables(ropes: Sequence[RopeSpec]) -> LayerTables:
-    """One table for all layers and heads that turn alike; ``ropes`` are those of the layers."""
+    """Return one table per distinct RoPE; ``ropes`` are the layers'."""
     numbers: dict[RopeSpec, int] = {}
     by_layer = [
         Tables(
@@ -279,7 +280,7 @@ def layer_tables(ropes: Sequence[RopeSpec]) -> LayerTables:
 
 
 def _axes(spec: RopeSpec, num_frequencies: int) -> Tensor:
-    """The axis of each frequency, 0 to 2: those of one section together, or in turn."""
+    """Return the axis of each frequency, 0 to 2: each section's together, or alternating."""
     axes = torch.zeros(num_frequencies, dtype=torch.int64)
     if spec.interleaves_sections:
         for axis, count in enumerate(spec.sections[1:], start=1):
@@ -290,20 +291,20 @@ def _axes(spec: RopeSpec, num_frequencies: int) -> Tensor:
 
 
 class RopeTable:
-    """cos and sin by position, float32; grows as positions are asked for."""
+    """Tables of cos and sin by position, float32, which grow on demand."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str) -> None:
         self._spec = spec
         self._frequencies = inverse_frequencies(spec, head_dim).to(device)
-        # What is at rest keeps its length.
+        # Items that do not rotate keep their length.
         self._scaling = torch.where(self._frequencies == 0, 1.0, attention_scaling(spec))
         self._cos = self._sin = self._frequencies.new_empty((0, head_dim // 2))
         self._axes = _axes(spec, head_dim // 2).to(device)
 
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``.
+        """Return cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all below ``stop``.
 
-        Of positions ``[3, T]`` each frequency follows the axis of its section.
+        With positions ``[3, T]`` each frequency follows the axis of its section.
         """
         cos, sin = self.table(stop)
         if positions.dim() == 2:
@@ -312,13 +313,19 @@ class RopeTable:
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def turns(self, positions: Tensor) -> Tensor:
-        """Turns of positions ``[T]``, ``[T, head_dim / 2]`` complex; the tables do not grow."""
+        """Return complex rotations ``[T, head_dim / 2]`` of positions ``[T]``.
+
+        The tables do not grow.
+        """
         angles = positions.double().unsqueeze(1) * self._frequencies.double().to(positions.device)
         scaling = torch.as_tensor(self._scaling).to(positions.device)
         return torch.polar(torch.ones_like(angles), angles).to(torch.complex64) * scaling
 
     def table(self, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[stop or more, head_dim / 2]``; the same tensors until it must grow."""
+        """Return cos and sin ``[stop or more, head_dim / 2]``.
+
+        Calls return the same tensors until the tables must grow.
+        """
         while len(self._cos) < stop:
             self._grow()
         return self._cos, self._sin
@@ -328,7 +335,7 @@ class RopeTable:
         positions = torch.arange(start, start + _CHUNK, device=self._frequencies.device)
         angles = positions.float().unsqueeze(1) * self._frequencies
         cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
-        if self._spec.query_beta:  # longer in every direction, whether it turns or not
+        if self._spec.query_beta:  # The factor applies to all items, rotated or not.
             turns = torch.floor(positions.float() / self._spec.original_max_len)
             longer = (1 + self._spec.query_beta * torch.log1p(turns)).unsqueeze(1)
             cos, sin = cos * longer, sin * longer
@@ -337,7 +344,7 @@ class RopeTable:
 
 
 class Still:
-    """`Rope` that turns nothing: of modules that have turned queries and keys already, or do not.
+    """A `Rope` without rotation, for modules that apply RoPE themselves or have none.
 
     Its tables are [rows, head_dim / 2].
     """
@@ -346,10 +353,10 @@ class Still:
         self._half, self._device = head_dim // 2, device
 
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Tables of as many rows as there are positions."""
+        """Return tables with one row per position."""
         return self.table(len(positions))
 
     def table(self, stop: int) -> tuple[Tensor, Tensor]:
-        """Tables of the first positions."""
+        """Return tables of the first ``stop`` positions."""
         cos = torch.ones((stop, self._half), device=self._device)
         return cos, torch.zeros_like(cos)

@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint, each declared once: name, shape, and the part of it that a rank has.
+"""Tensors of a checkpoint, each declared once: name, shape, and the part that a rank has.
 
-The parts of a layer (core/model/weights/) declare their tensors as attributes of these types. The
-shapes of a checkpoint, the parts of ranks, packing and adapters all read these declarations. Names
-are those of transformers.
+The parts of a layer (core/model/weights/) declare their tensors as attributes of the types below.
+The shapes of a checkpoint, the shards of ranks, packing and adapters all read these declarations.
+Names are transformers'.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Shapes = dict[str, Shape]
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
-# Beside the embedding of a model with inputs by layer.
+# Models with inputs by layer have these tensors beside the embedding.
 TOKEN_TABLE = "model.embed_tokens_per_layer.weight"
 TOKEN_PROJECTION = "model.per_layer_model_projection"
 TOKEN_NORM = "model.per_layer_projection_norm.weight"
-# Beside a layer that predicts a further token.
+# An MTP layer, which predicts an additional token, has these tensors.
 MTP_EMBEDDING_NORM, MTP_HIDDEN_NORM = "model.mtp.enorm.weight", "model.mtp.hnorm.weight"
 MTP_PROJECTION = "model.mtp.eh_proj"
-# Beside the layers of an assistant.
+# An assistant has these tensors beside its layers.
 PRE_PROJECTION, POST_PROJECTION = "pre_projection", "post_projection"
 CENTROIDS, TOKEN_ORDERING = "masked_embedding.centroids", "masked_embedding.token_ordering"
-# Prefixes of mixers, behind the layer's.
+# The prefixes of mixers follow the layer's prefix.
 DELTA, MAMBA, CONV = "linear_attn.", "mamba.", "conv."
 
 
@@ -39,11 +39,11 @@ def layer_prefix(layer: int) -> str:
 
 
 class Cut(NamedTuple):
-    """A rank has an equal share of a tensor along ``axis`` (arXiv 1909.08053).
+    """An equal share of a tensor along ``axis`` (arXiv 1909.08053).
 
-    Along that axis the tensor has blocks, whose widths are in proportion to ``blocks``; a rank has
-    its share of each. ``of_one``: that axis in a matrix ``[out_features, in_features]`` of a stack,
-    which is cut matrix by matrix if it is quantised.
+    Along that axis the tensor has blocks whose widths are proportional to ``blocks``; a rank has
+    its share of each. ``of_one``: the axis within one matrix ``[out_features, in_features]`` of a
+    stack; a quantised stack is cut matrix by matrix.
     """
 
     axis: int
@@ -52,14 +52,14 @@ class Cut(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A rank has the experts from number ``start`` up to ``stop`` of a stack of experts."""
+    """The experts from number ``start`` to ``stop`` of a stack."""
 
     start: int
     stop: int
 
 
 Share: TypeAlias = Cut | Held | Literal["whole", "first"]
-"""The part of a tensor that a rank has. "first": rank 0 has it, the others have zeros."""
+"""The part of a tensor on a rank. "first": rank 0 has all of it, and the others have zeros."""
 
 ROWS, COLUMNS = Cut(0), Cut(1)
 
@@ -78,7 +78,7 @@ class TensorSpec(NamedTuple):
 
 
 class NormSpec(NamedTuple):
-    """The weight ``[size]`` of a norm of the residual stream, and its bias if it has one."""
+    """The weight ``[size]`` of a norm on the residual stream, and an optional bias."""
 
     name: str
     size: int
@@ -97,7 +97,7 @@ class NormSpec(NamedTuple):
 
 
 class MatrixSpec(NamedTuple):
-    """A matrix of a linear, which is multiplied by ``factor`` when it is packed."""
+    """A matrix of a linear, multiplied by ``factor`` when it is packed."""
 
     name: str  # without ".weight"
     rows: int
@@ -106,9 +106,9 @@ class MatrixSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearSpec:
-    """A packed linear: matrices ``[rows, in_features]`` that are stacked, and their biases.
+    """A packed linear: stacked matrices ``[rows, in_features]`` and their biases.
 
-    ``order``: of the stacked rows, where the kernels have another order than the files.
+    ``order``: order of the stacked rows, if the kernels' order differs from the files'.
     ``is_plain``: the matrix is never quantised. ``adapts``: LoRA adapters may change it.
     """
 
@@ -129,7 +129,7 @@ class LinearSpec:
     def tensors(self) -> Iterator[TensorSpec]:
         """Yield the weights and the biases.
 
-        The outputs of ranks that share columns are added up: only one of them adds the bias.
+        Ranks with shares of the columns sum up their outputs, so only the first adds the bias.
         """
         share: Share = "first" if self.share == COLUMNS else self.share
         for name, rows, _ in self.matrices:
@@ -150,11 +150,11 @@ def linear_of(
 
 
 class LayerPart:
-    """A part of a model: the attributes that are tensors, linears, norms or parts make it up."""
+    """A part of a model, made up of its attributes that are tensors, linears, norms or parts."""
 
     @property
     def tensors(self) -> Iterator[TensorSpec]:
-        """Yield the tensors that the part is made of; one that is used twice comes twice."""
+        """Yield the tensors of the part; a tensor that is used twice is yielded twice."""
         for value in vars(self).values():
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, TensorSpec | NormSpec | LinearSpec | LayerPart):

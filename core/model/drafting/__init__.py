@@ -1,1 +1,1 @@
-"""Parts of a model that draft for it: MTP layers, assistants, a copy in 4 bits."""
+"""Parts of a model that draft for it: MTP layers, assistants, and a 4-bit copy."""

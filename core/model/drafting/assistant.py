@@ -1,12 +1,11 @@
-"""Gemma 4's assistants: a few layers that draft for a model on the model's own keys and values.
+"""Gemma 4's assistants: a few layers that draft for a model and read the model's own KV.
 
-Of token p and h, the output of the model's final norm at position p - 1, an assistant reads
-``pre_projection([embedding of the token, h])``; the embedding is the model's. Its layers have
-queries alone. They stand at position p and read what the model's last layer of their kind, with or
-without a window, keeps of the positions before p. Its output guesses the token behind p, and its
-``post_projection`` stands for h there: the next token is read in the same way, and its queries
-still stand at p. Large vocabularies may be cut into clusters of equal size, of which the best few
-alone are scored.
+For token p and h, the output of the model's final norm at position p - 1, an assistant computes
+``pre_projection([embedding of the token, h])`` with the model's embedding. Its layers have only
+queries. The queries stand at position p and attend to the KV that the model's last layer of the
+same kind, with or without a window, keeps of earlier positions. Its output predicts the token after
+p, and its ``post_projection`` replaces h for the next token, whose queries still stand at p. A
+large vocabulary may be split into clusters of equal size, of which only the best few are scored.
 """
 
 from __future__ import annotations
@@ -35,14 +34,16 @@ from ..weights.assembly import Assembly, AssistantEnds
 from ..weights.layer import ignored, tensor_shapes
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-_OUTPUTS = (LM_HEAD, EMBEDDING)  # the latter where they are tied
-UNSCORED = -1e30  # the logit of a token whose cluster is not among the best; finite, so no NaN
+_OUTPUTS = (LM_HEAD, EMBEDDING)  # EMBEDDING if output and embedding are tied
+UNSCORED = -1e30  # logit of a token outside the best clusters; finite, so no NaN
 
 
 class AssistantConfig(NamedTuple):
-    """``decoder``: of the layers, each of which reads layer ``kv_of`` of the target.
+    """The config of an assistant.
 
-    ``num_clusters``: of the vocabulary, ``num_scored`` of which are scored; 0: all of it is.
+    ``decoder``: config of its layers, each of which reads layer ``kv_of`` of the target.
+    ``num_clusters``: clusters of the vocabulary, of which ``num_scored`` are scored; 0: no
+    clusters.
     """
 
     decoder: DecoderConfig
@@ -51,13 +52,13 @@ class AssistantConfig(NamedTuple):
 
 
 def is_assistant(path: Path) -> bool:
-    """Whether a folder has an assistant, by its config.json."""
+    """Whether a folder holds an assistant, according to its config.json."""
     file = path / "config.json"
     return file.is_file() and read_json(file).get("model_type") in TYPES
 
 
 def read_assistant(path: Path, target: DecoderConfig) -> AssistantConfig:
-    """The config of an assistant for a target. Raises `ModelLoadError` where they do not fit."""
+    """Return an assistant's config. Raises `ModelLoadError` if it does not fit the target."""
     fields = Fields(read_json(path / "config.json"), str(path / "config.json"))
     width = fields.positive("backbone_hidden_size")
     if width != target.hidden_size:
@@ -66,7 +67,8 @@ def read_assistant(path: Path, target: DecoderConfig) -> AssistantConfig:
     from ..fallback.text_config import read_text_config  # transformers takes a second to import
 
     text = {name: value for name, value in read_text_config(path).items() if value is not None}
-    text["num_kv_shared_layers"] = 0  # what is shared is another model's
+    # The assistant shares another model's KV, not its own layers'.
+    text["num_kv_shared_layers"] = 0
     inner = Fields(text, f"{fields.where}: text_config")
     config = parse_config(inner)
     if config.vocab_size != target.vocab_size:
@@ -78,7 +80,7 @@ def read_assistant(path: Path, target: DecoderConfig) -> AssistantConfig:
 
 
 def _reading(config: DecoderConfig, index: int, target: DecoderConfig, fields: Fields) -> LayerSpec:
-    """A layer that reads the target's last one of its kind which keeps keys and values."""
+    """Return a layer that reads the target's last layer of its kind which keeps KV."""
     layer, heads = config.layers[index], config.heads_of(index)
     kind = "full attention" if layer.window is None else "a window"
     found = [
@@ -96,13 +98,13 @@ def _reading(config: DecoderConfig, index: int, target: DecoderConfig, fields: F
             f"layer {index} reads {heads.num_kv_heads} KV heads of {heads.head_dim} dimensions, "
             f"but layer {found[-1]} of the target has {theirs.num_kv_heads} of {theirs.head_dim}",
         )
-    # The row stands at the last key, and transformers lets it see so many positions before that.
+    # The row stands at the last key, and transformers lets it see a whole window before that key.
     window = None if layer.window is None else layer.window + 1
     return replace(layer, kv_of=found[-1], window=window)
 
 
 def _clusters(fields: Fields, vocab_size: int) -> tuple[int, int]:
-    """The number of clusters of the vocabulary, and how many of them are scored."""
+    """Return the number of clusters of the vocabulary, and how many of them are scored."""
     if not fields.flag("use_ordered_embeddings", False):
         return 0, 0
     count = fields.positive("num_centroids", 2048)
@@ -126,9 +128,9 @@ class Clusters:
     num_scored: int
 
     def logits(self, scores: Tensor, hidden: Tensor) -> Tensor:
-        """Logits ``[n, vocab]`` float32 of the tokens of the clusters with the best ``scores``.
+        """Return logits ``[n, vocab]``, float32, of the tokens in the best-scored clusters.
 
-        ``scores`` [n, num_clusters], ``hidden`` [n, hidden].
+        ``scores`` [n, num_clusters], ``hidden`` [n, hidden]. Other tokens get `UNSCORED`.
         """
         ids = self.ids[scores.topk(self.num_scored, dim=-1).indices].flatten(1)
         rows = F.embedding(ids, self.table)
@@ -139,10 +141,10 @@ class Clusters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assistant:
-    """An assistant beside its target. ``embedding`` [vocab, target's hidden]: the target's.
+    """An assistant of a target model.
 
-    ``decoder``: of its layers, over the target's pool; its output is that of all tokens, or of
-    ``clusters``.
+    ``embedding`` [vocab, target's hidden]: the target's. ``decoder``: the assistant's layers over
+    the target's pool; its output scores all tokens, or ``clusters``.
     """
 
     decoder: OwnDecoder
@@ -153,7 +155,7 @@ class Assistant:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its matrices."""
+        """Bytes of the assistant's matrices."""
         weights = self.decoder.weights
         linears = [self.pre_projection, self.post_projection, weights.lm_head]
         linears += [each for layer in weights.layers for each in layer.linears]
@@ -167,10 +169,10 @@ class Assistant:
         hidden: Tensor,
         draws: SamplingPlan | None = None,
     ) -> ForwardOutput:
-        """Compute the tokens of a batch over the target's ``pool``, of which nothing is written.
+        """Compute the tokens of a batch over the target's ``pool``, which is only read.
 
-        ``hidden`` [num_rows, target's hidden]: the states before the tokens. That of the output
-        stands for the states of their own.
+        ``hidden`` [num_rows, target's hidden]: the states before the tokens. The output's
+        ``hidden`` replaces the tokens' own states.
         """
         ops = self.decoder.ops
         token_ids = batch.token_ids.to(self.decoder.device)
@@ -190,8 +192,8 @@ def load_assistant(
 ) -> Assistant:
     """Read the assistant in a folder. ``on_read`` is called with every tensor of weights.
 
-    ``keeps_packed``: quantised weights stay as they are stored. Raises `ModelLoadError` where
-    tensors are missing, or the assistant does not fit the target.
+    ``keeps_packed``: quantised weights stay as they are stored. Raises `ModelLoadError` if tensors
+    are missing, or if the assistant does not fit the target.
     """
     config = read_assistant(path, target.config)
     checkpoint = SafetensorsCheckpoint(path)
@@ -226,7 +228,7 @@ def load_assistant(
 
 
 def _ordering(checkpoint: SafetensorsCheckpoint, config: AssistantConfig) -> Tensor:
-    """The token ids of each cluster, ``[num_clusters, size]``."""
+    """Return the token ids of each cluster, ``[num_clusters, size]``."""
     vocab_size = config.decoder.vocab_size
     ids = checkpoint.files.read_integers(TOKEN_ORDERING)
     if sorted(ids.flatten().tolist()) != list(range(vocab_size)):

@@ -1,10 +1,10 @@
-"""The layer that predicts one token more than its model does (MTP, arXiv 2412.19437, section 2.2).
+"""The MTP layer, which predicts one token more than its model (arXiv 2412.19437, section 2.2).
 
-Of token p and h, the output of the model's final norm at position p - 1, it reads
-``projection([norm(embedding of the token), norm(h)])``: a layer of the model's own kind, a final
-norm of its own, and the model's output, which guesses the token behind p. Its own output stands for
-h where the model has not been yet. Checkpoints hold it behind the model's last layer or beside the
-model; of several such layers the first one is read.
+For token p and h, the output of the model's final norm at position p - 1, it computes
+``projection([norm(embedding of the token), norm(h)])``, a layer of the model's own kind, its own
+final norm, and the model's output, which predicts the token after p. At positions that the model
+has not computed, its own output replaces h. Checkpoints store it after the model's last layer or
+beside the model; of several MTP layers only the first is read.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from ..weights.layer import further_tensors, tensor_shapes
 
 
 def count_mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> int:
-    """Count the layers of a checkpoint that predict further tokens; 0: none, or no known ones.
+    """Count the MTP layers of a checkpoint; 0 if there are none, or only unknown ones.
 
-    Raises `ModelLoadError` where the first of them lacks tensors or has other shapes.
+    Raises `ModelLoadError` if the first of them lacks tensors or has other shapes.
     """
     further = further_tensors(config, checkpoint.shapes)
     if config.mtp is None or not further:
@@ -53,13 +53,13 @@ def count_mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> int:
 
 
 def mtp_config(config: DecoderConfig) -> DecoderConfig:
-    """The config of a decoder of that layer alone: like the last one of the model's attention."""
+    """Return the config of the MTP layer alone, shaped like the model's last attention layer."""
     last = next(layer for layer in reversed(config.layers) if layer.has_attention)
     return replace(config, num_layers=1, layers=(last,), mtp=None)
 
 
 def mtp_shapes(config: DecoderConfig) -> Shapes:
-    """The tensors of that layer, by the names that the decoder of `mtp_config` gives them."""
+    """Return the shapes of the MTP layer's tensors, by their names in `mtp_config`'s decoder."""
     return {
         name: shape
         for name, shape in tensor_shapes(mtp_config(config)).items()
@@ -68,7 +68,7 @@ def mtp_shapes(config: DecoderConfig) -> Shapes:
 
 
 def _stored_names(config: DecoderConfig, names: MtpNames) -> dict[str, str]:
-    """The name in the files of each of `mtp_shapes`."""
+    """Return the stored name of each tensor of `mtp_shapes`."""
     found = {
         FINAL_NORM: names.final_norm,
         MTP_EMBEDDING_NORM: names.embedding_norm,
@@ -85,7 +85,7 @@ def _stored_names(config: DecoderConfig, names: MtpNames) -> dict[str, str]:
 
 
 def _layer_number(name: str) -> str | None:
-    """The number of the layer that a tensor belongs to."""
+    """Return the number of the layer that a tensor belongs to; None outside the layers."""
     parts = name.split(".")
     return parts[parts.index("layers") + 1] if "layers" in parts[:-1] else None
 
@@ -95,10 +95,10 @@ def _layer_number(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpLayer:
-    """The layer beside its model.
+    """An MTP layer of a model.
 
-    ``decoder``: of the one layer, whose rows are given; its output is the model's, or of
-    ``draft_ids`` [num_draft_ids] alone.
+    ``decoder``: computes the layer on given rows; its output is the model's, or only has
+    ``draft_ids`` [num_draft_ids].
     """
 
     decoder: OwnDecoder
@@ -106,11 +106,11 @@ class MtpLayer:
     hidden_norm: Norm
     projection: PackedLinear
     draft_ids: Tensor | None
-    has_own_output: bool = False  # that is not the model's, or rows of it
+    has_own_output: bool = False  # whether its output is neither the model's nor rows of it
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the matrices that the model does not have."""
+        """Bytes of the matrices that the model does not share."""
         weights = self.decoder.weights
         linears = [self.projection, *(each for layer in weights.layers for each in layer.linears)]
         if self.has_own_output or self.draft_ids is not None:
@@ -118,9 +118,9 @@ class MtpLayer:
         return sum(each.weight.nbytes for each in linears)
 
     def inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's input for tokens ``[n]`` and the states before them, ``[n, hidden]`` both.
+        """Return the layer's input for tokens ``[n]`` and the states before them; [n, hidden] both.
 
-        As many rows as the operations want at least.
+        The result has at least the operations' minimum number of rows.
         """
         ops = self.decoder.ops
         embedded = ops.embedding(token_ids, self.decoder.weights.embedding)
@@ -128,7 +128,7 @@ class MtpLayer:
         return ops.linear(torch.cat(normed, dim=-1), self.projection)
 
     def write_kv(self, batch: RaggedBatch, pool: KVPool, inputs: Tensor) -> None:
-        """Write the keys and values of rows, without computing more of them."""
+        """Write the KV of rows without computing the rest of the layer."""
         (layer,), (plan,) = self.decoder.weights.layers, self.decoder.plans(batch, pool)
         write_kv(self.decoder.ops, layer, inputs, plan)
 
@@ -139,7 +139,10 @@ class MtpLayer:
         hidden: Tensor,
         draws: SamplingPlan | None = None,
     ) -> ForwardOutput:
-        """Compute the tokens of a batch, of which ``hidden`` [num_rows, hidden] stand before."""
+        """Compute the tokens of a batch.
+
+        ``hidden`` [num_rows, hidden]: the states before the tokens.
+        """
         inputs = self.inputs(batch.token_ids.to(self.decoder.device), hidden)
         given = replace(batch, token_ids=torch.full_like(batch.token_ids, -1))
         return self.decoder.forward(given, pool, Wanted(draws, inputs=inputs))
@@ -153,10 +156,10 @@ def load_mtp_layer(
     draft_ids: Tensor | None = None,
     on_read: OnRead | None = None,
 ) -> MtpLayer:
-    """Read the layer of a target's checkpoint. ``draft_ids``: those that it is to guess alone.
+    """Read the MTP layer of a target's checkpoint. ``draft_ids``: the only tokens that it predicts.
 
-    ``keeps_packed``: as the target's weights, quantised ones stay as they are stored. ``on_read``
-    is called with every tensor. Raises `ModelLoadError` where the checkpoint has no such layer.
+    ``keeps_packed``: quantised weights stay as they are stored, as the target's do. ``on_read`` is
+    called with every tensor. Raises `ModelLoadError` if the checkpoint has no such layer.
     """
     config, checkpoint = open_model(path)
     if config.mtp is None or not count_mtp_layers(config, checkpoint):

@@ -1,7 +1,7 @@
-"""A decoder in 4 bits beside the one of 8 bits or more: the model that drafts for itself.
+"""A 4-bit copy of a decoder of 8 bits or more, with which the model drafts for itself.
 
-Norms, biases, the embedding and routers are shared with the target. The copy of the matrices is
-made from the packed ones, some panels at a time, so nothing else exists twice.
+Norms, biases, the embedding and routers are shared with the target. The matrices are copied from
+the packed ones a few panels at a time, so nothing else is held twice.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ..decoder import Decoder, OwnDecoder
 
 logger = logging.getLogger(__name__)
 _Copy: TypeAlias = Callable[[PackedLinear], PackedLinear]
-_KEPT = ("router", "shared_gate", "gates")  # are small, and choose or decay
-ROUGH_BYTES = 0.625  # a weight: 4 bits, and a scale and a minimum of 16 bits for 32
-_PADDED = 1.15  # panels and groups are filled up
+_KEPT = ("router", "shared_gate", "gates")  # small matrices that route or decay, so they stay exact
+ROUGH_BYTES = 0.625  # bytes per weight: 4 bits, and a 16-bit scale and minimum for 32 weights
+_PADDED = 1.15  # factor for the padding of panels and groups
 
 
 class NoRoughCopyError(ModelLoadError):
-    """The model has no rough copy; the message says why, as what is said of draft 'self'."""
+    """The model has no rough copy; the message completes a sentence about draft 'self'."""
 
 
 def rough_decoder(
     target: Decoder, *, least_item: int = 1, least_bytes: int = 0, memory_share: float = 1.0
 ) -> OwnDecoder:
-    """Copy a decoder with matrices of 4 bits, for drafts on the same pages.
+    """Return a copy of a decoder with 4-bit matrices, for drafts on the same pages.
 
-    Raises `NoRoughCopyError` where the target has no weights to round, an item of them has fewer
-    bytes than ``least_item`` or all have less than ``least_bytes``, or the copy would take more
-    than ``memory_share`` of the free memory.
+    Raises `NoRoughCopyError` if the target has no weights to round, if one has fewer bytes than
+    ``least_item`` or all have fewer than ``least_bytes``, or if the copy would take more than
+    ``memory_share`` of the free memory.
     """
     kind = target.config.model_type
     if not isinstance(target, OwnDecoder):
@@ -91,7 +91,7 @@ def _mixers(weights: DecoderWeights) -> Iterator[MixerWeights]:
 
 
 def rounded_matrices(weights: DecoderWeights) -> list[PackedLinear]:
-    """Every matrix of which a rough copy has its own."""
+    """Return every matrix that a rough copy does not share."""
     found: list[PackedLinear] = []
 
     def note(matrix: PackedLinear) -> PackedLinear:
@@ -103,7 +103,7 @@ def rounded_matrices(weights: DecoderWeights) -> list[PackedLinear]:
 
 
 def _copied(value: Any, copy: _Copy) -> Any:  # noqa: ANN401 - the same type
-    """The value with ``copy`` of every matrix in it that may be quantised."""
+    """Return the value with every matrix that may be quantised replaced by its ``copy``."""
     if isinstance(value, PackedLinear):
         return copy(value)
     if type(value) is tuple:

@@ -1,1 +1,1 @@
-"""Models that transformers' own modules compute on our pages and kernels."""
+"""Models computed by transformers' own modules on this engine's pages and kernels."""

@@ -1,7 +1,7 @@
-"""Mamba's selective scan behind a state, for several rows at once.
+"""Mamba's selective scan from a state, for several rows at once.
 
-transformers' scan begins with zeros whatever the state before its rows is. It is linear in that
-state, so what the state adds to its outputs and to the state behind the rows is added here:
+transformers' scan always begins with zeros. It is linear in the state before its rows, so this
+module adds the state's contribution to the outputs and to the final state:
 
     S_t = exp(A sum_(s <= t) dt_s) S_0 + (S_t of the scan that begins with zeros)
 """
@@ -27,7 +27,10 @@ class ScannedStates(Protocol):
     """The states before a pass's rows."""
 
     def next_scanned(self) -> Tensor | None:
-        """The state ``[1, channels, state_size]`` that the next scan goes on from; None: zeros."""
+        """Return the state ``[1, channels, state_size]`` from which the next scan continues.
+
+        None if it continues from zeros.
+        """
 
 
 _CURRENT: ContextVar[ScannedStates] = ContextVar("foretoken_scanned_states")
@@ -35,7 +38,7 @@ _CURRENT: ContextVar[ScannedStates] = ContextVar("foretoken_scanned_states")
 
 @contextmanager
 def scanning(states: ScannedStates) -> Iterator[None]:
-    """Have the scans of `replace_scans` go on from ``states`` inside the block."""
+    """Let the scans of `replace_scans` continue from ``states`` inside the block."""
     token = _CURRENT.set(states)
     try:
         yield
@@ -44,9 +47,9 @@ def scanning(states: ScannedStates) -> Iterator[None]:
 
 
 def replace_scans(model: nn.Module) -> None:
-    """Put a scan that goes on from a state in the place of transformers', where a model has one.
+    """Replace transformers' scan in the modules of a model by one that continues from a state.
 
-    Outside of `scanning` it computes what it did.
+    Outside `scanning` the new scan returns the same results as the old one.
     """
     for name in {type(module).__module__ for module in model.modules()}:
         space = vars(sys.modules[name])
@@ -82,7 +85,7 @@ def _going_on(scan: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kept(before: Tensor, dt: Tensor, decay: Tensor, options: dict[str, Any]) -> Tensor:
-    """Decay a state to each row: ``[1, channels, state_size, T]`` float32."""
+    """Return a state's decayed values at each row: ``[1, channels, state_size, T]`` float32."""
     bias = options.get("delta_bias")
     steps = dt.float() if bias is None else dt.float() + bias.float().unsqueeze(-1)
     if options.get("delta_softplus"):

@@ -1,4 +1,4 @@
-"""The startup test of `TransformersDecoder`: rows in pieces are what transformers computes."""
+"""The startup test of `TransformersDecoder`: rows in pieces must match transformers' results."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ...ops.state_pool import STATE_PAGE_SIZES
 from .transformers_decoder import TransformersDecoder
 from .transformers_probe import HOOKS
 
-_PAGE, _STATE_PAGE = 4, STATE_PAGE_SIZES[0]  # tokens, of models without and with states
+_PAGE, _STATE_PAGE = 4, STATE_PAGE_SIZES[0]  # tokens, for models without and with states
 _NUM_PAGES = 3
-# Of the logits' deviation: what transformers and we may differ by, who add up in another order.
+# Tolerances, in standard deviations of the logits: transformers sums in another order.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 
 
 def startup_test(decoder: TransformersDecoder) -> bool:
-    """Whether a row's bits are the same in any batch. Writes no pool but one of its own.
+    """Whether a row's bits are the same in any batch. Writes only a pool of its own.
 
-    Some tokens, whole and in pieces beside a stranger and a wrong draft; with states, also behind
-    one that was kept. Raises `ModelLoadError` for logits that are not what transformers computes
-    without pages.
+    The test computes some tokens whole, and in pieces beside another sequence and a wrong draft;
+    with states, also from a kept state. Raises `ModelLoadError` for logits that differ from
+    transformers' own without pages.
     """
     if decoder.states:
         decoder.takes_chunks = _takes_chunks(decoder)
@@ -53,7 +53,7 @@ def _check_logits(
     decoder: TransformersDecoder, found: Tensor, expected: Tensor, spread: float
 ) -> None:
     errors = (found - expected).abs().amax(dim=1) / spread
-    # Rounding may route a row to another expert, which changes that row's logits wholly.
+    # Rounding may route a row to another expert, which changes all logits of that row.
     off = float(errors.median() if decoder.has_experts else errors.max())
     if not off <= _TOLERANCE[decoder.dtype]:
         more = "the states in transformers' cache" if decoder.states else "keys and values"
@@ -64,7 +64,7 @@ def _check_logits(
 
 
 class _Test:
-    """Pages, and states where there are any, for the tokens of one sequence and of a stranger."""
+    """Pages, and states if there are any, for the tokens of one sequence and of another."""
 
     def __init__(self, decoder: TransformersDecoder, page_size: int) -> None:
         self._decoder, self._page_size = decoder, page_size
@@ -72,7 +72,7 @@ class _Test:
         self._pool = decoder.make_pool(3 * _NUM_PAGES, page_size=page_size, states=self.states)
 
     def in_pieces(self, ids: list[int], other: list[int], stops: list[int]) -> Tensor:
-        """Logits of every position; between the pieces a stranger's rows and a draft that fails.
+        """Return the logits of every position, computed beside another sequence and wrong drafts.
 
         The state at the end of the first page is kept.
         """
@@ -88,7 +88,7 @@ class _Test:
         return torch.cat(found)
 
     def resumed(self, ids: list[int]) -> Tensor:
-        """Logits of the positions behind the first page, from the state that was kept there."""
+        """Return the logits of positions after the first page, from the state kept at its end."""
         assert self.states is not None
         self.states.copy_slot(3, 2)
         return self.logits([self.segment(2, ids[self._page_size :], self._page_size)])
@@ -101,7 +101,10 @@ class _Test:
         draft: Sequence[int] = (),
         keeps: tuple[tuple[int, int], ...] = (),
     ) -> Segment:
-        """Rows of one of three sequences, all with logits. The third has the first's first page."""
+        """Return rows of one of three sequences, all with logits.
+
+        The third sequence has the same first page as the first.
+        """
         first = index * _NUM_PAGES
         pages = array("q", [0 if index == 2 else first, *range(first + 1, first + _NUM_PAGES)])
         extras = None
@@ -111,15 +114,15 @@ class _Test:
         return Segment(rows, start, pages, len(rows), extras=extras)
 
     def logits(self, segments: list[Segment]) -> Tensor:
-        """Logits of a pass."""
+        """Return the logits of a pass."""
         batch = self._decoder.batch(segments, page_size=self._page_size)
         return self._decoder.forward(batch, self._pool).logits.clone()
 
 
 def _takes_chunks(decoder: TransformersDecoder) -> bool:
-    """Whether the modules go on from a state by several rows at once.
+    """Whether the modules continue from a state with several rows at once.
 
-    Raises `ModelLoadError` if they do not go on by one row either.
+    Raises `ModelLoadError` if they do not continue with one row either.
     """
     if not _reads_states(decoder, 1):
         raise ModelLoadError("it does not read the states that it leaves in transformers' cache")
@@ -127,7 +130,7 @@ def _takes_chunks(decoder: TransformersDecoder) -> bool:
 
 
 def _reads_states(decoder: TransformersDecoder, num_rows: int) -> bool:
-    """Whether states of NaN make the logits of rows behind them NaN: each kind of tensor alone."""
+    """Whether NaN in each kind of state tensor makes the logits of later rows NaN."""
     assert decoder.kept is not None
     num_conv, num_all = decoder.kept.num_conv, len(decoder.kept.tensors)
     parts = (slice(0, num_conv), slice(num_conv, num_all))
@@ -145,7 +148,7 @@ def _reads_states(decoder: TransformersDecoder, num_rows: int) -> bool:
 
 @torch.inference_mode()
 def _by_transformers(decoder: TransformersDecoder, ids: list[int]) -> Tensor:
-    """The same by transformers' own attention, on the packed weights."""
+    """Return the logits of transformers' own attention on the packed weights."""
     model = decoder.model
     tokens = torch.tensor([ids], device=decoder.device)
     model.set_attn_implementation("eager")

@@ -1,9 +1,9 @@
-"""Recurrent states of transformers' modules: which tensors they keep, and the passes of a sequence.
+"""Recurrent states of transformers' modules: their tensors, and the passes of a sequence.
 
-Modules go on from the state at their last row alone, and leave the one at their next. So a log has
-two whole states: the one before a request's last rows, and the one behind them. If all these rows
-were committed, the next pass goes on from the second; if drafts among them were not accepted, it
-goes on from the first, and what was accepted is computed again.
+Modules continue only from the state at their last row, and leave the state at their next one. So a
+log has two whole states: one before and one after a request's last rows. If all these rows were
+committed, the next pass continues from the second state. If drafts among them were rejected, it
+continues from the first one and computes the accepted rows again.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ def has_states(config: PreTrainedConfig) -> bool:
 
 
 def pass_arguments(model: nn.Module, cache: PagedCache | None, token_ids: Tensor) -> dict[str, Any]:
-    """Arguments of a model's pass over ``token_ids`` that concern masks and the cache."""
+    """Return a model's arguments for a pass over ``token_ids`` that concern masks and the cache."""
     if cache is None:
-        # A mask of ones says "not packed": else the row would be split by its positions.
+        # A mask of ones means "not packed"; otherwise the row would be split by its positions.
         return {"attention_mask": torch.ones_like(token_ids), "use_cache": False}
     is_old = "cache_params" in inspect.signature(model.forward).parameters
     return {"cache_params" if is_old else "past_key_values": cache, "use_cache": True}
 
 
 class PagedCache(DynamicCache):
-    """transformers' cache of one sequence's states; keys and values are left to the pages.
+    """transformers' cache of one sequence's states; pages hold its keys and values.
 
-    Its tensors exist once a pass has made them; then they are in a pool's memory.
+    A first pass creates its tensors; afterwards they are in a pool's memory.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:  # noqa: ANN401
-        """Return the keys and values of a pass's rows: attention finds the others in the pages."""
+        """Return the keys and values of a pass's rows: attention reads the others from pages."""
         return key_states, value_states
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state of a layer before the pass's rows; scans that follow are that layer's."""
+        """Return a layer's state before the pass's rows; the scans that follow are that layer's."""
         found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         self._scanned = None if found is None else found
         self._num_scans = 0
         return found
 
     def next_scanned(self) -> Tensor | None:
-        """The part of the state last asked for that a scan goes on from: of several heads' one.
+        """Return the part of the last requested state that a scan continues from; None: no state.
 
-        ``[1, channels, state_size]``; None: there is no state.
+        The part is [1, channels, state_size]; a state of several heads has one part per scan.
         """
         if self._scanned is None or self._scanned.dim() == 3:
             return self._scanned
@@ -68,7 +68,7 @@ class PagedCache(DynamicCache):
         return self._scanned[:, self._num_scans - 1]
 
     def _places(self) -> list[tuple[dict[int, Tensor], int]]:
-        """Dictionaries and keys of the tensors: inputs of all convolutions first, then all else."""
+        """Return the dictionaries and keys of the tensors, inputs of convolutions first."""
         return [
             (by_index, index)
             for kind in ("conv_states", "recurrent_states")
@@ -79,17 +79,17 @@ class PagedCache(DynamicCache):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors of the state, those of convolutions first."""
+        """All tensors of the state, inputs of convolutions first."""
         return [by_index[index] for by_index, index in self._places()]
 
     @property
     def num_conv_tensors(self) -> int:
-        """The number of tensors of convolutions."""
+        """Number of tensors with inputs of convolutions."""
         by_layer = (layer.conv_states.values() for layer in self._recurrent_layers)
         return sum(tensor is not None for tensors in by_layer for tensor in tensors)
 
     def lend(self, tensors: Sequence[Tensor], *, is_begun: bool) -> None:
-        """Have passes read and write these tensors; without ``is_begun`` their content is void."""
+        """Let passes read and write these tensors; without ``is_begun`` their content is void."""
         for (by_index, index), tensor in zip(self._places(), tensors, strict=True):
             by_index[index] = tensor
         for layer in self._recurrent_layers:
@@ -101,7 +101,7 @@ class PagedCache(DynamicCache):
 
 
 class ModuleStates(NamedTuple):
-    """The tensors that all modules of a model keep of a sequence, as one layer of a pool.
+    """The tensors of one sequence that all modules of a model keep, as one layer of a pool.
 
     The first ``num_conv`` are inputs of convolutions.
     """
@@ -111,16 +111,16 @@ class ModuleStates(NamedTuple):
 
     @classmethod
     def of(cls, cache: PagedCache) -> ModuleStates:
-        """The tensors of a cache that a pass has filled."""
+        """Return the tensor kinds of a cache that a pass has filled."""
         kinds = ((tuple(each.shape), each.dtype) for each in cache.tensors)
         return cls(tuple(kinds), cache.num_conv_tensors)
 
     def slot_tensors(self, dtype: torch.dtype) -> list[TensorKind]:  # noqa: ARG002
-        """One state."""
+        """Return the tensors of one state."""
         return list(self.tensors)
 
     def log_tensors(self, dtype: torch.dtype, ring: int) -> list[TensorKind]:  # noqa: ARG002
-        """Two states."""
+        """Return the tensors of two states."""
         return [*self.tensors, *self.tensors]
 
 
@@ -131,12 +131,12 @@ class _Log:
     before: list[Tensor]
     after: list[Tensor]
     start: int = -1  # position of the state before the rows
-    stop: int = -1  # position of the state behind them; -1: it is void
+    stop: int = -1  # position of the state after the rows; -1: void
     rows: list[int] = field(default_factory=list)  # token ids
 
 
 class ModuleStatePool(StatePool):
-    """`StatePool` of one shape, that of all modules; ``tails`` are its logs."""
+    """A `StatePool` of one shape for all modules; ``tails`` are its logs."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class ModuleStatePool(StatePool):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """Raises ValueError as `StatePool` does."""
+        """Make the pool. Raises ValueError as `StatePool` does."""
         super().__init__(
             num_slots, num_logs, [shape], page_size=page_size, dtype=dtype, device=device
         )
@@ -168,21 +168,21 @@ class Piece(NamedTuple):
 
     token_ids: list[int]
     start: int
-    state: list[Tensor]  # before its rows; the pass makes it the one behind them
+    state: list[Tensor]  # state before its rows; the pass advances it past them
 
     @property
     def stop(self) -> int:
-        """First position behind its rows."""
+        """First position after its rows."""
         return self.start + len(self.token_ids)
 
 
 class SequenceRun:
-    """The passes of one segment: how its rows are cut, and where its states go in between."""
+    """The passes of one segment: the cuts of its rows, and the slots of intermediate states."""
 
     def __init__(self, pool: ModuleStatePool, batch: RaggedBatch, index: int) -> None:
-        """``index``: of the segment in a batch with states.
+        """Prepare the passes of segment ``index`` of a batch with states.
 
-        Raises ValueError where no state stands before its rows.
+        Raises ValueError if no state before its rows exists.
         """
         states = batch.states
         assert states is not None
@@ -200,9 +200,9 @@ class SequenceRun:
         self._rows = self._log.rows + batch.token_ids[row : row + count].tolist()
 
     def pieces(self, *, row_by_row: bool) -> Iterator[Piece]:
-        """The passes; each is to be computed before the next is taken.
+        """Yield the passes; compute each before taking the next.
 
-        ``row_by_row``: the modules take one row at a time behind a state.
+        ``row_by_row``: the modules take one row at a time after a state.
         """
         log, first = self._log, self._log.start
         log.stop = -1
@@ -221,9 +221,9 @@ class SequenceRun:
         log.stop, log.rows = self.stop, self._rows[log.start - first :]
 
     def _find_saved(self, keeps: IntArray) -> dict[int, list[int]]:
-        """Slots by the position whose state goes there: kept ones, and the request's own.
+        """Return slots by the position of the state to save: kept ones, and the request's own.
 
-        That stands at the last page's end before the last final row when the step is over.
+        The request's own is at the last page boundary before the last final row of the step.
         """
         page_size = self._pool.page_size
         end = (self._final_stop - 1) // page_size * page_size
@@ -234,13 +234,13 @@ class SequenceRun:
 
     @property
     def _at(self) -> int:
-        """The position at which the state in the request's own slot stands."""
+        """Position of the state in the request's own slot."""
         return int(self._pool.at[self._slot, 0])
 
     def _begin(self) -> None:
-        """Choose the state that the passes begin with: the log's ``before``."""
+        """Choose the state from which the passes begin: the log's ``before``."""
         log = self._log
-        if self._at == self.start:  # the first rows of a request
+        if self._at == self.start:  # The request has no rows before these.
             _copy(self._pool.slot_views(self._slot, 0), log.before)
             log.start, log.rows = self.start, []
         elif log.stop == self.start and not any(end < self.start for end in self._saved):
@@ -255,7 +255,7 @@ class SequenceRun:
             )
 
     def _stops(self) -> list[int]:
-        """Ends of passes: states that are saved, and the end of repeated rows before drafts."""
+        """Return the ends of passes: saved states, and the end of repeated rows before drafts."""
         stops = {*self._saved, self.stop}
         if self._log.start < self.start and self._final_stop < self.stop:
             stops.add(self.start)

@@ -1,4 +1,4 @@
-"""Configs as transformers reads them: with the defaults of their classes."""
+"""Configs as transformers reads them, with the defaults of their classes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..description.fields import Fields, read_json
 
 
 def read_text_config(folder: Path) -> dict[str, Any]:
-    """The config of a folder's text model, with all defaults. Raises `ModelLoadError`."""
+    """Return the config of a folder's text model, with all defaults. Raises `ModelLoadError`."""
     text = text_of(read_whole_config(folder))
     found: dict[str, Any] = text.to_dict()
     return found | {"model_type": text.model_type}
 
 
 def text_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The text model's part of a config. Its output may be tied if either of the two says so."""
+    """Return the text model's part of a config; its output is tied if either of the two says so."""
     text: PreTrainedConfig = config.get_text_config(decoder=True)
     flags = (getattr(each, "tie_word_embeddings", None) for each in (config, text))
     text.tie_word_embeddings = any(flags)
@@ -33,7 +33,7 @@ def text_of(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def read_whole_config(folder: Path) -> PreTrainedConfig:
-    """The config of a folder, which may hold that of a text model. Raises `ModelLoadError`."""
+    """Return the config of a folder, which may contain a text model's. Raises `ModelLoadError`."""
     file = folder / "config.json"
     values = read_json(file)
     if "auto_map" in values and "model_type" not in values:
@@ -50,7 +50,7 @@ def read_whole_config(folder: Path) -> PreTrainedConfig:
 
 
 def make_config(values: dict[str, Any], where: Path) -> PreTrainedConfig:
-    """The config of a config.json's fields, ``model_type`` among them. Raises `ModelLoadError`."""
+    """Return the config for fields with a ``model_type``. Raises `ModelLoadError`."""
     try:
         with quiet():
             made: PreTrainedConfig = CONFIG_MAPPING[values["model_type"]](**values)
@@ -60,7 +60,7 @@ def make_config(values: dict[str, Any], where: Path) -> PreTrainedConfig:
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error of transformers, of at most 300 characters."""
+    """Return the message of transformers' error in one line of at most 300 characters."""
     return " ".join(str(error).split())[:300]
 
 
@@ -68,7 +68,7 @@ def one_line(error: Exception) -> str:
 def quiet(*, shows_bar: bool = True) -> Iterator[None]:
     """Silence transformers' advice, which concerns training and its own generation.
 
-    A bar of progress is for terminals.
+    ``shows_bar``: keep the progress bar on a terminal.
     """
     level = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity(logging.ERROR)

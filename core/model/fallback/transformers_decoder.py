@@ -1,10 +1,10 @@
-"""TransformersDecoder: a model of transformers' own modules on our KV pages, attention and linears.
+"""TransformersDecoder: transformers' own modules on this engine's pages, attention and linears.
 
-For model types that have no decoder of their own here. Three hooks replace what transformers
-would do: its attention function writes and reads pages, its mask function keeps the rule that the
-model asks for instead of a mask (no config is interpreted), and its experts are computed by the
-backend's linears and summed in the order of the router's slots. A ragged batch is one row of
-tokens ``[1, T]``: prompts in chunks, shared prefixes, drafts and decoding rows alike.
+It serves model types that have no decoder of their own here. Three hooks replace parts of
+transformers. The attention function writes and reads pages. The mask function records the model's
+mask rule instead of making a mask, so that no config is interpreted. The experts function uses the
+backend's linears and sums their outputs in the order of the router's slots. A ragged batch is one
+row of tokens ``[1, T]``, be it chunked prompts, shared prefixes, drafts or decoding rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .states import ModuleStatePool, ModuleStates, PagedCache, SequenceRun, pass
 from .transformers_probe import AttentionCall, AttentionSite, hooked
 
 _MAX_NATIVE_DIM = 576
-# Never quantised: routers, and what decays and step sizes of recurrent layers are computed from.
+# Routers, and linears that give decays and step sizes of recurrent layers, are never quantised.
 _ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg"))
 _DECAYS = frozenset(("a_proj", "b_proj", "f_a_proj", "f_b_proj", "x_proj", "dt_proj"))
 
@@ -58,7 +58,7 @@ _DECAYS = frozenset(("a_proj", "b_proj", "f_a_proj", "f_b_proj", "x_proj", "dt_p
 
 
 class Packed(nn.Module):
-    """An `nn.Linear` by the backend's kernel. ``weight`` has a shape and a dtype, and no values."""
+    """An `nn.Linear` in the backend's kernel. ``weight`` has a shape and a dtype but no values."""
 
     def __init__(self, ops: Ops, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class Packed(nn.Module):
         self.ops, self.packed = ops, ops.pack_linear(weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[.., in_features] -> [.., out_features]`` by the backend's kernels."""
-        if x.numel() == 0:  # experts of which no row took one
+        """Return ``[.., in_features] -> [.., out_features]`` from the backend's kernels."""
+        if x.numel() == 0:  # An expert that no row chose has no rows.
             return x.new_zeros((*x.shape[:-1], self.out_features))
         return linear_of_few(self.ops, x, self.packed)
 
@@ -78,8 +78,8 @@ class Packed(nn.Module):
 def pack(model: nn.Module, ops: Ops, plain: Ops, kept: frozenset[str]) -> None:
     """Replace every linear of a model by a packed one, one after another.
 
-    ``plain`` packs what is never quantised. ``kept``: names that stay as they are.
-    Linears that share a weight are packed once.
+    ``plain`` packs linears that are never quantised. ``kept``: names that stay as they are. Linears
+    that share a weight are packed once.
     """
     found: dict[tuple[int, ...], Packed] = {}
     for name, module in list(model.named_modules()):
@@ -100,8 +100,8 @@ def pack(model: nn.Module, ops: Ops, plain: Ops, kept: frozenset[str]) -> None:
             setattr(model.get_submodule(parent), own, _EXACT_ACTIVATIONS[type(module)]())
 
 
-# torch's silu, sigmoid and gelu round the tail of a tensor otherwise than its body, so that a value
-# depends on where it lies; exp, tanh, add and divide do not.
+# torch's silu, sigmoid and gelu round the tail of a tensor differently from its body, so a value
+# depends on its position; exp, tanh, add and divide do not.
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ _EXACT_ACTIVATIONS: dict[type, type[nn.Module]] = {
 
 
 class _ExactRows(TorchFunctionMode):
-    """Computes linears on plain parameters, as routers are, by the row-exact packed kernels."""
+    """Computes linears on plain parameters, such as routers, with row-exact packed kernels."""
 
     def __init__(self, ops: Ops) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class _ExactRows(TorchFunctionMode):
         return linear_of_few(self._ops, input, self._of(weight, bias))
 
     def _of(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        if not isinstance(weight, nn.Parameter):  # a cast or a slice: another one in each pass
+        if not isinstance(weight, nn.Parameter):  # A cast or a slice is a new tensor in each pass.
             return self._ops.pack_linear(weight.contiguous(), bias)
         if id(weight) not in self._packed:
             self._packed[id(weight)] = weight, self._ops.pack_linear(weight.data, bias)
@@ -181,7 +181,7 @@ class _ExactRows(TorchFunctionMode):
 
 
 def _has_plain_linears(model: nn.Module) -> bool:
-    """Whether something but packed linears, embeddings and experts has a matrix of its own."""
+    """Whether a module other than packed linears, embeddings and experts has its own matrix."""
     return any(
         parameter.dim() >= 2 and parameter.numel() > 0
         for module in model.modules()
@@ -191,14 +191,14 @@ def _has_plain_linears(model: nn.Module) -> bool:
 
 
 class _PackedExperts(NamedTuple):
-    """Two linears of each expert of a layer: gate and up in one, then down."""
+    """The two linears of each expert of a layer: gate and up in one, then down."""
 
     first: list[PackedLinear]
     second: list[PackedLinear]
 
 
 def _pack_experts(module: Any, ops: Ops) -> _PackedExperts:  # noqa: ANN401 - of transformers
-    """Pack an experts module of transformers and drop its own weights."""
+    """Pack a transformers module of experts and drop its own weights."""
 
     def packed(name: str) -> list[PackedLinear]:
         stacked = getattr(module, name).data
@@ -221,22 +221,22 @@ def _pack_experts(module: Any, ops: Ops) -> _PackedExperts:  # noqa: ANN401 - of
 
 
 class _PagedAttention(NamedTuple):
-    """An attention module, and the part and layer of the pool that hold its keys and values."""
+    """An attention module, and the part and layer of the pool that hold its KV."""
 
     site: AttentionSite
-    part: int  # of the pool
-    layer: int  # of the part
-    ops: Ops  # that compute it: the backend's, or torch's for what not every backend computes
+    part: int  # part of the pool
+    layer: int  # layer within the part
+    ops: Ops  # the backend's operations, or torch's for options that some backends lack
 
 
 class _Experts:
-    """Hooks that compute experts alone."""
+    """Hooks that compute only experts."""
 
     def __init__(self, decoder: TransformersDecoder) -> None:
         self._decoder = decoder
 
     def rule(self, mask_function: Callable[..., Any], window: int | None) -> int:  # noqa: ARG002
-        return 0  # the probe knows every module's
+        return 0  # The probe has recorded every module's rule.
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -247,7 +247,7 @@ class _Experts:
         ops, packed = self._decoder.ops, self._decoder.experts(module)
         slots = x.new_zeros((*chosen.shape, x.shape[-1]))
         for expert in sorted(set(chosen.flatten().tolist())):
-            if expert >= len(packed.first):  # a row that takes none
+            if expert >= len(packed.first):  # The row takes no expert in this slot.
                 continue
             row, slot = (chosen == expert).nonzero(as_tuple=True)
             inner = linear_of_few(ops, x[row], packed.first[expert])
@@ -292,11 +292,11 @@ class _Pass(_Experts):
 
 
 class TransformersDecoder(PagedDecoder):
-    """`Decoder` of a model of transformers whose linears were packed.
+    """A `Decoder` that runs a transformers model with packed linears.
 
-    ``exact``: whether a row's bits were found to be independent of the rows beside it. A model
-    that keeps states (``cache``) computes one sequence after another; ``takes_chunks``: its
-    modules compute several rows at once behind a state, too.
+    ``exact``: whether a row's bits were found to be independent of the rest of the batch. A model
+    that keeps states (``cache``) computes one sequence after another; ``takes_chunks``: its modules
+    can compute several rows at once after a state.
     """
 
     path: ModelPath = "transformers"
@@ -314,7 +314,7 @@ class TransformersDecoder(PagedDecoder):
     ) -> None:
         self.config, self.model, self.ops = config, model, ops
         self.sampler, self.dtype, self.device = ops.sampler, dtype, device
-        # until the startup test has shown otherwise
+        # The startup test decides both.
         self.exact, self.takes_chunks = False, True
         self._cache = cache
         self.kept = None if cache is None else ModuleStates.of(cache)
@@ -332,9 +332,9 @@ class TransformersDecoder(PagedDecoder):
 
     @property
     def identity(self) -> dict[str, str]:
-        """The operations, transformers, and the config by which its modules compute."""
+        """Identity of the operations and of transformers, and the config of its modules."""
         values = self.model.config.to_dict()
-        values.pop("_name_or_path", None)  # of the folder, wherever it lies
+        values.pop("_name_or_path", None)  # The folder's path does not change the result.
         return {
             **super().identity,
             "transformers": transformers.__version__,
@@ -342,23 +342,23 @@ class TransformersDecoder(PagedDecoder):
         }
 
     def warm_up(self, pool: KVPool, max_len: int, wanted: Wanted = NOTHING_MORE) -> None:
-        """Do nothing: the first pass is as fast as any."""
+        """Do nothing: the first pass is as fast as any other."""
 
     def hooked(self) -> AbstractContextManager[None]:
-        """A context in which transformers' own attention runs on the packed weights."""
+        """Return a context in which transformers' own attention runs on the packed weights."""
         return hooked(_Experts(self))
 
     def experts(self, module: nn.Module) -> _PackedExperts:
-        """The packed experts of a module."""
+        """Return the packed experts of a module."""
         return self._packed_experts[module]
 
     @property
     def has_experts(self) -> bool:
-        """Whether a router chooses which weights a row is multiplied by."""
+        """Whether a router chooses the weights that a row is multiplied by."""
         return bool(self._packed_experts)
 
     def pack_experts(self, ops: Ops) -> None:
-        """Pack the experts of every layer, which drops transformers' own weights of them."""
+        """Pack the experts of every layer and drop transformers' copy of their weights."""
         for module in self.model.modules():
             if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
                 self._packed_experts[module] = _pack_experts(module, ops)
@@ -367,7 +367,7 @@ class TransformersDecoder(PagedDecoder):
             self._mode = _ExactRows(TorchOps())
 
     def make_state_pool(self, num_slots: int, num_logs: int, *, page_size: int) -> StatePool:
-        """A pool of the states of the modules. Raises ValueError as `StatePool` does."""
+        """Return a pool of the modules' states. Raises ValueError as `StatePool` does."""
         if self.kept is None:
             raise ValueError("a model without states has no pool of them")
         return ModuleStatePool(
@@ -383,10 +383,10 @@ class TransformersDecoder(PagedDecoder):
     def forward(
         self, batch: RaggedBatch, pool: KVPool, wanted: Wanted = NOTHING_MORE
     ) -> ForwardOutput:
-        """Compute KV of every row into the pool, and what is wanted besides.
+        """Compute every row's KV into the pool, and return the outputs in ``wanted``.
 
-        Raises ValueError for taps that there are not, for inputs: it takes token ids alone, and
-        where segments have no state that a model with states can go on from.
+        Raises ValueError for taps that do not exist, for input vectors, and for segments without a
+        state from which a model with states can continue.
         """
         check_taps(wanted.taps, self.config.num_layers)
         if wanted.inputs is not None:
@@ -399,7 +399,7 @@ class TransformersDecoder(PagedDecoder):
     def _by_sequence(
         self, cache: PagedCache, batch: RaggedBatch, pool: KVPool, taps: Taps
     ) -> ForwardOutput:
-        """Compute one segment after another, each in the passes that its states want."""
+        """Compute one segment after another, each in the passes that its states require."""
         states = pool.states
         if batch.states is None or not isinstance(states, ModuleStatePool):
             raise ValueError("a model with states needs a pool of them, and segments with states")
@@ -425,7 +425,7 @@ class TransformersDecoder(PagedDecoder):
         taps: Taps,
         cache: PagedCache | None = None,
     ) -> ForwardOutput:
-        """One pass of the modules over all rows of a batch."""
+        """Compute one pass of the modules over all rows of a batch."""
         rows = {
             "input_ids": batch.token_ids[None],
             "position_ids": batch.positions[None],
@@ -454,7 +454,7 @@ class TransformersDecoder(PagedDecoder):
 
     @contextmanager
     def _watched(self, taps: Taps) -> Iterator[_PassOutputs]:
-        """Keep the final norm's output of the pass, and the stream at the taps."""
+        """Record the final norm's output of the pass, and the residual stream at the taps."""
         outputs = _PassOutputs()
         handles = [self._inner.register_forward_hook(outputs.keep_hidden)]
         for tap in taps:
@@ -473,7 +473,7 @@ class TransformersDecoder(PagedDecoder):
 
 
 class _PassOutputs:
-    """Hidden states and taps that hooks keep of a pass."""
+    """Hidden states and taps of a pass, recorded by hooks."""
 
     def __init__(self) -> None:
         self.hidden: Tensor
@@ -493,7 +493,7 @@ class _PassOutputs:
 
 
 def _behind(output: ForwardOutput, count: int) -> ForwardOutput:
-    """The output without its first ``count`` rows, which were computed again and have no logits."""
+    """Return the output without its first ``count`` rows, which were recomputed without logits."""
     if count <= 0:
         return output
     taps = None if output.taps is None else output.taps[count:]
@@ -501,7 +501,7 @@ def _behind(output: ForwardOutput, count: int) -> ForwardOutput:
 
 
 def _joined(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
-    """The outputs of passes one behind the other."""
+    """Return the concatenated outputs of consecutive passes."""
     taps = [each.taps for each in outputs if each.taps is not None]
     return ForwardOutput(
         torch.cat([each.hidden for each in outputs]),
@@ -511,14 +511,14 @@ def _joined(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
 
 
 def _without_states(part: KVPool) -> KVPool:
-    """The pages of a part alone: backends would look for states of their own."""
+    """Return a part without states: backends would look for states of their own."""
     found = copy(part)
     found.states = None
     return found
 
 
 def kv_shapes(sites: Sequence[AttentionSite]) -> list[KvShape]:
-    """The shapes of a model's layers, in the order in which they first come.
+    """Return the distinct KV shapes of a model's layers, in the order of first use.
 
     Pages of a model without attention are counted, too: they have a vector of two numbers.
     """
@@ -545,13 +545,14 @@ def _places(
 
 
 def _inner(model: Any) -> nn.Module:  # noqa: ANN401
-    """The layers and the final norm, without the output matrix."""
+    """Return the module with the layers and the final norm, without the output matrix."""
     inner: nn.Module = model.get_decoder()
-    return model.base_model if isinstance(inner, Packed) else inner  # one has a matrix of that name
+    # One transformers class has an output matrix at this name.
+    return model.base_model if isinstance(inner, Packed) else inner
 
 
 def _layers(inner: nn.Module, num_layers: int) -> Sequence[nn.Module]:
-    """The decoder layers, where the taps are."""
+    """Return the decoder layers, at whose boundaries the taps are."""
     for module in inner.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)

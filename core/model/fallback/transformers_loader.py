@@ -1,4 +1,4 @@
-"""Loading what `TransformersDecoder` serves: what is refused, the meta model, the weights."""
+"""Loading of models for `TransformersDecoder`: refusals, the meta model, the weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _OWN_CACHE = "its layers keep a state that is not in transformers' cache"
 _INDEXER = "an indexer chooses the keys of each query"
 OTHER_ENGINE = "serve it with transformers or vLLM"
-# Model types that are refused by name, and why.
+# Model types that are refused by name, and the reasons.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), _OWN_CACHE),
     **dict.fromkeys(
@@ -64,17 +64,17 @@ REFUSED: dict[str, str] = {
     "ctrl": "its tokens differed from those that transformers generates",
     **dict.fromkeys(("diffllama", "hrm_text"), "a layer calls attention twice in a pass"),
 }
-_LONGEST_WITHOUT_ATTENTION = 32_768  # tokens, of models whose config names no length
-# Fields that count layers behind the last, which predict further tokens.
+_LONGEST_WITHOUT_ATTENTION = 32_768  # tokens, for models whose config names no length
+# These fields count MTP layers, which follow the last layer.
 _FURTHER = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
-    """A checkpoint's text model, as its config describes it; no weight was read.
+    """A checkpoint's text model, as its config describes it, before any weight is read.
 
-    ``probed`` is None where only the loaded model shows how it attends, ``checkpoint`` where the
-    weights are not asked for.
+    ``probed`` is None if the attention can only be inspected on the loaded model; ``checkpoint`` is
+    None if no weights are wanted.
     """
 
     folder: Path
@@ -87,10 +87,10 @@ class TextModel:
 
 
 def read_text_model(folder: Path, *, has_weights: bool = True) -> TextModel:
-    """The text model of a folder in Hugging Face layout or a GGUF file, without its weights.
+    """Return the text model of a folder in Hugging Face layout or a GGUF file, without weights.
 
-    ``has_weights``: the headers of its files are compared with it. Raises `ModelLoadError` for one
-    that cannot be served, and says why.
+    ``has_weights``: compare the headers of its files with the model. Raises `ModelLoadError` with a
+    reason for a model that cannot be served.
     """
     file = gguf_file(folder)
     gguf = None if file is None else _read_gguf(file)
@@ -110,7 +110,7 @@ def read_text_model(folder: Path, *, has_weights: bool = True) -> TextModel:
     if checkpoint is not None:
         _compare(checkpoint, twin, text)
     found = _decoder_config(folder, config, text, probed.sites if probed else None)
-    if is_quantized:  # as for quantised GGUF files
+    if is_quantized:  # The same dtype applies to quantised GGUF files.
         found = replace(found, dtype="bfloat16")
     count = sum(each.numel() for each in twin.parameters())
     return TextModel(
@@ -133,12 +133,11 @@ def load_text_model(
     device: torch.device,
     on_read: OnRead | None = None,
 ) -> TransformersDecoder:
-    """Load, pack and test. ``plain`` packs what is never quantised.
+    """Load, pack and test a model. ``plain`` packs linears that are never quantised.
 
-    Weights are random without a checkpoint.
-    ``on_read`` is called with every parameter and buffer, in ``dtype``, unless they are random.
-    Raises `ModelLoadError` for weights that cannot be read, and for a model that does not compute
-    in pieces what it computes in one.
+    Weights are random without a checkpoint. Otherwise ``on_read`` is called with every parameter
+    and buffer, in ``dtype``. Raises `ModelLoadError` for unreadable weights, and for a model whose
+    results in pieces differ from its results as a whole.
     """
     checkpoint = source.checkpoint
     with quiet():
@@ -151,7 +150,8 @@ def load_text_model(
     if model._can_set_experts_implementation():
         model.set_experts_implementation(HOOKS)
     probed = source.probed
-    if probed is None or probed.cache is not None:  # states differ in their data types
+    # The dtypes of states are known only on the loaded model.
+    if probed is None or probed.cache is not None:
         with quiet():
             probed = _probed_when_loaded(source, model, device)
     pack(model, ops, plain, probed.read_directly)
@@ -168,7 +168,7 @@ def load_text_model(
 
 
 def _read_gguf(path: Path) -> GgufFile:
-    """A file all of whose tensors transformers' modules have a place for."""
+    """Return a GGUF file. Raises `ModelLoadError` if transformers' modules lack a tensor of it."""
     file = GgufFile(path)
     unknown = sorted(name for name in file.shapes if not name.startswith(("model.", "lm_head.")))
     if unknown:
@@ -196,9 +196,9 @@ def _refuse(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> N
 
 
 def _forget_quantization(folder: Path, *configs: PreTrainedConfig) -> bool:
-    """Whether the files are quantised, which this engine undoes instead of transformers.
+    """Return whether the files are quantised, and remove the scheme from transformers' configs.
 
-    Raises `ModelLoadError` for a scheme that is not read.
+    This engine dequantises instead of transformers. Raises `ModelLoadError` for an unknown scheme.
     """
     where = folder / "config.json"
     scheme = read_scheme(Fields(read_json(where), str(where)))
@@ -232,7 +232,7 @@ def _decoder_config(
     text: PreTrainedConfig,
     sites: tuple[AttentionSite, ...] | None,
 ) -> DecoderConfig:
-    """Build the config that other rooms read; transformers' modules compute by their own."""
+    """Build the config for other rooms; transformers' modules use their own."""
     first = sites[0] if sites else None
     num_layers = int(text.num_hidden_layers)
     specs = [LayerSpec(window=site.window) for site in sites or ()]
@@ -264,7 +264,7 @@ def _max_len(text: PreTrainedConfig, sites: tuple[AttentionSite, ...] | None) ->
     default = 2048 if sites is None or sites else _LONGEST_WITHOUT_ATTENTION
     longest = int(getattr(text, "max_position_embeddings", None) or default)
     rope = getattr(text, "rope_parameters", None) or {}
-    if _rope_kind(text) == "longrope":  # beyond it another table turns all positions
+    if _rope_kind(text) == "longrope":  # Longer texts would need another table for all positions.
         longest = int(rope.get("original_max_position_embeddings") or longest)
         longest = min(longest, int(getattr(text, "original_max_position_embeddings", longest)))
     limits = [site.max_len for site in sites or () if site.max_len is not None]
@@ -294,7 +294,7 @@ def _eos(folder: Path, *configs: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def _meta_twin(folder: Path, model_class: type[Any], text: PreTrainedConfig) -> Any:  # noqa: ANN401
-    """The model without memory for its weights."""
+    """Return the model without memory for its weights."""
     try:
         with torch.device("meta"):
             twin = model_class(text).eval()
@@ -309,13 +309,13 @@ def _meta_twin(folder: Path, model_class: type[Any], text: PreTrainedConfig) -> 
 
 
 def _probed(folder: Path, text: PreTrainedConfig, twin: Any) -> ProbeResult | None:  # noqa: ANN401
-    if has_states(text):  # which are as large as activations
+    if has_states(text):  # States are as large as activations of this dtype.
         twin = twin.to(getattr(torch, _dtype_name(text)))
     try:
         return probe(twin, "meta")
     except ModelLoadError as error:
         raise _refusal(folder, text.model_type, str(error)) from None
-    except Exception as error:  # what reads values cannot run without them
+    except Exception as error:  # Modules that read values cannot run on a meta model.
         kind, problem = text.model_type, one_line(error)
         logger.info("%s: its attention is inspected once it is loaded (%s)", kind, problem)
         return None
@@ -324,7 +324,7 @@ def _probed(folder: Path, text: PreTrainedConfig, twin: Any) -> ProbeResult | No
 def _probed_when_loaded(source: TextModel, model: Any, device: torch.device) -> ProbeResult:  # noqa: ANN401
     try:
         return probe(model, device)
-    except Exception as error:  # it does what our hooks do not expect, in its own way
+    except Exception as error:  # Modules may fail in any way if the hooks do not suit them.
         raise _refusal(source.folder, source.text.model_type, one_line(error)) from error
 
 
@@ -351,7 +351,7 @@ def _load(source: TextModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 
 class _LazyTensor:
-    """A tensor that transformers reads when it places it, as it does those of its own files."""
+    """A tensor that transformers reads when it places it, like a tensor of its own files."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
@@ -369,16 +369,16 @@ def _plain_value(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _open(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> Checkpoint:
-    """The tensors of a folder: the text model's where it holds more."""
+    """Return the tensors of a folder; only the text model's in a multimodal one."""
     if config.model_type == text.model_type:
         return SafetensorsCheckpoint(folder, lambda names: {name: name for name in names})
     return SafetensorsCheckpoint(folder, text_names)
 
 
 def _compare(checkpoint: Checkpoint, twin: Any, text: PreTrainedConfig) -> None:  # noqa: ANN401
-    """Have transformers load shapes into a model without memory, as it will load values.
+    """Let transformers load shapes into a model without memory, as it will load values.
 
-    Raises `ModelLoadError` for tensors that are missing, of another shape, or read by nothing.
+    Raises `ModelLoadError` for tensors that are missing, of another shape, or not read.
     """
     meta = torch.device("meta")
     shapes = checkpoint.shapes
@@ -392,7 +392,7 @@ def _compare(checkpoint: Checkpoint, twin: Any, text: PreTrainedConfig) -> None:
             twin._adjust_missing_and_unexpected_keys(found)
     except Exception as error:
         raise ModelLoadError(f"{checkpoint.where} cannot be loaded: {one_line(error)}") from error
-    for name in found.conversion_errors:  # which count as missing, too
+    for name in found.conversion_errors:  # Conversion errors also count as missing tensors.
         _refuse_odd_experts(checkpoint)
         raise ModelLoadError(f"{checkpoint.where}: {name} cannot be made of its tensors")
     refuse_names(checkpoint, "lacks", found.missing_keys)
@@ -403,7 +403,7 @@ def _compare(checkpoint: Checkpoint, twin: Any, text: PreTrainedConfig) -> None:
 
 
 def _refuse_odd_experts(checkpoint: Checkpoint) -> None:
-    """Raise `ModelLoadError` for an expert of another shape than most of its layer."""
+    """Raise `ModelLoadError` for an expert whose shape differs from most of its layer's."""
     alike: dict[str, dict[str, Shape]] = {}
     for name, shape in checkpoint.shapes.items():
         alike.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), {})[name] = shape
@@ -415,14 +415,14 @@ def _refuse_odd_experts(checkpoint: Checkpoint) -> None:
 
 
 def _is_passed_over(name: str, text: PreTrainedConfig) -> bool:
-    """Whether nothing has to read a tensor: what follows from the config, or a layer of MTP."""
+    """Whether a tensor may stay unread: it follows from the config, or is an MTP layer's."""
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     is_further = layer is not None and int(layer[1]) >= int(text.num_hidden_layers)
     return is_derived(name) or (is_further and any(getattr(text, each, 0) for each in _FURTHER))
 
 
 def _not_finite(checkpoint: Checkpoint) -> str | None:
-    """The first tensor with a value that is NaN or infinite."""
+    """Return the name of the first tensor with a NaN or infinite value; None without one."""
     names = checkpoint.shapes
     return next((n for n in names if not _plain_value(checkpoint, n).isfinite().all()), None)
 

@@ -21,7 +21,7 @@ from ...errors import ModelLoadError
 from ...ops.weights import HeadLayout
 from .states import PagedCache, has_states, pass_arguments
 
-HOOKS = "foretoken"  # the name under which transformers finds the three functions
+HOOKS = "foretoken"  # the name of the three functions in transformers
 _PROBE_TOKENS = 4
 
 
@@ -32,15 +32,18 @@ class Hooks(Protocol):
     """Functions that replace transformers' attention and experts."""
 
     def rule(self, mask_function: Callable[..., Any], window: int | None) -> int:
-        """Keep the rule of a mask; its number."""
+        """Record the rule of a mask and return its number."""
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> Tensor:
-        """``[1, heads, T, dim]`` each to ``[1, T, heads, value_dim]``."""
+        """Return attention ``[1, T, heads, value_dim]`` of three tensors ``[1, heads, T, dim]``."""
 
     def experts(self, module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """``[T, hidden]``, chosen experts and weights ``[T, slots]`` to ``[T, hidden]``."""
+        """Return the experts' output ``[T, hidden]`` for rows ``x`` [T, hidden].
+
+        ``chosen`` and ``weights`` are ``[T, slots]``: the experts of each row, and their weights.
+        """
 
 
 _CURRENT: ContextVar[Hooks] = ContextVar("foretoken_hooks")
@@ -49,7 +52,7 @@ _CURRENT: ContextVar[Hooks] = ContextVar("foretoken_hooks")
 class AttentionCall(NamedTuple):
     """Arguments of an attention function besides queries, keys and values."""
 
-    mask: Tensor | None  # the number of a rule
+    mask: Tensor | None  # number of a rule
     scale: float | None
     cap: float | None
     sinks: Tensor | None
@@ -73,7 +76,7 @@ def _attend(
 def _keep_rule(
     *, mask_function: Callable[..., Any], local_size: int | None = None, **_ignored: object
 ) -> Tensor:
-    """Return the number of a mask's rule in its place, 4-D so that no model expands it."""
+    """Return the number of a mask's rule as the mask, 4-D so that no model expands it."""
     return torch.full((1, 1, 1, 1), _CURRENT.get().rule(mask_function, local_size))
 
 
@@ -88,7 +91,7 @@ ExpertsInterface.register(HOOKS, _experts)
 
 @contextmanager
 def hooked(hooks: Hooks) -> Iterator[None]:
-    """Have transformers' attention, masks and experts call ``hooks`` inside the block."""
+    """Let transformers' attention, masks and experts call ``hooks`` inside the block."""
     token = _CURRENT.set(hooks)
     try:
         yield
@@ -101,7 +104,10 @@ def hooked(hooks: Hooks) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSite:
-    """Shape and options of one attention module. Dimensions are a head's; window in tokens."""
+    """Shape and options of one attention module.
+
+    Dimensions are a head's; the window is in tokens.
+    """
 
     module: str
     num_heads: int
@@ -110,7 +116,7 @@ class AttentionSite:
     value_dim: int
     scale: float
     window: int | None
-    max_len: int | None  # positions up to which the mask is causal and no more; None: all
+    max_len: int | None  # positions up to which the mask is only causal; None: all
     cap: float | None
     has_sinks: bool
 
@@ -122,22 +128,22 @@ class AttentionSite:
 
     @property
     def heads(self) -> HeadLayout:
-        """The layout for the backends."""
+        """Head layout for the backends."""
         return HeadLayout(self.num_heads, self.num_kv_heads, self.head_dim, self.scale)
 
     @property
     def is_plain(self) -> bool:
-        """Whether every backend's attention computes it."""
+        """Whether every backend's attention supports it."""
         return self.cap is None and not self.has_sinks
 
     def pad(self, x: Tensor) -> Tensor:
-        """``[.., key_dim or value_dim]`` to ``[.., head_dim]``."""
+        """Pad ``[.., key_dim or value_dim]`` to ``[.., head_dim]``."""
         missing = self.head_dim - x.shape[-1]
         return F.pad(x, (0, missing)) if missing else x
 
 
 class _Probe:
-    """Hooks that compute nothing and keep what each attention module asks for."""
+    """Hooks that compute nothing and record the options of each attention module."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
@@ -174,7 +180,10 @@ class _Probe:
         return torch.zeros_like(x)
 
     def _reach(self, name: str, mask: Tensor | None) -> tuple[int | None, int | None]:
-        """The window of a rule, and up to where the rule is causal with that window alone."""
+        """Return a rule's window, and the positions up to which the rule is only causal.
+
+        Either may be None. Raises `ModelLoadError` for another rule.
+        """
         if mask is None or mask.shape != (1, 1, 1, 1) or mask.is_floating_point():
             raise ModelLoadError(f"{name} has no mask, or one of an unknown kind, such as ALiBi")
         function, size = self._rules[int(mask)]
@@ -182,19 +191,21 @@ class _Probe:
             return None, None
         if size is not None and _is_causal(function, size, size):
             return size, None
-        if size is not None and _is_causal(function, None, size - 1):  # chunks: Llama 4
+        if size is not None and _is_causal(function, None, size - 1):  # Llama 4 attends in chunks.
             return None, size
         raise ModelLoadError(f"{name} has a mask that is neither causal nor a sliding window")
 
 
 def _is_causal(function: Callable[..., Any], window: int | None, size: int | None) -> bool:
-    """Whether a mask rule hides exactly the future, and what lies before the window.
+    """Whether a mask rule hides exactly the future, and the positions before the window.
 
-    Compared at the positions around 0, ``size`` and ``2 * size``; around a few if there is none.
+    The rules are compared at positions around 0, ``size`` and ``2 * size``, or around a few fixed
+    ones without a ``size``.
     """
     edges = [0, 16, 40] if size is None else [0, size, 2 * size]
     near = sorted({p for edge in edges for p in range(edge - 3, edge + 4) if p >= 0})
-    if window is None and size is not None:  # no further than that
+    # Without a window the rule is compared only up to ``size``.
+    if window is None and size is not None:
         near = [p for p in near if p <= size]
     at = torch.tensor(near)
     rows, columns = at[:, None], at[None, :]
@@ -207,10 +218,11 @@ def _is_causal(function: Callable[..., Any], window: int | None, size: int | Non
 
 
 class ProbeResult(NamedTuple):
-    """Attention modules in the order of the layers, and names of linears to leave unpacked.
+    """The result of a probe.
 
-    The model reads the weights of these linears itself. ``cache`` has the tensors of the states
-    that it keeps besides; None: it keeps none.
+    ``sites``: attention modules in the order of the layers. ``read_directly``: linears whose
+    weights the model reads itself, so they stay unpacked. ``cache``: tensors of the model's states;
+    None: it keeps no states.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -219,10 +231,10 @@ class ProbeResult(NamedTuple):
 
 
 def probe(model: nn.Module, device: torch.device | str) -> ProbeResult:
-    """Run a model on a few tokens, on any device (also "meta"), and record what it calls.
+    """Run a model on a few tokens, on any device (also "meta"), and record its calls.
 
-    Raises `ModelLoadError` for attention that does not go through transformers' interface, or for
-    other masks than ours, and for states that are not in transformers' cache.
+    Raises `ModelLoadError` for attention outside transformers' interface, for masks other than
+    causal and windowed ones, and for states outside transformers' cache.
     """
     hooks = _Probe(model)
     config: Any = model.config
@@ -243,7 +255,7 @@ def probe(model: nn.Module, device: torch.device | str) -> ProbeResult:
 
 
 class _WatchedLinear(nn.Linear):
-    """A linear that notices when others than itself read its weight."""
+    """A linear that notices when other modules read its weight."""
 
     was_read = False
     is_computing = False
@@ -263,7 +275,7 @@ class _WatchedLinear(nn.Linear):
 
 @contextmanager
 def _watched_linears(model: nn.Module) -> Iterator[set[str]]:
-    """Finds, by the end, the names of the linears whose weights are read by others."""
+    """Yield a set that at the end has the names of linears whose weights other modules read."""
     linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
     read: set[str] = set()
     for module in linears.values():

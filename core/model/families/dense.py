@@ -32,7 +32,7 @@ _AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_lay
 
 
 def llama(fields: Fields) -> DecoderConfig:
-    """Llama, and what computes as it does: RMS norms, RoPE, SwiGLU (arXiv 2302.13971)."""
+    """Llama and compatible models: RMS norms, RoPE, SwiGLU (arXiv 2302.13971)."""
     mlp_bias = fields.flag("mlp_bias", False)
     return base_config(fields, attention_bias=False, mlp_bias=mlp_bias)
 
@@ -102,7 +102,7 @@ def granite(fields: Fields) -> DecoderConfig:
 
 
 def glm(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """GLM-4: RoPE turns half of each head, in neighbouring pairs (arXiv 2406.12793)."""
+    """GLM-4: RoPE rotates half of each head, in neighbouring pairs (arXiv 2406.12793)."""
     return base_config(
         fields,
         partial=0.5,
@@ -126,7 +126,7 @@ def glm4(fields: Fields) -> DecoderConfig:
 
 
 def helium(fields: Fields) -> DecoderConfig:
-    """Helium 1: RoPE turns neighbouring pairs."""
+    """Helium 1: RoPE rotates neighbouring pairs."""
     return base_config(
         fields,
         theta=1e5,
@@ -139,7 +139,7 @@ def helium(fields: Fields) -> DecoderConfig:
 
 
 def ernie(fields: Fields) -> DecoderConfig:
-    """ERNIE 4.5 without experts: RoPE turns neighbouring pairs."""
+    """ERNIE 4.5 without experts: RoPE rotates neighbouring pairs."""
     bias = fields.flag("use_bias", False)
     return base_config(
         fields,
@@ -156,7 +156,8 @@ def ernie(fields: Fields) -> DecoderConfig:
 
 def gemma(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
     """Gemma: norms of 1 + weight, a scaled embedding (arXiv 2403.08295)."""
-    if fields.values.get("hidden_act") == "gelu":  # of the first release, which meant the other
+    # The first release says "gelu" and means its tanh approximation.
+    if fields.values.get("hidden_act") == "gelu":
         fields = Fields({**fields.values, "hidden_act": "gelu_pytorch_tanh"}, fields.where)
     shape: dict[str, Any] = {
         "tied": True,
@@ -188,7 +189,7 @@ def gemma2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401
 
 
 def gemma3(fields: Fields) -> DecoderConfig:
-    """Gemma 3: head norms; layers with a window have a RoPE of their own (arXiv 2503.19786)."""
+    """Gemma 3: head norms; layers with a window have their own RoPE (arXiv 2503.19786)."""
     max_len = fields.positive("max_position_embeddings", 131072)
     full, local = parse_ropes(fields, max_len=max_len, theta=1e6, local_theta=1e4)
     pattern = fields.positive("sliding_window_pattern", 6)
@@ -197,7 +198,7 @@ def gemma3(fields: Fields) -> DecoderConfig:
         fields,
         head_norm="each",
         rope=full,
-        # Rows of an image see each other.
+        # Rows of an image attend to each other.
         layers=tuple(replace(each, is_mutual=True) for each in layers),
         attention_cap=None,
         logit_cap=fields.optional_number("final_logit_softcapping"),
@@ -205,7 +206,7 @@ def gemma3(fields: Fields) -> DecoderConfig:
 
 
 def olmo2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """OLMo 2: norms behind attention and MLP, and over all heads (arXiv 2501.00656)."""
+    """OLMo 2: norms after attention and MLP, and over all heads (arXiv 2501.00656)."""
     return base_config(
         fields,
         eps=1e-5,
@@ -224,7 +225,7 @@ def olmo3(fields: Fields) -> DecoderConfig:
 
 
 def hunyuan(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """Hunyuan: norms of each head's queries and keys behind RoPE, whose base grows by alpha."""
+    """Hunyuan: head norms after RoPE, whose base grows by alpha."""
     head_dim = fields.positive("head_dim")
     return base_config(
         with_alpha(fields, head_dim),
@@ -258,7 +259,7 @@ def smollm3(fields: Fields) -> DecoderConfig:
 
 
 def cohere(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """Command R: attention and MLP side by side behind one layer norm."""
+    """Command R: attention and MLP in parallel after one layer norm."""
     if fields.flag("use_qk_norm", False):
         raise fields.unsupported("use_qk_norm", "is not supported")
     hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
@@ -285,7 +286,7 @@ def cohere2(fields: Fields) -> DecoderConfig:
 
 
 def exaone4(fields: Fields) -> DecoderConfig:
-    """EXAONE 4: norms behind attention and MLP, head norms (arXiv 2507.11407)."""
+    """EXAONE 4: norms after attention and MLP, head norms (arXiv 2507.11407)."""
     absent = "sliding_window" not in fields.values
     window = 4096 if absent else window_of(fields)
     layers = (LayerSpec(),) * fields.positive("num_hidden_layers")
@@ -314,7 +315,7 @@ def starcoder2(fields: Fields) -> DecoderConfig:
 
 
 def arcee(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """AFM of Arcee: an MLP without a gate, by squared ReLU."""
+    """AFM of Arcee: an MLP without a gate, with squared ReLU."""
     shape: dict[str, Any] = {"eps": 1e-5} | differences
     return base_config(
         fields,

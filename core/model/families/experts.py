@@ -29,7 +29,7 @@ from .shared import (
 
 
 def mixtral(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """Mixtral: experts in every layer, weights of the chosen ones renormed (arXiv 2401.04088)."""
+    """Mixtral: experts in every layer, with renormalised weights (arXiv 2401.04088)."""
     names = ExpertNames(
         "block_sparse_moe.gate", "block_sparse_moe.experts.{}.", MlpNames("w1", "w3", "w2")
     )
@@ -44,7 +44,7 @@ def mixtral(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN40
 
 
 def minimax_m2(fields: Fields) -> DecoderConfig:
-    """MiniMax M2: sigmoid scores with a bias that only chooses; norms over all heads."""
+    """MiniMax M2: sigmoid scores, a bias for the choice only, norms over all heads."""
     names = ExpertNames(
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{}.",
@@ -115,7 +115,7 @@ def olmoe(fields: Fields) -> DecoderConfig:
 
 
 def glm4_moe(fields: Fields) -> DecoderConfig:
-    """GLM-4.5: DeepSeek V3's router; RoPE turns half of each head (arXiv 2508.06471)."""
+    """GLM-4.5: DeepSeek V3's router; RoPE rotates half of each head (arXiv 2508.06471)."""
     return base_config(
         fields,
         eps=1e-5,
@@ -128,8 +128,8 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
 
 
 def hunyuan_moe(fields: Fields) -> DecoderConfig:
-    """Hunyuan with experts (arXiv 2411.02265): a shared one beside those that a row chooses."""
-    chosen = set(fields.integers("moe_topk"))  # of all layers, or of each
+    """Hunyuan with experts (arXiv 2411.02265): one shared expert beside the routed ones."""
+    chosen = set(fields.integers("moe_topk"))  # one number for all layers, or one per layer
     if len(chosen) != 1:
         raise fields.unsupported("moe_topk", "that differs by layer is not supported")
     layers = with_experts(
@@ -190,21 +190,21 @@ def gpt_oss(fields: Fields) -> DecoderConfig:
 
 
 def top_k_of(fields: Fields) -> int:
-    """Number of experts that compute a token. Raises `ModelLoadError` below 1."""
+    """Return the number of experts per token. Raises `ModelLoadError` below 1."""
     return fields.positive("num_experts_per_tok")
 
 
 def renorm_of(fields: Fields, default: bool) -> float | None:
-    """`Routing.renorm`: 0 where the config says that the chosen scores are divided by their sum."""
+    """Return `Routing.renorm`: 0 if the chosen scores are divided by their sum, otherwise None."""
     return 0.0 if fields.flag("norm_topk_prob", default) else None
 
 
 def like_deepseek(
     fields: Fields, layers: tuple[LayerSpec, ...], *, renorms: bool, num_default: int
 ) -> tuple[LayerSpec, ...]:
-    """The router of DeepSeek V3 (arXiv 2412.19437); the first layers are dense.
+    """Add experts with DeepSeek V3's router (arXiv 2412.19437) to all but the first layers.
 
-    ``num_default``: of dense layers, and of shared experts, where the config does not say it.
+    ``num_default``: number of dense layers, and of shared experts, if the config names no number.
     """
     routing = Routing(
         top_k_of(fields),
@@ -237,7 +237,7 @@ def with_experts(
     num_dense: int = 0,
     **differences: Any,  # noqa: ANN401 - fields of `ExpertsSpec`
 ) -> tuple[LayerSpec, ...]:
-    """Experts in all layers but those that the config says are dense."""
+    """Add experts to all layers except those that the config declares dense."""
     counts = ("num_local_experts", "num_experts", "n_routed_experts")
     count = fields.positive(next((name for name in counts if fields.has(name)), counts[0]))
     groups, kept = routing.num_groups, routing.kept_groups

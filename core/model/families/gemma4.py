@@ -1,4 +1,4 @@
-"""Gemma 4: heads by layer, keys and values of other layers, inputs by layer, experts beside."""
+"""Gemma 4: heads by layer, shared keys and values, inputs by layer, experts beside the MLP."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def gemma4(fields: Fields) -> DecoderConfig:
     if not fields.has("rope_parameters"):
         fields = Fields({**fields.values, "rope_parameters": _ROPES}, fields.where)
     full, local = parse_ropes(fields, max_len=0, theta=1e6, local_theta=1e4, partial=1.0)
-    # The last layer has no window, whatever its kind is said to be.
+    # The last layer has no window, regardless of its declared kind.
     layers = (*sliding(fields, 6, window=512, local=local)[:-1], LayerSpec())
-    # Rows of an image see each other in the layers with a window alone, and in larger models alone.
+    # Rows of an image attend to each other only in layers with a window, and only in larger models.
     if fields.values.get("use_bidirectional_attention") == "vision":
         layers = tuple(replace(each, is_mutual=each.window is not None) for each in layers)
     return gemma(
@@ -60,12 +60,12 @@ def gemma4(fields: Fields) -> DecoderConfig:
 
 
 def gemma4_unified(fields: Fields) -> DecoderConfig:
-    """Text of the Gemma 4 that sees without a tower: `gemma4` without inputs by layer."""
+    """Text model of the Gemma 4 without an image tower: `gemma4` without inputs by layer."""
     return gemma4(Fields({**fields.values, "hidden_size_per_layer_input": 0}, fields.where))
 
 
 def _with_heads(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Layers of full attention have heads of their own, by ``per_layer_config`` where given."""
+    """Give each layer its heads: full-attention layers, or ``per_layer_config``, have their own."""
     own = HeadSpec(
         fields.positive("num_attention_heads"),
         fields.positive("num_key_value_heads", 4),
@@ -87,7 +87,7 @@ def _with_heads(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpe
 
 
 def _listed(fields: Fields, own: HeadSpec, num_layers: int) -> dict[int, HeadSpec]:
-    """The heads of layers that ``per_layer_config`` has, by their numbers, as 5 or 05."""
+    """Return the heads of the layers in ``per_layer_config``, by number, such as "5" or "05"."""
     found, listed = {}, fields.object("per_layer_config")
     for name in listed.values:
         if not name.isdigit() or int(name) >= num_layers:
@@ -104,7 +104,7 @@ def _listed(fields: Fields, own: HeadSpec, num_layers: int) -> dict[int, HeadSpe
 
 
 def _sharing(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """The last layers read the keys and values of the last one of their kind before them."""
+    """Let the last layers read the KV of the last earlier layer of their kind."""
     count, name = fields.integer("num_kv_shared_layers", 0), "num_kv_shared_layers"
     first = len(layers) - count
     if not 0 <= count < len(layers):
@@ -124,7 +124,7 @@ def _sharing(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, 
 
 
 def _with_experts(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Experts beside the MLP of each layer, where there are any."""
+    """Add experts beside the MLP of each layer, if the config has any."""
     if not fields.flag("enable_moe_block", False):
         return layers
     spec = ExpertsSpec(

@@ -1,4 +1,4 @@
-"""Families whose layers are of two kinds: attention, and a recurrent state in its place."""
+"""Families with two kinds of layers: attention, and a recurrent state in its place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .experts import renorm_of, top_k_of, with_experts
 from .shared import base_config, with_defaults
 
 _NAMES = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
-_DEFAULT_MAX_LEN = 32768  # of the classes' configs
+_DEFAULT_MAX_LEN = 32768  # default of the config classes
 _KINDS = ("full_attention", "linear_attention")
 _OLMO_NAMES = (
     (".attention_layer_norm.", ".input_layernorm."),
@@ -46,22 +46,22 @@ def qwen3_next(fields: Fields) -> DecoderConfig:
 
 
 def qwen3_5(fields: Fields) -> DecoderConfig:
-    """Qwen 3.5 to 3.8: `qwen3_next` with an MLP in the place of experts."""
+    """Qwen 3.5 to 3.8: `qwen3_next` with an MLP in place of experts."""
     return _config(fields, _layers(fields, is_fused=False))
 
 
 def qwen3_5_moe(fields: Fields) -> DecoderConfig:
-    """Qwen 3.5 and 3.6 with experts, whose weights are always divided by their sum."""
+    """Qwen 3.5 and 3.6 with experts, whose weights are always renormalised."""
     return _config(fields, _with_experts(fields, _layers(fields, is_fused=False), 0.0))
 
 
 def olmo_hybrid(fields: Fields) -> DecoderConfig:
-    """OLMo Hybrid: `dense.olmo2` with the delta rule, behind norms, in three of four layers.
+    """OLMo Hybrid: `dense.olmo2` with the delta rule, after norms, in three of four layers.
 
-    ``beta`` is up to 2, so that a state may change its sign (arXiv 2411.12537). Where the config
-    says null of RoPE's base, there is no RoPE.
+    ``beta`` reaches 2, so that a state may change its sign (arXiv 2411.12537). There is no RoPE if
+    the config's RoPE base is null.
     """
-    if fields.text("hidden_act", "silu") != "silu":  # which the convolutions have, too
+    if fields.text("hidden_act", "silu") != "silu":  # The convolutions use this activation, too.
         raise fields.unsupported("hidden_act", "other than silu is not supported")
     ropes = (fields, fields.object("rope_parameters"))
     has_none = any("rope_theta" in each.values for each in ropes)
@@ -102,7 +102,7 @@ def _config(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderConfig:
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise fields.error("hidden_act", f"{activation!r} is not supported; silu is")
-    width = fields.integer("shared_expert_intermediate_size", 1)  # all layers may have experts
+    width = fields.integer("shared_expert_intermediate_size", 1)  # All layers may have experts.
     defaults = {"max_position_embeddings": _DEFAULT_MAX_LEN, "intermediate_size": width}
     return base_config(
         with_defaults(fields, defaults),
@@ -142,7 +142,7 @@ def _shape(fields: Fields) -> RecurrentShape:
 
 
 def _full_layers(fields: Fields) -> tuple[bool, ...]:
-    """Whether each layer has attention: by ``layer_types``, else every fourth by default."""
+    """Return whether each layer has attention, by ``layer_types``, else by an interval."""
     num_layers = fields.positive("num_hidden_layers")
     types = fields.values.get("layer_types")
     if types is None:
@@ -169,7 +169,7 @@ def _with_experts(
 
 
 def as_stored(config: DecoderConfig, shapes: Mapping[str, Shape]) -> DecoderConfig:
-    """The config with the matrices that the files hold: fused or not, experts stacked or not."""
+    """Return the config with the stored layout: matrices fused or not, experts stacked or not."""
 
     def has(ending: str) -> bool:
         return any(name.endswith(ending) for name in shapes)
@@ -195,9 +195,9 @@ def as_stored(config: DecoderConfig, shapes: Mapping[str, Shape]) -> DecoderConf
 
 
 def _conv_rows(shape: RecurrentShape, prefix: str, shapes: Mapping[str, Shape]) -> tuple[int, ...]:
-    """The channels in each of three tensors of a convolution; () where it is one tensor.
+    """Return the channels in each of a convolution's three tensors; () for a single tensor.
 
-    transformers writes three of about equal size, wherever queries and keys end.
+    transformers writes three tensors of about equal size, regardless of where queries and keys end.
     """
     names = [f"{prefix}{DELTA}{kind}_conv1d.weight" for kind in "qkv"]
     if not shapes.keys() & set(names):
@@ -210,7 +210,7 @@ def _conv_rows(shape: RecurrentShape, prefix: str, shapes: Mapping[str, Shape]) 
 
 
 def tiled(config: DecoderConfig) -> DecoderConfig:
-    """The config where value heads that read one key head do not lie side by side."""
+    """Return the config for tiled value heads: value head j reads key head j % num_key_heads."""
     return replace(config, layers=tuple(_tiled_layer(each) for each in config.layers))
 
 

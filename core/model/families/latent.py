@@ -1,4 +1,4 @@
-"""Families with latent attention (MLA): DeepSeek V2 and V3, and what computes as they do."""
+"""Families with latent attention (MLA): DeepSeek V2, V3 and related models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def deepseek_v2(fields: Fields) -> DecoderConfig:
 
 
 def deepseek_v3(fields: Fields) -> DecoderConfig:
-    """DeepSeek V3 and R1: sigmoid scores with a bias that only chooses (arXiv 2412.19437)."""
+    """DeepSeek V3 and R1: sigmoid scores, and a bias for the choice only (arXiv 2412.19437)."""
     fields = _given(fields, _V3)
     _refuse_others(fields, moe_layer_freq=1)
     layers = like_deepseek(fields, _layers(fields), renorms=True, num_default=1)
@@ -54,7 +54,7 @@ def deepseek_v3(fields: Fields) -> DecoderConfig:
 
 
 def glm4_moe_lite(fields: Fields) -> DecoderConfig:
-    """GLM-4.7-Flash: `deepseek_v3` of one group of experts."""
+    """GLM-4.7-Flash: `deepseek_v3` with one group of experts."""
     fields = _given(fields, _GLM)
     kinds = fields.values.get("mlp_layer_types")
     if kinds is not None:
@@ -96,13 +96,13 @@ def minicpm3(fields: Fields) -> DecoderConfig:
 
 
 def as_split(config: DecoderConfig, names: set[str]) -> DecoderConfig:
-    """The config with the matrices of keys and values that the files hold: in one, or apart."""
+    """Return the config with the stored layout of key and value matrices: in one tensor, or two."""
     is_split = f"{layer_prefix(0)}self_attn.k_b_proj.weight" in names
     return replace(config, has_split_latents=is_split)
 
 
 def _config(fields: Fields, *, interleaved: bool, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """The config of a family: one key a position for all heads, of a latent and what RoPE turns."""
+    """Return the config of a family with one key per position: a latent and a part with RoPE."""
     shape = _shape(fields)
     if shape.rope_dim % 2:
         raise fields.error("qk_rope_head_dim", f"must be even, not {shape.rope_dim}")
@@ -145,12 +145,12 @@ def _is_interleaved(fields: Fields) -> bool:
 
 
 def _given(fields: Fields, defaults: dict[str, Any]) -> Fields:
-    """The fields with a class's defaults where they are absent; null stays."""
+    """Return the fields with a class's defaults for absent ones; null stays."""
     return Fields({**defaults, **fields.values}, fields.where)
 
 
 def _refuse_others(fields: Fields, **known: object) -> None:
-    """Refuse fields whose other values nothing computes here."""
+    """Raise `UnsupportedConfig` for fields with other values than the ones computed here."""
     for name, value in known.items():
         if fields.has(name) and fields.values[name] != value:
             raise fields.unsupported(name, f"other than {value} is not supported")

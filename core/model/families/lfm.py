@@ -1,4 +1,4 @@
-"""Families of Liquid AI: short convolutions in the place of attention in most layers."""
+"""Families of Liquid AI: short convolutions in place of attention in most layers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _NAMES = (
     (".w3.", ".up_proj."),
     (".w2.", ".down_proj."),
 )
-_RENORM = 1e-6  # beside the sum of a row's weights
-# Of the classes' configs.
+_RENORM = 1e-6  # added to the sum of a row's weights
+# These are the defaults of the config classes.
 _DEFAULTS = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -35,14 +35,14 @@ _DEFAULTS = {
 
 
 def lfm2(fields: Fields) -> DecoderConfig:
-    """LFM2 (arXiv 2511.23404)."""
+    """LFM2: short convolutions and attention (arXiv 2511.23404)."""
     whole = with_defaults(fields, _DEFAULTS | {"hidden_size": 2560, "intermediate_size": 12288})
     width = _adjusted(fields, whole.positive("block_ff_dim", whole.positive("intermediate_size")))
     return _config(whole, _layers(whole), intermediate_size=width)
 
 
 def lfm2_moe(fields: Fields) -> DecoderConfig:
-    """LFM2 with experts, which a bias helps to choose; the first layers are dense."""
+    """LFM2 with experts, chosen with a bias; the first layers are dense."""
     defaults = {"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792}
     defaults |= {"num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2}
     fields = with_defaults(fields, _DEFAULTS | defaults)
@@ -78,12 +78,12 @@ def _config(
 
 
 def _adjusted(fields: Fields, width: int) -> int:
-    """Width of the MLP: of two thirds of the field's, times a factor, the next whole multiple."""
+    """Return the MLP width: two thirds of the field, times a factor, rounded up to a multiple."""
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return width
     width = int(2 * width / 3)
     factor = "block_ffn_dim_multiplier"
-    if factor in fields.values and not fields.has(factor):  # null is another thing than absent
+    if factor in fields.values and not fields.has(factor):  # null differs from absent
         return width
     multiple = fields.positive("block_multiple_of", 256)
     width = int(fields.above_zero(factor, 1.0) * width)
@@ -100,7 +100,7 @@ def _layers(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """By ``layer_types``, else by the indices of the layers with attention."""
+    """Return the kind of each layer, by ``layer_types``, else by the attention layers' indices."""
     num_layers = fields.positive("num_hidden_layers")
     types = fields.values.get("layer_types")
     if types is None:

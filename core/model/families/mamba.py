@@ -1,4 +1,4 @@
-"""Families with layers of Mamba-2 among those of attention."""
+"""Families that mix Mamba-2 layers with attention layers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..description.rope import NO_ROPE
 from .experts import renorm_of, top_k_of, with_experts
 from .shared import activation_of, base_config, with_defaults
 
-# Kinds of layers: as transformers names them, as it did before version 5, and as a pattern of
-# Nemotron-H's does.
+# Layer kinds have three spellings: transformers', its own before version 5, and the letters of
+# Nemotron-H's pattern.
 _ATTENTION, _MAMBA, _MLP, _EXPERTS = "full_attention", "linear_attention", "mlp", "moe"
 _KINDS = {
     _ATTENTION: _ATTENTION,
@@ -38,7 +38,7 @@ _UNGATED = MlpNames(gate=None)
 
 
 class _Names(NamedTuple):
-    """Names of the fields of Mamba-2."""
+    """Names of Mamba-2's fields in a config.json."""
 
     heads: str
     groups: str
@@ -70,7 +70,7 @@ _NEMOTRON = _Names(
     "use_bias",
     "mamba_hidden_act",
 )
-# Of the classes' configs.
+# These are the defaults of the config classes.
 _BAMBA_DEFAULTS = {
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
@@ -124,7 +124,8 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
         layers = with_experts(
             fields,
             layers,
-            # So experts stay packed; what is shared has the factor in its matrix.
+            # The factor in the routing weights lets experts stay packed; the shared matrix includes
+            # it.
             Routing(top_k_of(fields), of_chosen=True, factor=residual),
             names=ExpertNames(shared="mlp."),
             width="intermediate_size",
@@ -150,7 +151,7 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
 
 
 def bamba(fields: Fields) -> DecoderConfig:
-    """Bamba: Mamba-2, attention in a few layers, whose RoPE turns half of each head."""
+    """Bamba: Mamba-2, and attention in a few layers, whose RoPE rotates half of each head."""
     attending = set(fields.integers("attn_layer_indices"))
     num_layers = fields.positive("num_hidden_layers")
     beyond = sorted(layer for layer in attending if not 0 <= layer < num_layers)
@@ -171,9 +172,9 @@ def bamba(fields: Fields) -> DecoderConfig:
 
 
 def falcon_h1(fields: Fields) -> DecoderConfig:
-    """Falcon-H1: attention and Mamba-2 beside it in each layer; factors on nearly every output.
+    """Falcon-H1: attention beside Mamba-2 in each layer; factors on nearly every output.
 
-    All factors go into weights (arXiv 2507.22448).
+    All factors are folded into weights (arXiv 2507.22448).
     """
     for name in ("mamba_proj_bias", "projectors_bias", "attention_bias"):
         if fields.flag(name, False):
@@ -206,7 +207,7 @@ def falcon_h1(fields: Fields) -> DecoderConfig:
 def nemotron_h(fields: Fields) -> DecoderConfig:
     """Nemotron-H and Nemotron 3: each layer is Mamba-2, attention, an MLP or experts.
 
-    An MLP squares what is above 0, and has no gate; attention has no RoPE (arXiv 2504.03624).
+    An MLP has a squared ReLU and no gate; attention has no RoPE (arXiv 2504.03624).
     """
     fields = with_defaults(fields, _NEMOTRON_DEFAULTS)
     has_bias = fields.flag("mlp_bias", False)
@@ -239,7 +240,7 @@ def nemotron_h(fields: Fields) -> DecoderConfig:
 
 
 def _layers(fields: Fields, kinds: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
-    """The layers by their kinds. Raises `ModelLoadError` for others than ``kinds``."""
+    """Return the layers by their kinds. Raises `ModelLoadError` for a kind outside ``kinds``."""
     layers = tuple(kinds[kind] for kind in _found_kinds(fields, tuple(kinds)))
     return _with_attention(fields, _kinds_field(fields), layers)
 
@@ -257,7 +258,10 @@ def _kinds_field(fields: Fields) -> str:
 
 
 def _found_kinds(fields: Fields, known: Sequence[str]) -> list[str]:
-    """The kind of each layer: of a list, else of a pattern with a letter for each."""
+    """Return each layer's kind, from a list or a pattern of letters.
+
+    Raises `ModelLoadError` for a kind outside ``known``.
+    """
     name = _kinds_field(fields)
     found = fields.values.get(name)
     names = _PATTERN if name == "hybrid_override_pattern" else _KINDS
@@ -278,7 +282,7 @@ def _found_kinds(fields: Fields, known: Sequence[str]) -> list[str]:
 
 
 def _spec(fields: Fields, names: _Names) -> Mamba2Spec:
-    """Mamba-2 of fields that have values, or defaults."""
+    """Return Mamba-2's spec from fields that have values or defaults."""
     num_heads, num_groups = fields.positive(names.heads), fields.positive(names.groups)
     if num_heads % num_groups:
         problem = f"{num_heads} is no multiple of {names.groups}, {num_groups}"
@@ -318,7 +322,7 @@ def _falcon_spec(fields: Fields) -> Mamba2Spec:
 
 
 def _factors(fields: Fields, name: str, count: int) -> list[float]:
-    """A list of factors; by default none of them changes anything."""
+    """Return a list of ``count`` factors; all 1 by default."""
     found = fields.values.get(name)
     if found is None:
         return [1.0] * count
@@ -329,9 +333,9 @@ def _factors(fields: Fields, name: str, count: int) -> list[float]:
 
 
 def _bamba_spec(fields: Fields, width: int | None = None) -> Mamba2Spec:
-    """Mamba-2 of Bamba, and of families that name their fields as Bamba does.
+    """Return Mamba-2's spec of Bamba, and of families with the same field names.
 
-    ``width``: of all heads; None: a multiple of the stream's.
+    ``width``: of all heads; None: ``mamba_expand`` times the hidden size.
     """
     fields = with_defaults(fields, _BAMBA_DEFAULTS)
     num_heads, of = fields.positive(_BAMBA.heads), "mamba_d_ssm"
@@ -348,7 +352,7 @@ def _bamba_spec(fields: Fields, width: int | None = None) -> Mamba2Spec:
 
 
 def _refuse_limits(fields: Fields) -> None:
-    """Refuse limits of dt; transformers keeps them for prompts and not for tokens behind them."""
+    """Raise `ModelLoadError` for limits of dt: transformers applies them to prompts only."""
     limits = fields.values.get("time_step_limit")
     if limits is None:
         return
@@ -361,17 +365,20 @@ def _refuse_limits(fields: Fields) -> None:
 
 
 def _as_float(value: object) -> float:
-    """A number, which transformers may have written as an object where it is not finite."""
+    """Return a number, or NaN for an invalid value.
+
+    transformers may write a number that is not finite as an object.
+    """
     if isinstance(value, dict):
         value = value.get("__float__")
     try:
-        return float(value)  # type: ignore[arg-type] # what is no number raises
+        return float(value)  # type: ignore[arg-type] # float raises for other types
     except (TypeError, ValueError):
         return math.nan
 
 
 def _nemotron_experts(fields: Fields) -> LayerSpec:
-    """DeepSeek V3's router, experts and what is shared without gates."""
+    """Return a layer of experts without gates, a shared one included, with DeepSeek V3's router."""
     if fields.has("moe_latent_size"):
         raise fields.error("moe_latent_size", "is not supported: experts that read fewer items")
     names = ExpertNames(

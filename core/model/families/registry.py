@@ -1,4 +1,4 @@
-"""Families by the ``model_type`` of a config.json, and the configs that they make of it."""
+"""Families by the ``model_type`` of a config.json, and the parsing of their configs."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "youtu": latent.youtu,
 }
 
-# Text models that transformers has inside of multimodal ones alone. Their fields come with the
-# defaults of transformers' classes, which are other than those of the families.
+# transformers has these text models only inside multimodal ones. Their fields come with the
+# defaults of transformers' classes, which differ from the families' defaults.
 TEXT_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "gemma4_unified_text": gemma4.gemma4_unified,
     "qwen2_5_omni_text": dense.qwen2,
@@ -74,7 +74,7 @@ TEXT_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "qwen3_vl_text": dense.qwen3,
 }
 
-# Types whose recurrent states foretoken's own decoder alone keeps.
+# Only foretoken's own decoder keeps the recurrent states of the types below.
 OWN_ONLY = (
     "bamba",
     "falcon_h1",
@@ -89,7 +89,7 @@ OWN_ONLY = (
 
 
 def parse_config(fields: Fields) -> DecoderConfig:
-    """The config of one config.json."""
+    """Return the config of a config.json. Raises `ModelLoadError` or `UnsupportedConfig`."""
     model_type = fields.text("model_type")
     family = MODEL_FAMILIES.get(model_type) or TEXT_FAMILIES.get(model_type)
     if family is None:
@@ -99,13 +99,13 @@ def parse_config(fields: Fields) -> DecoderConfig:
     try:
         return _check(family(fields), fields)
     except UnsupportedConfig as error:
-        if model_type in OWN_ONLY:  # no other decoder may try
+        if model_type in OWN_ONLY:  # No other decoder supports these types.
             raise ModelLoadError(str(error)) from None
         raise
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    """Refuse what would otherwise be computed wrongly without a word."""
+    """Raise `ModelLoadError` for settings that would silently be computed wrongly."""
     read_scheme(fields)
     if fields.flag("is_encoder_decoder", False):
         raise fields.error("is_encoder_decoder", "is not supported: decoders only")

@@ -32,13 +32,12 @@ def base_config(
     attention_bias: bool | None = None,
     **differences: Any,  # noqa: ANN401 - declared fields
 ) -> DecoderConfig:
-    """Build a config from the fields that all families name alike, and from ``differences``.
+    """Build a config from the fields common to all families, and from ``differences``.
 
-    ``partial``: the share of a head's items that RoPE turns where the config does not say it;
-    None: the family turns all of them. ``theta``, ``eps``, ``tied``: the family's defaults.
-    ``activation``: its field, and the default. ``attention_bias``: of all of an attention's linear
-    layers, where the config does not say it; None: the family's ``differences`` say which have one.
-    ``differences``: fields of `DecoderConfig`.
+    ``partial``: default share of a head that RoPE rotates; None: the family rotates whole heads.
+    ``theta``, ``eps``, ``tied``: the family's defaults. ``activation``: its field and its default.
+    ``attention_bias``: default for all linears of attention; None: ``differences`` declare the
+    biases. ``differences``: fields of `DecoderConfig`.
     """
     num_layers = fields.positive("num_hidden_layers")
     num_heads = fields.positive("num_attention_heads")
@@ -47,7 +46,7 @@ def base_config(
     rope = differences.pop("rope", None)
     if rope is None:
         rope = parse_rope(fields, max_len=max_len, partial=partial, theta=theta)
-    if rope.kind == "longrope":  # beyond it another table turns all positions
+    if rope.kind == "longrope":  # Longer texts would need another table for all positions.
         max_len = rope.original_max_len
     stretched = int(rope.factor * rope.original_max_len) if rope.kind == "yarn" else 0
     shape: dict[str, Any] = {
@@ -75,13 +74,16 @@ def base_config(
 
 
 def with_defaults(fields: Fields, defaults: Mapping[str, Any]) -> Fields:
-    """The fields of a config.json, and of others what transformers' class would have."""
+    """Return the fields of a config.json, with ``defaults`` for absent and null ones."""
     given = {name: value for name, value in fields.values.items() if value is not None}
     return Fields({**defaults, **given}, fields.where)
 
 
 def with_alpha(fields: Fields, head_dim: int) -> Fields:
-    """Hunyuan's RoPE of the kind "dynamic" with a fixed ``alpha`` is one with another theta."""
+    """Return fields with a plain RoPE for Hunyuan's "dynamic" kind with a fixed ``alpha``.
+
+    This kind equals a RoPE with another theta.
+    """
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     rope = fields.object(name)
     alpha = rope.number("alpha", 0.0)
@@ -94,17 +96,17 @@ def with_alpha(fields: Fields, head_dim: int) -> Fields:
 
 
 def window_of(fields: Fields) -> int | None:
-    """Positions of the sliding window; None without one."""
+    """Return the positions of the sliding window; None without one."""
     return fields.positive("sliding_window") if fields.has("sliding_window") else None
 
 
 def windowed(fields: Fields, window: int | None) -> tuple[LayerSpec, ...]:
-    """The same window in all layers."""
+    """Return layers with the same window."""
     return (LayerSpec(window=window),) * fields.positive("num_hidden_layers")
 
 
 def qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
-    """Windows by ``layer_types`` where given, else of the layers from max_window_layers on."""
+    """Return layers with windows by ``layer_types``, else from max_window_layers on."""
     num_layers = fields.positive("num_hidden_layers")
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 28)
@@ -117,9 +119,9 @@ def qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
 def sliding(
     fields: Fields, pattern: int, *, window: int, local: RopeSpec | None = None
 ) -> tuple[LayerSpec, ...]:
-    """Layers with a window, and by default every ``pattern``-th without.
+    """Return layers with a window, where by default every ``pattern``-th layer has none.
 
-    ``window``: the default. ``local``: RoPE of the layers with a window, where they have their own.
+    ``window``: the default window. ``local``: RoPE of layers with a window, if it differs.
     """
     num_layers = fields.positive("num_hidden_layers")
     kinds = kinds_of(fields, ((layer + 1) % pattern != 0 for layer in range(num_layers)))
@@ -130,12 +132,12 @@ def sliding(
 
 
 def without_rope_unless_windowed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """The layers, of which those without a window have no RoPE."""
+    """Return the layers, without RoPE in layers that have no window."""
     return tuple(replace(each, rope=None if each.window else NO_ROPE) for each in layers)
 
 
 def kinds_of(fields: Fields, default: Iterable[bool]) -> tuple[bool, ...]:
-    """Whether each layer has a window, by ``layer_types`` where given."""
+    """Return whether each layer has a window, by ``layer_types`` if given."""
     types = fields.values.get("layer_types")
     if types is None:
         return tuple(default)
@@ -147,7 +149,7 @@ def kinds_of(fields: Fields, default: Iterable[bool]) -> tuple[bool, ...]:
 
 
 def turns_of(fields: Fields) -> tuple[bool, ...]:
-    """Whether RoPE turns each layer's heads: 1 in ``no_rope_layers``."""
+    """Return whether each layer has RoPE: nonzero in ``no_rope_layers``."""
     num_layers = fields.positive("num_hidden_layers")
     found = fields.integers("no_rope_layers")
     if not found:
@@ -159,14 +161,14 @@ def turns_of(fields: Fields) -> tuple[bool, ...]:
 
 
 def cap_of(fields: Fields, name: str, default: float) -> float | None:
-    """A soft cap; null: none. The class default applies where the key is absent."""
+    """Return a soft cap; None if the field is null. Absent fields have the default."""
     if name in fields.values and not fields.has(name):
         return None
     return fields.above_zero(name, default)
 
 
 def activation_of(fields: Fields, field: str, default: str, *, is_gated: bool) -> Activation:
-    """The activation named by ``field``, else ``default``. Raises `UnsupportedConfig`."""
+    """Return the activation named by ``field``, else ``default``. Raises `UnsupportedConfig`."""
     name = fields.text(field, default)
     kind = _ACTIVATIONS.get(name)
     if kind is None:
@@ -176,7 +178,7 @@ def activation_of(fields: Fields, field: str, default: str, *, is_gated: bool) -
 
 
 def _dtype(fields: Fields) -> DtypeName:
-    """``dtype`` since transformers v5, ``torch_dtype`` before."""
+    """Return ``dtype``, which transformers called ``torch_dtype`` before v5."""
     name = fields.text("dtype", fields.text("torch_dtype", "float32"))
     if name not in get_args(DtypeName):
         supported = ", ".join(get_args(DtypeName))

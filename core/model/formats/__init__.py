@@ -1,1 +1,1 @@
-"""Formats of a model's files: each gives the fields of a config.json, and tensors by name."""
+"""File formats of models: each gives the fields of a config.json, and tensors by name."""

@@ -1,4 +1,4 @@
-"""A checkpoint: tensors by name, whatever the format of the files."""
+"""A checkpoint: tensors by name, independent of the file format."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from ...ops.quantize import StoredWeight
 from .files import shown_names
 
 OnRead: TypeAlias = Callable[[str, StoredWeight], StoredWeight]
-"""Called with each tensor that is read, by name, before anything is made of it; returns the tensor
-to use in its place, which has the same values."""
+"""Called with the name and value of each tensor right after it is read. Returns the tensor to use
+instead, which must have the same values."""
 Read: TypeAlias = Callable[[str], StoredWeight]
 """Returns a tensor by its name."""
 
 
 class Checkpoint(Protocol):
-    """Tensors by the names of transformers, each read when it is asked for."""
+    """Tensors by transformers' names, each read on demand."""
 
     where: Path
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor in the files."""
+        """Shape of every tensor in the files."""
 
     @property
     def stored_dtype(self) -> str:
-        """The matrices' dtype: float32, bfloat16 or float16; bfloat16 for quantised ones."""
+        """Dtype of the matrices: float32, bfloat16 or float16; bfloat16 for quantised ones."""
 
     def read(self, name: str) -> StoredWeight:
-        """One tensor, on the CPU, as it is stored. Raises `ModelLoadError`."""
+        """Return a tensor on the CPU, as it is stored. Raises `ModelLoadError`."""
 
     def release(self) -> None:
-        """Unmap what was read: until then the process holds the file's pages beside its weights.
+        """Unmap the pages read so far, which the process would hold beside its weights.
 
         A tensor that is still in use stays valid.
         """
 
 
 def observed(read: Read, on_read: OnRead) -> Read:
-    """Read tensors, and call ``on_read`` with each."""
+    """Return a reader that calls ``on_read`` with each tensor."""
     return lambda name: on_read(name, read(name))
 
 
@@ -51,7 +51,7 @@ def check_tensors(
     *,
     ignored: Collection[str] = (),
 ) -> None:
-    """Compare names and shapes with what a decoder needs. Raises `ModelLoadError`."""
+    """Compare names and shapes with a decoder's. Raises `ModelLoadError`."""
     shapes = checkpoint.shapes
     found = {name for name in shapes if name not in ignored and not is_derived(name)}
     refuse_names(checkpoint, "lacks", set(expected) - found)
@@ -62,7 +62,7 @@ def check_tensors(
 
 
 def refuse_names(checkpoint: Checkpoint, verb: str, names: Iterable[str]) -> None:
-    """Raise `ModelLoadError` if there are names."""
+    """Raise `ModelLoadError` if ``names`` is not empty."""
     found = sorted(names)
     if not found:
         return
@@ -72,7 +72,7 @@ def refuse_names(checkpoint: Checkpoint, verb: str, names: Iterable[str]) -> Non
 def mismatch(
     checkpoint: Checkpoint, name: str, stored: Sequence[int], expected: Sequence[int]
 ) -> ModelLoadError:
-    """The error to raise about a tensor of another shape than the config's."""
+    """Return the error for a tensor whose shape differs from the config's."""
     return ModelLoadError(
         f"{checkpoint.where}: {name} has shape {list(stored)}, but its config implies "
         f"{list(expected)}"
@@ -80,7 +80,5 @@ def mismatch(
 
 
 def is_derived(name: str) -> bool:
-    """Whether a tensor is of RoPE's frequencies, which old checkpoints store, and which follow from
-    the config.
-    """
+    """Whether a tensor holds RoPE frequencies, which old checkpoints store needlessly."""
     return name.endswith(".rotary_emb.inv_freq")

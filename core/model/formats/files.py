@@ -1,4 +1,4 @@
-"""Files of models: the GGUF file that a path names, and entries of tensors in files."""
+"""Files of models: the GGUF file at a path, and entries of tensors in files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from ...errors import ModelLoadError
 
 GGUF = ".gguf"
-_NAMES_SHOWN = 4  # in an error
+_NAMES_SHOWN = 4  # number of names that an error shows
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
@@ -19,21 +19,21 @@ class TensorEntry:
     """File, type and shape of a stored tensor."""
 
     file: Path
-    dtype: str  # as the header names it
+    dtype: str  # type name in the header
     shape: tuple[int, ...]
 
 
 def shown_names(names: Sequence[str]) -> str:
-    """Return the first of some names and how many more there are, for an error."""
+    """Return the first names and the number of the others, for an error."""
     shown = ", ".join(names[:_NAMES_SHOWN])
     return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
 
 
 def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that a path names, or None where it names something else.
+    """Return the GGUF file at a path; None for another kind of model.
 
-    Of a split file that is its first part. Raises `ModelLoadError` for a folder with several other
-    ones and no config.json.
+    For a split file this is its first part. Raises `ModelLoadError` for a folder with several GGUF
+    files and no config.json.
     """
     if path.suffix.lower() == GGUF:
         first = gguf_parts(path)[0]
@@ -48,9 +48,9 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def gguf_parts(file: Path) -> list[Path]:
-    """Return all parts of a split GGUF file by the name of one of them; else the file alone.
+    """Return all parts of a split GGUF file, given one of them; for a whole file, the file alone.
 
-    Files that are missing are named as well.
+    Missing parts are included.
     """
     found = _PART.fullmatch(file.name)
     if found is None:
@@ -61,6 +61,6 @@ def gguf_parts(file: Path) -> list[Path]:
 
 
 def gguf_name(file: Path) -> str:
-    """Return the name of a GGUF file without its ending, and without the number of a part."""
+    """Return the name of a GGUF file without its suffix and part number."""
     found = _PART.fullmatch(file.name)
     return file.stem if found is None else found[1]

@@ -1,8 +1,8 @@
 """GGUF: one file with metadata, tokenizer and tensors, most of them quantised in blocks.
 
-`GgufReader` parses the file, and the package ``gguf`` knows the quantised types; what is here maps
-a file to the fields of a config.json and to a `Checkpoint`. The tokenizer is not this module's:
-api/text builds it from the same file.
+`GgufReader` parses the file, and the package ``gguf`` knows the quantised types. This module maps a
+file to the fields of a config.json and to a `Checkpoint`. api/text builds the tokenizer from the
+same file.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from .gguf_reader import GgufTensor, unsupported_type
 _MISFITS = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""Errors by which values that contradict each other show."""
-_ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling, by frequency
+"""Errors that contradictory metadata cause."""
+_ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling of each frequency
 _NOT_WEIGHTS = (_ROPE_DIVISORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _PLAIN = {GgmlType.F32: "float32", GgmlType.F16: "float16", GgmlType.BF16: "bfloat16"}
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias|scale))?")
-# Parameters whose names have no ending, in transformers or in files.
+# Names of parameters that have no ending, in transformers or in files.
 _BARE = (
     "self_attn.sinks", "e_score_correction_bias", "layer_scalar", "router.scale",
     "per_expert_scale", "A_log", "dt_bias", "mamba.D", "expert_bias", "pre_ff_layernorm.weight",
 )  # fmt: skip
-_ROW = "moe_statics.e_score_correction_bias"  # a matrix of one row in transformers
+_ROW = "moe_statics.e_score_correction_bias"  # transformers has a matrix of one row
 _CONV = (
     "conv1d.weight",
     "conv.conv.weight",
-)  # has a dimension of one channel a group in transformers
+)  # transformers has a dimension of one channel per group
 _LOG = ("linear_attn.A_log", "mamba.A_log")
-_FLAT = ("mamba.A_log", "mamba.D", "mamba.norm.weight")  # are matrices in the files
-_GATED_NORM = "linear_attn.norm.weight"  # is stored as it is, whatever the others are
+_FLAT = ("mamba.A_log", "mamba.D", "mamba.norm.weight")  # The files have matrices.
+_GATED_NORM = "linear_attn.norm.weight"  # This norm has no offset, unlike the others.
 
 
 class _StoredTensor(NamedTuple):
-    """A tensor by the name of transformers: its shape, and how it is read."""
+    """A tensor by transformers' name: its shape, its reader, and its names in the file."""
 
     shape: tuple[int, ...]
     read: Callable[[], StoredWeight]
@@ -62,11 +62,11 @@ class _StoredTensor(NamedTuple):
 
 
 class GgufFile:
-    """A GGUF file as what it was made from: the fields of a config.json in ``values``, and the
-    tensors of a `Checkpoint`, which are memory-mapped until they are read.
+    """A GGUF file as the checkpoint from which it was made.
 
-    Any part of a split file stands for all of them. Raises `ModelLoadError` for a file that is
-    damaged, no model, or of an architecture or a quantisation that is not supported.
+    ``values`` are the fields of a config.json. Tensors are memory-mapped until they are read. Any
+    part of a split file represents all of them. Raises `ModelLoadError` for a file that is damaged,
+    not a model, or of an unsupported architecture or quantisation.
     """
 
     def __init__(self, file: Path) -> None:
@@ -85,7 +85,7 @@ class GgufFile:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor in the file; unknown tensors keep their name in the file."""
+        """Shape of every tensor in the file; unknown tensors keep their stored name."""
         known = {name: source.shape for name, source in self._sources.items()}
         used = {own for source in self._sources.values() for own in source.own_names}
         return known | {
@@ -96,33 +96,33 @@ class GgufFile:
 
     @property
     def _has_further_layers(self) -> bool:
-        """Whether layers behind the last, which predict further tokens, are known by name."""
+        """Whether the architecture's names include MTP layers, which follow the last layer."""
         return NEXTN_NAMES.items() <= self._architecture.names.items()
 
     def _is_further(self, name: str) -> bool:
-        """Whether a tensor is of a layer behind the last, which predicts further tokens."""
+        """Whether a tensor belongs to an MTP layer, which follows the last layer."""
         layer = _LAYER.match(name)
         return layer is not None and int(layer[1]) >= self.values["num_hidden_layers"]
 
     @property
     def stored_dtype(self) -> str:
-        """Type of the first layer's MLP output matrix; bfloat16 where it is quantised."""
+        """Type of the first layer's MLP output matrix; bfloat16 if it is quantised."""
         names = ("blk.0.ffn_down.weight", "blk.0.ffn_down_exps.weight", "blk.0.ssm_out.weight")
         tensor = next((self._tensors[name] for name in names if name in self._tensors), None)
         return "bfloat16" if tensor is None else _PLAIN.get(tensor.tensor_type, "bfloat16")
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """Divisors of RoPE's frequencies; empty where the file has none.
+        """Divisors of RoPE's frequencies; empty if the file has none.
 
-        Also where they only mark dimensions that do not turn.
+        They are also empty if they only mark dimensions without rotation.
         """
         is_proportional = "full_attention" in self.values["rope_parameters"]
         return () if is_proportional else tuple(self._meta.tensor(_ROPE_DIVISORS))
 
     @property
     def has_tiled_heads(self) -> bool:
-        """Whether value heads that read one key head do not lie side by side."""
+        """Whether value head j reads key head ``j % num_key_heads``."""
         return self._architecture.has_tiled_heads
 
     @property
@@ -136,18 +136,18 @@ class GgufFile:
         return found
 
     def read(self, name: str) -> StoredWeight:
-        """One tensor as it is stored; of a quantised type that no kernel takes, as float32."""
+        """Return a tensor as it is stored, or as float32 if no kernel supports its type."""
         return self._sources[name].read()
 
     def release(self) -> None:
-        """Unmap the pages that were read; they are mapped again where a tensor is still in use."""
+        """Unmap the pages read so far; tensors in use map them again."""
         for part in self._parts:
             part.release()
 
     # -- config ---------------------------------------------------------------------------------
 
     def _refuse_types(self) -> None:
-        """Raise `ModelLoadError` for tensors of a type whose numbers cannot be read."""
+        """Raise `ModelLoadError` for tensors of an unreadable type."""
         kinds = {tensor.tensor_type for tensor in self._tensors.values()}
         for kind in kinds:
             if not _is_readable(kind):
@@ -272,9 +272,9 @@ class GgufFile:
         return MODEL_NAMES | more
 
     def _plain(self, name: str, tensor: GgufTensor) -> _StoredTensor:
-        """Return a tensor of the file as the one that transformers calls ``name``."""
+        """Return a tensor of the file, described as transformers' tensor ``name``."""
         shape = _shape(tensor)
-        if name.endswith(_ROW):  # converters write the row alone, or the matrix
+        if name.endswith(_ROW):  # Converters write only the row, or the matrix.
             shape = (1, math.prod(shape))
         elif name.endswith(_FLAT):
             shape = (math.prod(shape),)
@@ -292,7 +292,10 @@ class GgufFile:
         return _StoredTensor(shape, read, (tensor.name,))
 
     def _order_of(self, name: str) -> Tensor | None:
-        """The rows of queries and keys where they lie in turned pairs there, here in halves."""
+        """Return the order of query or key rows, which files store as pairs for RoPE; else None.
+
+        transformers stores them as halves.
+        """
         fields = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         field = fields.get(name.split(".")[-2])
         if not self._architecture.is_turned or field is None:
@@ -302,7 +305,7 @@ class GgufFile:
         return pairs.transpose(1, 2).reshape(-1)
 
     def _experts(self, name: str, tensor: GgufTensor) -> dict[str, _StoredTensor]:
-        """One by one what the file stacks."""
+        """Return each expert of a stacked tensor."""
 
         def read_one(index: int) -> Callable[[], StoredWeight]:
             return lambda: _value(tensor.data[index], tensor)
@@ -314,7 +317,10 @@ class GgufFile:
         }
 
     def _gpt_oss_experts(self, layer: int) -> dict[str, _StoredTensor]:
-        """Gate and up row by row in one, matrices turned; as transformers has them."""
+        """Return gpt-oss's experts as transformers stacks them.
+
+        Rows of gate and up alternate, and matrices are transposed.
+        """
         found = {}
         for ending in ("weight", "bias"):
             owns = [f"blk.{layer}.ffn_{part}_exps.{ending}" for part in ("gate", "up", "down")]
@@ -329,7 +335,7 @@ class GgufFile:
         return found
 
     def _granite_experts(self, layer: int) -> dict[str, _StoredTensor]:
-        """Rows of the gate, then those of the factor."""
+        """Return Granite's experts: the gate's rows, then the rows of up, in one tensor."""
         owns = [f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up", "down")]
         if not all(own in self._tensors for own in owns):
             return {}
@@ -357,14 +363,14 @@ class GgufFile:
             values = [_value(each.data[index], each) for each in tensors]
             joined = stack([each for each in values if isinstance(each, QuantizedWeight)])
             rows = torch.arange(joined.shape[0]).view(len(parts), -1)
-            return joined.rows(rows.T.flatten())  # alternating
+            return joined.rows(rows.T.flatten())  # gate and up alternate
 
         def read() -> StoredWeight:
             kinds = {each.tensor_type for each in tensors}
             if kinds <= set(BLOCK_TYPES) and len(kinds) == 1:
                 return QuantizedStack(len(tensors[0].data), one)
             values = [_wide(_value(each.data, each)) for each in tensors]
-            rows = torch.stack(values, dim=2).flatten(1, 2)  # alternating
+            rows = torch.stack(values, dim=2).flatten(1, 2)  # gate and up alternate
             return rows.transpose(1, 2).contiguous() if rows.dim() == 3 else rows
 
         return read
@@ -385,10 +391,10 @@ def _read_plain(
     offset: float,
     is_log: bool,
 ) -> StoredWeight:
-    """Read a tensor, and undo what the converter did to the one of transformers.
+    """Read a tensor and undo the changes of llama.cpp's converter.
 
-    ``row_order``: where each row of the result is in the file; None: at the same place. ``offset``:
-    what the converter added to each value. ``is_log``: the file has -exp(value). Weights in blocks
+    ``row_order``: stored index of each row of the result; None: the same. ``offset``: number that
+    the converter added to each value. ``is_log``: the file stores -exp(value). Weights in blocks
     stay quantised, and have neither an offset nor a log.
     """
     if len(shape) == 3 and tensor.tensor_type in BLOCK_TYPES:
@@ -405,14 +411,14 @@ def _read_plain(
 
 
 def _read_matrix(tensor: GgufTensor, index: int) -> QuantizedWeight:
-    """Read one matrix of a stack whose type keeps its blocks."""
+    """Read one matrix of a stack that keeps its blocks."""
     value = _value(tensor.data[index], tensor)
     assert isinstance(value, QuantizedWeight)
     return value
 
 
 def _first(counts: list[int]) -> int:
-    """The count of the first layer that has any; 0: none has."""
+    """Return the first nonzero count of a layer; 0 if all are 0."""
     return next((count for count in counts if count), 0)
 
 
@@ -421,7 +427,7 @@ def _wide(value: Tensor | QuantizedWeight) -> Tensor:
 
 
 def _is_readable(kind: GgmlType) -> bool:
-    """Whether numbers of a type are kept, plain, or known to the package gguf."""
+    """Whether a type is kept in blocks, plain, or known to the package gguf."""
     if kind in BLOCK_TYPES or kind in _PLAIN:
         return True
     _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -433,7 +439,7 @@ def _is_readable(kind: GgmlType) -> bool:
 
 
 def _value(data: NDArray[Any], tensor: GgufTensor) -> Tensor | QuantizedWeight:
-    """``data``: the tensor's, or a part of its rows."""
+    """Return the values in ``data``, the tensor's data or some of its rows."""
     kind = tensor.tensor_type
     if kind in BLOCK_TYPES and data.ndim == 2:
         return BlockWeight(BLOCK_TYPES[kind], (data,))

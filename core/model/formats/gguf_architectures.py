@@ -1,6 +1,6 @@
-"""Architectures of GGUF files: how each becomes a model that transformers has.
+"""Architectures of GGUF files, and their mapping to models of transformers.
 
-Sources: llama.cpp's converters, whose names and reorderings are undone here.
+Source: llama.cpp's converters, whose names and reorderings are undone here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ def _nothing(meta: Metadata) -> dict[str, Any]:  # noqa: ARG001 - as the others
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """``fields``: of config.json, besides those that all have. ``names``: where a layer's tensors
-    have others than Llama's; those with ``{}`` are stacked experts.
+    """The mapping of one GGUF architecture.
 
-    ``turns_part``: RoPE may turn a part of each head. ``is_turned``: rows of queries and keys lie
-    in the pairs that RoPE turns, not in halves. ``norm_offset``: what the file's norms have more
-    than the model's. ``has_tiled_heads``: value head j reads key head ``j % num_key_heads``.
-    ``is_latent``: attention is over latents, and RoPE's dimensions are heads of their own.
+    ``fields``: returns the fields of config.json other than the common ones. ``names``: tensor
+    names of a layer that differ from Llama's; a name with ``{}`` is of stacked experts.
+    ``turns_part``: RoPE may rotate a part of each head. ``is_turned``: rows of queries and keys are
+    stored as RoPE's pairs, not as halves. ``norm_offset``: added to norms in the file.
+    ``has_tiled_heads``: value head j reads key head ``j % num_key_heads``. ``is_latent``: attention
+    is over latents, and RoPE's dimensions are separate.
     """
 
     model_type: str
@@ -42,7 +43,7 @@ class Architecture:
     is_latent: bool = False
     experts: Literal["none", "each", "gpt_oss", "granite"] = "none"
     final_norm: str = "model.norm"
-    own_final_norm: str = "output_norm"  # its name in the file
+    own_final_norm: str = "output_norm"  # stored name
 
 
 _LLAMA = Architecture(model_type="llama", is_turned=True)
@@ -247,7 +248,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-# Of files of these architectures; Mistral's say that they are Llama's.
+# These types can be in GGUF files; Mistral's files declare Llama's architecture.
 GGUF_TYPES = frozenset(each.model_type for each in ARCHITECTURES.values()) | {
     "deepseek_v2",
     "glm4_moe_lite",
@@ -256,7 +257,7 @@ GGUF_TYPES = frozenset(each.model_type for each in ARCHITECTURES.values()) | {
     "olmo3",
     "youtu",
 }
-# The text model of a multimodal file; other names of what is Llama's.
+# Multimodal files declare their text model so; others are new names of Llama's architecture.
 ALIASES = {
     "qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe", "internlm2": "llama",
     "xverse": "llama",
@@ -264,7 +265,7 @@ ALIASES = {
 _STATE = "the names of its recurrent layers' tensors in GGUF files are not known"
 _ALIBI = "its scores are biased by distance (ALiBi)"
 _NO_DECODER = "it does not predict text token by token"
-# Architectures that are refused, whatever names their tensors have.
+# These architectures are refused even if the names of their tensors are known.
 REFUSED = dict.fromkeys(
     (
         "arwkv7", "jamba", "kimi-linear", "mamba", "mamba2", "plamo2", "plamo3",
@@ -283,7 +284,7 @@ REFUSED |= {"bloom": _ALIBI, "mpt": _ALIBI, "glm-dsa": "an indexer chooses the k
 
 
 def architecture_of(name: str, meta: Metadata) -> Architecture | None:
-    """Look up an architecture; None for one that is not known."""
+    """Return an architecture by name; None if it is unknown."""
     if name == "llama" and meta.optional("expert_count", 0):
         return _MIXTRAL
     return ARCHITECTURES.get(ALIASES.get(name, name))

@@ -1,4 +1,4 @@
-"""Fields of a config.json that a GGUF file has by other names: models with one MLP a layer."""
+"""Config fields from GGUF metadata, for models with one MLP per layer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 from .gguf_metadata import Metadata
 
-_AT_REST = 1e20  # a divisor of at least so much stops what it divides
+_AT_REST = 1e20  # A divisor of at least this size stops the rotation.
 
 
 def layer_kinds(num_layers: int, is_sliding: Callable[[int], bool]) -> list[str]:
-    """Kinds of layers: windows where ``is_sliding`` says so."""
+    """Return the kinds of layers, with windows according to ``is_sliding``."""
     names = ("full_attention", "sliding_attention")
     return [names[is_sliding(layer)] for layer in range(num_layers)]
 
 
 def _every(meta: Metadata, period: int) -> dict[str, Any]:
-    """Windows in all layers but every ``period``-th."""
+    """Return fields for windows in all layers but every ``period``-th."""
     types = layer_kinds(meta.number("block_count"), lambda layer: (layer + 1) % period != 0)
     return {"sliding_window": meta.number("attention.sliding_window"), "layer_types": types}
 
 
 def _pattern(meta: Metadata, model_type: str) -> dict[str, Any]:
-    """Windows as the file lists them."""
+    """Return fields for windows as the file lists them."""
     flags = meta.flags("attention.sliding_window_pattern")
     if not flags:
         return {"sliding_window": None}
@@ -33,7 +33,7 @@ def _pattern(meta: Metadata, model_type: str) -> dict[str, Any]:
 
 
 def phi3(meta: Metadata) -> dict[str, Any]:
-    """Fields of Phi-3, with the factors of LongRoPE where the file has them."""
+    """Return the fields of Phi-3, with the factors of LongRoPE if the file has them."""
     found: dict[str, Any] = {"sliding_window": meta.optional("attention.sliding_window", 0) or None}
     long, short = meta.tensor("rope_factors_long.weight"), meta.tensor("rope_factors_short.weight")
     original = meta.optional("rope.scaling.original_context_length", meta.number("context_length"))
@@ -49,7 +49,7 @@ def phi3(meta: Metadata) -> dict[str, Any]:
 
 
 def granite(meta: Metadata) -> dict[str, Any]:
-    """Granite's four multipliers."""
+    """Return Granite's four multipliers."""
     return {
         "attention_multiplier": meta.optional("attention.scale", 1.0),
         "embedding_multiplier": meta.optional("embedding_scale", 1.0),
@@ -59,14 +59,14 @@ def granite(meta: Metadata) -> dict[str, Any]:
 
 
 def gelu(meta: Metadata) -> dict[str, Any]:  # noqa: ARG001 - as the others
-    """The activation of Gemma, StarCoder and others; some families name it so, some otherwise."""
+    """Return the tanh GELU under both field names that families use."""
     return {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def _query_scalar(meta: Metadata, large: int) -> int:
-    """The number whose root divides the scores; a family's largest model has another one.
+    """Return the number whose root divides the scores; the largest model has another one.
 
-    ``large``: number of layers of that model.
+    ``large``: number of layers of the largest model.
     """
     if meta.number("block_count") == large:
         return int(meta.number("embedding_length") // meta.number("attention.head_count"))
@@ -74,7 +74,7 @@ def _query_scalar(meta: Metadata, large: int) -> int:
 
 
 def gemma2(meta: Metadata) -> dict[str, Any]:
-    """Fields of Gemma 2: windows in every second layer, caps on scores and logits."""
+    """Return the fields of Gemma 2: windows in every second layer, caps on scores and logits."""
     return {
         **gelu(meta),
         **_every(meta, 2),
@@ -85,7 +85,7 @@ def gemma2(meta: Metadata) -> dict[str, Any]:
 
 
 def gemma3(meta: Metadata) -> dict[str, Any]:
-    """Fields of Gemma 3: windows in five of six layers, RoPE of two kinds."""
+    """Return the fields of Gemma 3: windows in five of six layers, two kinds of RoPE."""
     full = {"rope_type": "default", "rope_theta": meta.optional("rope.freq_base", 1e6)}
     if meta.optional("rope.scaling.type", "none") == "linear":
         full |= {"rope_type": "linear", "factor": meta.number("rope.scaling.factor")}
@@ -100,7 +100,10 @@ def gemma3(meta: Metadata) -> dict[str, Any]:
 
 
 def gemma4(meta: Metadata) -> dict[str, Any]:
-    """Heads by layer; RoPE's divisors are 1, or so large that what they divide is at rest."""
+    """Return the fields of Gemma 4, with heads by layer.
+
+    RoPE's divisors are 1, or so large that a dimension does not rotate.
+    """
     flags = meta.flags("attention.sliding_window_pattern")
     heads, widths = meta.by_layer("attention.head_count_kv"), meta.by_layer("feed_forward_length")
     heads = heads if len(heads) > 1 else heads * len(flags)
@@ -144,39 +147,39 @@ def gemma4(meta: Metadata) -> dict[str, Any]:
 
 
 def olmo2(meta: Metadata) -> dict[str, Any]:
-    """Fields of OLMo 2, or of OLMo 3 where the file has windows."""
+    """Return the fields of OLMo 2, or of OLMo 3 if the file has windows."""
     return _pattern(meta, "olmo3")
 
 
 def exaone4(meta: Metadata) -> dict[str, Any]:
-    """Fields of EXAONE 4, whose windows the file lists."""
+    """Return the fields of EXAONE 4, whose windows the file lists."""
     return _pattern(meta, "exaone4")
 
 
 def cohere(meta: Metadata) -> dict[str, Any]:
-    """Fields of Command R."""
+    """Return the fields of Command R."""
     eps = meta.number("attention.layer_norm_epsilon")
     return {"layer_norm_eps": eps, "logit_scale": meta.number("logit_scale")}
 
 
 def cohere2(meta: Metadata) -> dict[str, Any]:
-    """Fields of Command R7B: windows in three of four layers."""
+    """Return the fields of Command R7B: windows in three of four layers."""
     return cohere(meta) | _every(meta, 4)
 
 
 def starcoder2(meta: Metadata) -> dict[str, Any]:
-    """Fields of StarCoder 2, without its window, which files do not have."""
+    """Return the fields of StarCoder 2, without its window, which files lack."""
     eps = meta.number("attention.layer_norm_epsilon")
     return {"norm_epsilon": eps, "use_bias": True, "sliding_window": None, **gelu(meta)}
 
 
 def olmo(meta: Metadata) -> dict[str, Any]:
-    """The bound on queries, keys and values, if there is one."""
+    """Return OLMo's bound on queries, keys and values, if there is one."""
     return {"clip_qkv": meta.optional("attention.clamp_kqv", None)}
 
 
 def mistral3(meta: Metadata) -> dict[str, Any]:
-    """Ministral 3, whose queries grow with the position; without that, Mistral's earlier models."""
+    """Return the fields of Ministral 3, whose queries grow by position, or of earlier Mistrals."""
     beta = meta.optional("attention.temperature_scale", 0.0)
     log_multiplier = meta.optional("rope.scaling.yarn_log_multiplier", 0.0)
     rope = {"llama_4_scaling_beta": beta} if beta else {}
@@ -190,12 +193,12 @@ def mistral3(meta: Metadata) -> dict[str, Any]:
 
 
 def nemotron(meta: Metadata) -> dict[str, Any]:
-    """Fields of Nemotron."""
+    """Return the fields of Nemotron."""
     return {"hidden_act": "relu2", "norm_eps": meta.number("attention.layer_norm_epsilon")}
 
 
 def arcee(meta: Metadata) -> dict[str, Any]:  # noqa: ARG001 - as the others
-    """The activation of AFM."""
+    """Return the activation of AFM."""
     return {"hidden_act": "relu2"}
 
 
@@ -204,11 +207,11 @@ def _layer_norm(meta: Metadata) -> dict[str, Any]:
 
 
 def stablelm(meta: Metadata) -> dict[str, Any]:
-    """Fields of StableLM."""
+    """Return the fields of StableLM."""
     is_parallel = bool(meta.optional("use_parallel_residual", False))
     return _layer_norm(meta) | {"use_parallel_residual": is_parallel}
 
 
 def phi2(meta: Metadata) -> dict[str, Any]:
-    """Fields of Phi-2."""
+    """Return the fields of Phi-2."""
     return _layer_norm(meta) | {"hidden_act": "gelu_new"}

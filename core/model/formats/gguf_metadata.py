@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file: keys and values, of which a part is named by the architecture."""
+"""Metadata of a GGUF file: keys and values, some of which the architecture names."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _OTHERS = {
     "imatrix": "an importance matrix, not a model",
     "vocab": "a vocabulary, not a model",
 }
-"""GGUF files that are no models, by their general.type."""
+"""Descriptions of GGUF files that are not models, by general.type."""
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def open_parts(file: Path) -> list[GgufReader]:
     """Open the GGUF file of a model, or all parts of a split one; the first has the metadata.
 
-    Raises `ModelLoadError` for a file that is no model, and for parts that are missing or do not
+    Raises `ModelLoadError` for a file that is not a model, and for parts that are missing or do not
     belong together.
     """
     reader = open_gguf(file)
     kind = reader.get("general.type") or "model"
-    if kind == "model" and reader.get("general.architecture") == "clip":  # of older converters
+    # Older converters name only the architecture.
+    if kind == "model" and reader.get("general.architecture") == "clip":
         kind = "mmproj"
     if kind != "model":
         what = _OTHERS.get(kind, f"no model: its general.type is {kind!r}")
@@ -57,52 +58,53 @@ def _split_parts(file: Path, count: int) -> list[GgufReader]:
 
 
 def read_text(file: Path, name: str) -> str:
-    """Return a text of the metadata, "" where the file has none. Raises `ModelLoadError`."""
+    """Return a string of the metadata, "" if the file has none. Raises `ModelLoadError`."""
     found = open_gguf(file).get(name)
     return found if isinstance(found, str) else ""
 
 
 def read_values(file: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Return values of the metadata by name, of those that the file has; of an array that is not
-    read the number of its items. Raises `ModelLoadError`.
+    """Return the present values of the metadata by name. Raises `ModelLoadError`.
+
+    A skipped array has the value None.
     """
     reader = open_gguf(file)
     return {name: reader.get(name) for name in names if name in reader.values}
 
 
 def read_head(file: Path) -> bytes:
-    """Return the bytes before the tensors: metadata, names and places. Raises `ModelLoadError`."""
+    """Return the bytes before the tensors: metadata, names and offsets. Raises `ModelLoadError`."""
     return open_gguf(file).head
 
 
 class Metadata:
-    """Fields by name without the architecture's prefix, every surprise a `ModelLoadError`."""
+    """Fields by name without the architecture's prefix; bad values raise `ModelLoadError`."""
 
     def __init__(self, reader: GgufReader) -> None:
         self._reader = reader
         self.architecture: str = self._get("general.architecture", str)
 
     def error(self, problem: str) -> ModelLoadError:
-        """Return the error of a file that has a problem."""
+        """Return the error for a problem of the file."""
         return ModelLoadError(f"{self._reader.file}: {problem}")
 
-    def number(self, name: str) -> Any:  # noqa: ANN401 - an int or a float, as the file has it
+    def number(self, name: str) -> Any:  # noqa: ANN401 - an int or a float, like the stored value
         """Return a required number."""
         return self._get(f"{self.architecture}.{name}", (int, float))
 
     def optional(self, name: str, default: Any) -> Any:  # noqa: ANN401
-        """Return a value of the type of the default, or a number for None; else the default."""
+        """Return a value of the default's type, a number if that is None; else the default."""
         name = f"{self.architecture}.{name}"
         kinds = str if isinstance(default, str) else (int, float)
         return self._get(name, kinds) if name in self._reader.values else default
 
     def flags(self, name: str) -> list[bool]:
-        """Return an array of flags; empty where the file has none."""
+        """Return an array of flags; empty if the file has none."""
         found = self._reader.get(f"{self.architecture}.{name}")
         return [bool(each) for each in found] if isinstance(found, list) else []
 
     def by_layer(self, name: str) -> list[int]:
-        """Return numbers of the layers, or one for all of them; a 0 where the file has none."""
+        """Return one number per layer, or one for all layers; [0] if the file has none."""
         found = self._reader.values.get(f"{self.architecture}.{name}")
         if not isinstance(found, (list, SkippedArray)):
             return [int(self.optional(name, 0))]
@@ -111,11 +113,11 @@ class Metadata:
         return [int(each) for each in found] or [0]
 
     def has_tensor(self, name: str) -> bool:
-        """Whether the file has a tensor of that name."""
+        """Whether the file has a tensor with this name."""
         return any(each.name == name for each in self._reader.tensors)
 
     def tensor(self, name: str) -> list[float]:
-        """Return the numbers of a small tensor; empty where the file has none."""
+        """Return the numbers of a small tensor; empty if the file has none."""
         found = next((each for each in self._reader.tensors if each.name == name), None)
         if found is None:
             return []

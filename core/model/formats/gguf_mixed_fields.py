@@ -1,4 +1,4 @@
-"""Fields of a config.json that a GGUF file has by other names: experts and recurrent layers."""
+"""Config fields from GGUF metadata, for models with experts and recurrent layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .gguf_metadata import Metadata
 
 
 def experts(meta: Metadata) -> dict[str, Any]:
-    """Numbers and width of experts, by the names of several families."""
+    """Return the numbers and the width of experts, under the names of several families."""
     width = meta.optional("expert_feed_forward_length", 0) or meta.number("feed_forward_length")
     return {
         "num_experts": meta.number("expert_count"),
@@ -20,18 +20,18 @@ def experts(meta: Metadata) -> dict[str, Any]:
 
 
 def qwen3_moe(meta: Metadata) -> dict[str, Any]:
-    """Fields of Qwen3 with experts."""
+    """Return the fields of Qwen3 with experts."""
     return experts(meta) | {"norm_topk_prob": True}
 
 
 def qwen2_moe(meta: Metadata) -> dict[str, Any]:
-    """Fields of Qwen2 with experts, which has a shared one."""
+    """Return the fields of Qwen2 with experts, one of them shared."""
     shared = meta.number("expert_shared_feed_forward_length")
     return experts(meta) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
 
 
 def hybrid(meta: Metadata) -> dict[str, Any]:
-    """Fields of layers with a gated delta rule, as Qwen3.5 has them."""
+    """Return the fields of layers with a gated delta rule, as in Qwen3.5."""
     heads = meta.number("ssm.time_step_rank")
     return {
         "linear_conv_kernel_dim": meta.number("ssm.conv_kernel"),
@@ -44,12 +44,12 @@ def hybrid(meta: Metadata) -> dict[str, Any]:
 
 
 def hybrid_moe(meta: Metadata) -> dict[str, Any]:
-    """Fields of layers with a gated delta rule, and experts."""
+    """Return the fields of layers with a gated delta rule and experts."""
     return hybrid(meta) | qwen2_moe(meta) | {"norm_topk_prob": True}
 
 
 def _mamba(meta: Metadata) -> dict[str, Any]:
-    """Mamba-2 by the names of Bamba's fields, and the kinds of layers by their tensors."""
+    """Return Mamba-2's fields under Bamba's names, and layer kinds according to the tensors."""
     inner, heads = meta.number("ssm.inner_size"), meta.number("ssm.time_step_rank")
     layers = range(meta.number("block_count"))
     return {
@@ -77,7 +77,7 @@ def _kind_of(meta: Metadata, layer: int) -> str:
 
 
 def granite_hybrid(meta: Metadata) -> dict[str, Any]:
-    """Fields of Granite 4, with Mamba-2 and perhaps experts."""
+    """Return the fields of Granite 4, with Mamba-2 and optional experts."""
     count = meta.optional("expert_count", 0)
     shared = meta.optional("expert_shared_feed_forward_length", 0)
     found: dict[str, Any] = {**_mamba(meta), **granite(meta), "num_local_experts": count}
@@ -85,16 +85,16 @@ def granite_hybrid(meta: Metadata) -> dict[str, Any]:
     found["shared_intermediate_size"] = shared or meta.number("feed_forward_length")
     if count:
         found["num_experts_per_tok"] = meta.number("expert_used_count")
-    if meta.optional("rope.scaling.finetuned", True):  # the converter's flag for RoPE
+    if meta.optional("rope.scaling.finetuned", True):  # The converter sets this flag for RoPE.
         found["position_embedding_type"] = "rope"
     return found
 
 
 def falcon_h1(meta: Metadata) -> dict[str, Any]:
-    """Fields of Falcon-H1: attention and Mamba-2 in each layer; its factors are in the weights.
+    """Return the fields of Falcon-H1: attention and Mamba-2 in each layer, factors in weights.
 
-    Raises `ModelLoadError` without a matrix of logits: the embedding in the file has its own
-    factor, and that of logits is nowhere.
+    Raises `ModelLoadError` without an output matrix: the stored embedding includes its own factor,
+    and the factor of the logits is not stored.
     """
     if not meta.has_tensor("output.weight"):
         raise meta.error("without output.weight (tied embeddings), the scale of logits is unknown")
@@ -108,7 +108,7 @@ def falcon_h1(meta: Metadata) -> dict[str, Any]:
 
 
 def nemotron_h(meta: Metadata) -> dict[str, Any]:
-    """Fields of Nemotron-H, whose layers have one part each."""
+    """Return the fields of Nemotron-H, whose layers have one part each."""
     mamba = _mamba(meta)
     return {
         "layers_block_type": mamba["layer_types"],
@@ -124,7 +124,7 @@ def nemotron_h(meta: Metadata) -> dict[str, Any]:
 
 
 def nemotron_h_moe(meta: Metadata) -> dict[str, Any]:
-    """Fields of Nemotron-H with experts."""
+    """Return the fields of Nemotron-H with experts."""
     shared = meta.number("expert_shared_feed_forward_length")
     if meta.optional("moe_latent_size", 0):
         return nemotron_h(meta) | {"moe_latent_size": meta.number("moe_latent_size")}
@@ -140,7 +140,10 @@ def nemotron_h_moe(meta: Metadata) -> dict[str, Any]:
 
 
 def lfm2(meta: Metadata) -> dict[str, Any]:
-    """Layers without heads of keys are convolutions; the width of the MLP is its own already."""
+    """Return the fields of LFM2, where layers without KV heads are convolutions.
+
+    The stored MLP width needs no adjustment.
+    """
     heads = meta.by_layer("attention.head_count_kv")
     attention = "full_attention"
     if meta.optional("attention.sliding_window", 0):
@@ -157,7 +160,7 @@ def lfm2(meta: Metadata) -> dict[str, Any]:
 
 
 def lfm2_moe(meta: Metadata) -> dict[str, Any]:
-    """Fields of LFM2 with experts."""
+    """Return the fields of LFM2 with experts."""
     return {
         **lfm2(meta),
         **experts(meta),
@@ -168,7 +171,7 @@ def lfm2_moe(meta: Metadata) -> dict[str, Any]:
 
 
 def gpt_oss(meta: Metadata) -> dict[str, Any]:
-    """Fields of gpt-oss: windows in every second layer, YaRN."""
+    """Return the fields of gpt-oss: windows in every second layer, YaRN."""
     width = meta.optional("expert_feed_forward_length", 0) or meta.number("feed_forward_length")
     rope = {
         "rope_type": "yarn",
@@ -192,14 +195,14 @@ def gpt_oss(meta: Metadata) -> dict[str, Any]:
 
 
 def hunyuan_moe(meta: Metadata) -> dict[str, Any]:
-    """Fields of Hunyuan with experts."""
+    """Return the fields of Hunyuan with experts."""
     found = experts(meta)
     found |= {"moe_topk": found["num_experts_per_tok"]}
     return found | {"intermediate_size": found["moe_intermediate_size"]}
 
 
 def like_deepseek(meta: Metadata) -> dict[str, Any]:
-    """Fields of experts in groups, with shared ones and dense layers before them."""
+    """Return the fields of grouped experts, with shared ones and leading dense layers."""
     return experts(meta) | {
         "n_routed_experts": meta.number("expert_count"),
         "n_shared_experts": meta.optional("expert_shared_count", 0),
@@ -211,13 +214,13 @@ def like_deepseek(meta: Metadata) -> dict[str, Any]:
     }
 
 
-_SIGMOID = 2  # of the kinds of gating
+_SIGMOID = 2  # number of sigmoid gating in GGUF
 
 
 def deepseek2(meta: Metadata) -> dict[str, Any]:
-    """DeepSeek V3 and what is like it where scores are sigmoids, else V2; Youtu without experts.
+    """Return the fields of DeepSeek V3, of V2 if scores are no sigmoids, of Youtu without experts.
 
-    Files of before latents were kept have the lengths of heads that are made of them.
+    Older files, which do not store latents, have the lengths of the expanded heads.
     """
     turned, stretch = meta.number("rope.dimension_count"), "rope.scaling.yarn_log_multiplier"
     key, value = (
@@ -231,7 +234,7 @@ def deepseek2(meta: Metadata) -> dict[str, Any]:
         "qk_nope_head_dim": key - turned,
         "v_head_dim": value,
     }
-    if log_multiplier := meta.optional(stretch, 0.0):  # a tenth of what the model has
+    if log_multiplier := meta.optional(stretch, 0.0):  # a tenth of the model's value
         mscale = 10 * log_multiplier
         found["rope_parameters"] = {"mscale": mscale, "mscale_all_dim": mscale}
     if not meta.optional("expert_count", 0):
@@ -247,12 +250,12 @@ def deepseek2(meta: Metadata) -> dict[str, Any]:
 
 
 def dots1(meta: Metadata) -> dict[str, Any]:
-    """Fields of dots.llm1."""
+    """Return the fields of dots.llm1."""
     return like_deepseek(meta) | {"sliding_window": None}
 
 
 def minimax_m2(meta: Metadata) -> dict[str, Any]:
-    """Fields of MiniMax M2."""
+    """Return the fields of MiniMax M2."""
     width = meta.optional("expert_feed_forward_length", 0) or meta.number("feed_forward_length")
     return experts(meta) | {
         "intermediate_size": width,
@@ -262,19 +265,19 @@ def minimax_m2(meta: Metadata) -> dict[str, Any]:
 
 
 def olmoe(meta: Metadata) -> dict[str, Any]:
-    """Fields of OLMoE."""
+    """Return the fields of OLMoE."""
     found = experts(meta) | {"norm_topk_prob": False}
     found["intermediate_size"] = found["moe_intermediate_size"]
     return found | {"clip_qkv": meta.optional("attention.clamp_kqv", None)}
 
 
 def granite_moe(meta: Metadata) -> dict[str, Any]:
-    """Fields of Granite with experts."""
+    """Return the fields of Granite with experts."""
     return granite(meta) | experts(meta)
 
 
 def ernie_moe(meta: Metadata) -> dict[str, Any]:
-    """Fields of ERNIE 4.5 with experts."""
+    """Return the fields of ERNIE 4.5 with experts."""
     return {
         "moe_num_experts": meta.number("expert_count"),
         "moe_k": meta.number("expert_used_count"),

@@ -1,8 +1,8 @@
-"""Names of tensors in GGUF files, and those that transformers has for them."""
+"""Names of tensors in GGUF files, and transformers' names for them."""
 
 from __future__ import annotations
 
-# Of a layer of Llama; other families differ in some.
+# These are the names in a layer of Llama; other families differ in some.
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -27,8 +27,8 @@ MODEL_NAMES = {
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
-STACKED = ("experts.gate_up_proj", "experts.down_proj")  # in transformers, too
-# Of experts one by one, of which the file stacks all.
+STACKED = ("experts.gate_up_proj", "experts.down_proj")  # transformers stacks them, too
+# transformers has these experts one by one, and the file stacks them.
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -61,14 +61,14 @@ HUNYUAN = {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",
 }
-# Of a layer that predicts a further token, besides those that all layers have.
+# An MTP layer has these tensors besides the common ones.
 NEXTN_NAMES = {
     "nextn.eh_proj": "eh_proj",
     "nextn.enorm": "enorm",
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_norm": "shared_head.norm",
 }
-# Latent attention; files of before latents were kept have keys and values in one matrix.
+# Latent attention: files from before latents were cached have keys and values in one matrix.
 LATENT = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -123,7 +123,7 @@ SHARED_GRANITE = {
     "ffn_up_shexp": "mlp.up_proj",
     "ffn_down_shexp": "mlp.down_proj",
 }
-FALCON_H1 = MAMBA | {"ffn_norm": "pre_ff_layernorm.weight"}  # without an ending in files
+FALCON_H1 = MAMBA | {"ffn_norm": "pre_ff_layernorm.weight"}  # stored without an ending
 NEMOTRON_H = MAMBA | {"attn_norm": "norm"}
 HYBRID_EXPERTS = HYBRID | EXPERTS | SHARED_EXPERT
 GEMMA4 = BEFORE_AND_AFTER | {

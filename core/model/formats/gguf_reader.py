@@ -1,8 +1,8 @@
 """The head of a GGUF file: its metadata, and the names, types and offsets of its tensors.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Each count, length and place in
-the file is compared with the size of the file before it is used. So time and memory are bounded by
-that size, whatever a damaged or hostile file says.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Each count, length and offset is
+checked against the size of the file before it is used. So the size bounds time and memory, even for
+a damaged or hostile file.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from .files import shown_names
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _LFS = b"version https://git-lfs"
-_MOST_NUMBERS = 4096  # of an array that is read: as many as a model may have layers
+_MOST_NUMBERS = 4096  # longest array that is read: one number per layer of a model
 _MOST_DIMENSIONS = 4
 _MOST_NAME_BYTES = 1024
 _LEAST_FIELD = 8 + 4 + 1  # bytes: the length of a name, a type, a value
-_LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # the length of a name, their number, one dimension, type, place
+# bytes: name length, number of dimensions, one dimension, type, offset
+_LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
 _NUMBERS = {
     ValueType.UINT8: "B",
     ValueType.INT8: "b",
@@ -45,7 +46,7 @@ _NUMBERS = {
     ValueType.INT64: "q",
     ValueType.FLOAT64: "d",
 }
-_WHOLE: dict[GgmlType, type[np.generic]] = {  # types of one number each; others have blocks
+_WHOLE: dict[GgmlType, type[np.generic]] = {  # types without blocks
     GgmlType.F32: np.float32,
     GgmlType.F16: np.float16,
     GgmlType.F64: np.float64,
@@ -58,31 +59,31 @@ _REMOVED = {
     4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip
-"""Types that llama.cpp has dropped, by number."""
+"""Types that llama.cpp has removed, by number."""
 
 
 class _DamagedError(Exception):
-    """The bytes of a file contradict each other; the message says where."""
+    """The bytes of a file contradict each other; the message names the place."""
 
 
 class SkippedArray(NamedTuple):
-    """An array of texts or of many numbers, whose items are not read: a vocabulary, say."""
+    """An array of strings or of many numbers whose items are not read, such as a vocabulary."""
 
     num_items: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a GGUF file; ``shape`` as the file has it, the innermost dimension first."""
+    """A tensor of a GGUF file; ``shape`` has the innermost dimension first, like the file."""
 
     name: str
     tensor_type: GgmlType
     shape: tuple[int, ...]
-    stored: NDArray[np.uint8]  # its bytes, which are memory-mapped
+    stored: NDArray[np.uint8]  # memory-mapped bytes
 
     @property
     def data(self) -> NDArray[Any]:
-        """The numbers, or for types of blocks their bytes, the outermost dimension first."""
+        """The numbers, or the bytes of block types, the outermost dimension first."""
         shape = self.shape[::-1]
         if (kind := _WHOLE.get(self.tensor_type)) is not None:
             return self.stored.view(kind).reshape(shape)
@@ -90,18 +91,18 @@ class GgufTensor:
 
 
 class _TensorEntry(NamedTuple):
-    """A tensor before its bytes are looked for."""
+    """A tensor's header entry, before its bytes are located."""
 
     name: str
     kind: int
     shape: tuple[int, ...]
-    offset: int  # behind the head
+    offset: int  # bytes after the head
 
 
 class GgufReader:
-    """A memory-mapped GGUF file. Raises `ModelLoadError` for one that is damaged or no such file.
+    """A memory-mapped GGUF file. Raises `ModelLoadError` for a damaged or missing file.
 
-    ``values``: the metadata by name, texts as bytes. ``head``: the bytes before the tensors.
+    ``values``: the metadata by name, with strings as bytes. ``head``: the bytes before the tensors.
     """
 
     def __init__(self, file: Path) -> None:
@@ -122,7 +123,7 @@ class GgufReader:
             raise ModelLoadError(f"{file} cannot be read: {error.strerror or error}") from None
 
     def get(self, name: str) -> Any:  # noqa: ANN401 - whatever the file has
-        """A value of the metadata; None if there is none, or for a `SkippedArray`."""
+        """Return a value of the metadata; None if it is absent or a `SkippedArray`."""
         value = self.values.get(name)
         if isinstance(value, SkippedArray):
             return None
@@ -134,20 +135,20 @@ class GgufReader:
             raise ModelLoadError(f"{self.file} is damaged: {name} is not valid UTF-8") from None
 
     def release(self) -> None:
-        """Unmap the pages that were read; they are mapped again where a tensor is still in use."""
+        """Unmap the pages read so far; tensors in use map them again."""
         pages = getattr(self._data, "_mmap", None)
         if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
             pages.madvise(mmap.MADV_DONTNEED)
 
     def _alignment(self) -> int:
-        """Bytes at whose multiples tensors begin."""
+        """Return the alignment of tensors in bytes."""
         given = self.values.get("general.alignment", 32)
         if not isinstance(given, int) or given < 1 or given & (given - 1):
             raise _DamagedError(f"general.alignment must be a power of two, not {given!r}")
         return given
 
     def _find(self, entries: list[_TensorEntry], start: int) -> list[GgufTensor]:
-        """Cut the tensors out of the file. Raises `ModelLoadError` for unknown types."""
+        """Return the tensors of the file. Raises `ModelLoadError` for unknown types."""
         known = {int(kind) for kind in GgmlType}
         for kind in {entry.kind for entry in entries} - known:
             names = [entry.name for entry in entries if entry.kind == kind]
@@ -170,15 +171,15 @@ class GgufReader:
 
 
 def open_gguf(file: Path) -> GgufReader:
-    """Open a file, or take the reader of the last call if it was the same file, unchanged.
+    """Open a file, or return the last call's reader if the file is the same and unchanged.
 
-    To pass over a vocabulary takes a quarter of a second, and a load asks several times. Raises
+    Skipping a vocabulary takes 0.25 s, and loading a model opens its file several times. Raises
     `ModelLoadError`.
     """
     try:
         status = file.stat()
     except OSError:
-        return GgufReader(file)  # raises what it is
+        return GgufReader(file)  # The reader raises the right error.
     return _opened(file, status.st_mtime_ns, status.st_size)
 
 
@@ -188,7 +189,7 @@ def _opened(file: Path, mtime_ns: int, size: int) -> GgufReader:  # noqa: ARG001
 
 
 def unsupported_type(file: Path, kind: str, names: Iterable[str]) -> ModelLoadError:
-    """The error to raise about tensors of a type that is not supported."""
+    """Return the error for tensors of an unsupported type."""
     return ModelLoadError(
         f"{file}: the quantisation {kind} of {shown_names(list(names))} is not supported; take "
         "another file of the model"
@@ -196,18 +197,18 @@ def unsupported_type(file: Path, kind: str, names: Iterable[str]) -> ModelLoadEr
 
 
 class _Cursor:
-    """A cursor in the bytes of a file. Raises `_DamagedError` when a read passes their end."""
+    """A cursor in the bytes of a file. Raises `_DamagedError` if a read passes their end."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
 
     @property
     def left(self) -> int:
-        """Bytes from here to the end."""
+        """Bytes between the cursor and the end."""
         return len(self.data) - self.at
 
     def take(self, num_bytes: int, what: str) -> memoryview:
-        """Return the next bytes, and step behind them."""
+        """Return the next bytes and advance."""
         if num_bytes > self.left:
             raise _DamagedError(
                 f"{what} takes {num_bytes:,} bytes at byte {self.at:,}, but {self.left:,} are left"
@@ -216,27 +217,27 @@ class _Cursor:
         return self.data[begin : self.at]
 
     def numbers(self, form: str, what: str) -> tuple[Any, ...]:
-        """Read numbers of a form of `struct`."""
+        """Return numbers of a `struct` format."""
         whole = f"<{form}"
         return struct.unpack(whole, self.take(struct.calcsize(whole), what))
 
     def number(self, form: str, what: str) -> Any:  # noqa: ANN401 - as the form says
-        """Read one number."""
+        """Return one number of a `struct` format."""
         return self.numbers(form, what)[0]
 
     def count(self, what: str, least: int) -> int:
-        """Read a number of things that take at least so many bytes each."""
+        """Return a count of items that take at least ``least`` bytes each."""
         found: int = self.number("Q", f"the number of {what}")
         if found * least > self.left:
             raise _DamagedError(f"it names {found:,} {what}, but {self.left:,} bytes are left")
         return found
 
     def text(self, what: str) -> bytes:
-        """Read a length and as many bytes."""
+        """Return a string: a length, then its bytes."""
         return bytes(self.take(self.number("Q", f"the length of {what}"), what))
 
     def skip_texts(self, count: int, what: str) -> None:
-        """Step behind so many texts. A loop of its own: a vocabulary has 200,000."""
+        """Skip ``count`` strings, in a loop of its own: a vocabulary has 200,000."""
         data, at, end = self.data, self.at, len(self.data)
         for _ in range(count):
             at += 8 + int.from_bytes(data[at : at + 8], "little")
@@ -245,7 +246,7 @@ class _Cursor:
         self.at = at
 
     def name(self, what: str) -> str:
-        """Read a name, which errors may show."""
+        """Return a name that is safe to show in errors."""
         length: int = self.number("Q", f"the length of {what}")
         if length > _MOST_NAME_BYTES:
             raise _DamagedError(f"{what} has {length:,} bytes, more than {_MOST_NAME_BYTES}")
@@ -256,7 +257,7 @@ class _Cursor:
 
 
 def _mapped(file: Path) -> NDArray[np.uint8]:
-    """Map a file into memory. Raises `ModelLoadError` for one that is not there or empty."""
+    """Map a file into memory. Raises `ModelLoadError` if it is missing or empty."""
     if not file.exists():
         raise ModelLoadError(f"{file}: no such file")
     if not file.is_file():
@@ -267,7 +268,7 @@ def _mapped(file: Path) -> NDArray[np.uint8]:
 
 
 def _read_start(cursor: _Cursor) -> int:
-    """Read what begins a file; returns the number of its tensors."""
+    """Read the start of a file and return its number of tensors."""
     begin = bytes(cursor.data[: len(_LFS)])
     if begin == _LFS:
         raise _DamagedError("it is a pointer of Git LFS, in place of the file: fetch that")
@@ -316,7 +317,7 @@ def _read_array(cursor: _Cursor, name: str) -> list[Any] | SkippedArray:
 
 
 def _form(name: str, kind: int) -> str:
-    """The form of `struct` of a number's type."""
+    """Return the `struct` format of a number type."""
     if kind not in _NUMBERS:
         raise _DamagedError(f"{name} has the unknown type {kind}")
     return _NUMBERS[ValueType(kind)]

@@ -1,7 +1,7 @@
-"""Names of a text model's tensors in files that name them otherwise than transformers' text class.
+"""Names of a text model's tensors in files that differ from transformers' text class.
 
-Multimodal checkpoints hold other models beside it. Base models, as those of embeddings, are saved
-without an output matrix, and without the prefix that the class with one adds.
+Multimodal checkpoints hold other models beside it. Base models, such as embedding models, are saved
+without an output matrix and without the prefix that the class with one adds.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Callable, Collection, Iterable
 from ..description.tensors import EMBEDDING
 
 _TEXT = "model."
-# Prefixes of the text model in multimodal checkpoints; the first that any tensor has is taken.
+# Prefixes of the text model in multimodal checkpoints; the first one in use counts.
 _PREFIXES = (
     "model.language_model.",
     "model.text_model.",  # SmolVLM, Idefics 3
-    "thinker.model.",  # Omni models of Qwen's
+    "thinker.model.",  # Qwen's Omni models
     "language_model.model.",
     "language_model.",  # saved without an output matrix
     "model.",  # Qwen2-VL, Qwen2.5-VL and thinkers alone, beside `visual.`
 )
-_MTP = "mtp."  # a layer that predicts a further token, beside the text model (Qwen 3.5)
+_MTP = "mtp."  # MTP layer beside the text model (Qwen 3.5)
 _HEAD = "lm_head."
 _HEADS = (_HEAD, "language_model.lm_head.", "thinker.lm_head.")
 
 
 def text_names(names: Collection[str]) -> dict[str, str]:
-    """Names of a multimodal checkpoint's text model, as it alone has them, and as they are stored.
+    """Return the stored names of a multimodal checkpoint's text model, by its own names.
 
-    Other models' tensors are left out.
+    Tensors of other models are left out.
     """
     prefix = next((each for each in _PREFIXES if any(n.startswith(each) for n in names)), _TEXT)
     found: dict[str, str] = {}
@@ -44,7 +44,7 @@ def text_names(names: Collection[str]) -> dict[str, str]:
 
 
 def base_names(names: Collection[str]) -> dict[str, str]:
-    """Names of a text model's tensors, with a prefix where they have none, and as stored."""
+    """Return a text model's stored names, by their names with a prefix."""
     if EMBEDDING.removeprefix(_TEXT) not in names:
         return {name: name for name in names}
     return {name if name.startswith(_HEAD) else _TEXT + name: name for name in names}
@@ -55,10 +55,10 @@ def family_names(
     base: Callable[[Collection[str]], dict[str, str]],
     names: Collection[str],
 ) -> dict[str, str]:
-    """Names of the tensors of a family that has others than ``base`` gives, and as they are stored.
+    """Return stored names by transformers' names, for a family that ``base`` alone does not map.
 
-    ``pairs``: of parts of a name, in the order in which they are replaced. What predicts further
-    tokens beside the model is left out.
+    ``pairs``: parts of a name and their replacements, in order. MTP layers beside the model are
+    left out.
     """
     found: dict[str, str] = {}
     for name, stored in base(names).items():
@@ -70,6 +70,6 @@ def family_names(
 
 
 def is_base(names: Collection[str]) -> bool:
-    """Whether stored names are those of a class that has no output matrix."""
+    """Whether stored names belong to a class without an output matrix."""
     embedding = EMBEDDING.removeprefix(_TEXT)
     return embedding in names or f"language_model.{embedding}" in names

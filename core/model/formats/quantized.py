@@ -1,8 +1,8 @@
-"""Quantised checkpoints in safetensors: what ``quantization_config`` says, and the values.
+"""Quantised checkpoints in safetensors: the schemes of ``quantization_config`` and their values.
 
-A scheme finds the tensors that make up each matrix, checks them by their headers, and computes
-the matrix in float32, where every product of a stored integer and a stored scale is exact or
-rounded once: AWQ (https://github.com/casper-hansen/AutoAWQ), GPTQ (https://github.com/ModelCloud/
+A scheme finds the tensors that make up each matrix, checks them by their headers, and computes the
+matrix in float32, where every product of a stored integer and a stored scale is exact or rounded
+once: AWQ (https://github.com/casper-hansen/AutoAWQ), GPTQ (https://github.com/ModelCloud/
 GPTQModel), compressed-tensors, FP8, MXFP4 (OCP Microscaling Formats 1.0) and bitsandbytes.
 """
 
@@ -23,9 +23,9 @@ from ..description.fields import Fields
 from .files import TensorEntry
 
 INSTEAD = "take the plain weights with --quantize int8 or int4, or a GGUF file"
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibble of an output among its eight
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # index of each output's nibble among eight
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
-# Of activations and of keys and values, which this engine rounds by itself or not at all.
+# Scales of activations, keys and values are skipped: this engine rounds these itself or not at all.
 _PASSED_OVER = (
     ".activation_scale", ".input_scale", ".input_zero_point", ".input_global_scale",
     ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".weight_shape",
@@ -38,7 +38,7 @@ Entries: TypeAlias = Mapping[str, TensorEntry]
 
 
 class Stored(NamedTuple):
-    """The tensors of the files. ``read`` is for descriptions of a few bytes."""
+    """The tensors of the files. ``read`` is for metadata tensors of a few bytes."""
 
     entries: Entries
     read: Callable[[str], Tensor]
@@ -46,28 +46,30 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """A matrix of several stored tensors. ``value`` takes them by role: float32 of ``shape``, or
-    integers and scales where kernels compute with these without a loss.
+    """A matrix made of several stored tensors.
+
+    ``value`` maps them by role to the matrix: float32 of ``shape``, or integers and scales if the
+    kernels compute with these without loss.
     """
 
     shape: tuple[int, ...]
-    parts: Mapping[str, str]  # from roles to names in the files
+    parts: Mapping[str, str]  # names in the files by role
     value: Callable[[Parts], StoredWeight]
 
 
 class Scheme(Protocol):
-    """Quantisation of a checkpoint."""
+    """A quantisation scheme of a checkpoint."""
 
-    label: str  # for people
+    label: str  # name for display
 
     def gather(self, stored: Stored) -> dict[str, QuantizedTensor]:
-        """Quantised matrices by the names of plain ones. Raises ValueError naming a tensor."""
+        """Return the quantised matrices by plain names. Raises ValueError naming a tensor."""
 
 
 def read_scheme(fields: Fields) -> Scheme | None:
-    """The scheme of a config.json, or None for plain weights.
+    """Return the scheme of a config.json; None for plain weights.
 
-    Raises `ModelLoadError` for a scheme that is not read, and says what to do instead.
+    Raises `ModelLoadError` for an unsupported scheme, with an alternative.
     """
     for owner in (fields, fields.object("text_config")):
         for name in ("quantization_config", "compression_config"):
@@ -77,7 +79,7 @@ def read_scheme(fields: Fields) -> Scheme | None:
 
 
 def gather(scheme: Scheme, stored: Stored) -> dict[str, QuantizedTensor]:
-    """`Scheme.gather`. Raises `ModelLoadError` for tensors that do not fit each other."""
+    """Call `Scheme.gather`. Raises `ModelLoadError` for tensors that do not fit each other."""
     try:
         return scheme.gather(stored)
     except ValueError as error:
@@ -85,7 +87,7 @@ def gather(scheme: Scheme, stored: Stored) -> dict[str, QuantizedTensor]:
 
 
 def is_passed_over(name: str) -> bool:
-    """Whether a tensor beside quantised weights holds nothing that this engine uses."""
+    """Whether this engine ignores a tensor beside quantised weights."""
     return name.endswith(_PASSED_OVER)
 
 
@@ -109,7 +111,7 @@ def _refused(fields: Fields, problem: str) -> ModelLoadError:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Numbers of 2, 4 or 8 bits of int32 ``[.., n]``, lowest first: ``[.., 32 / bits * n]``."""
+    """Unpack int32 ``[.., n]`` to 2, 4 or 8-bit numbers, lowest first: ``[.., 32 / bits * n]``."""
     octets = words.contiguous().view(torch.uint8)
     if bits == 8:
         return octets
@@ -118,12 +120,12 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def nibble_pairs(octets: Tensor) -> Tensor:
-    """Two numbers of each byte, the low one first: ``[.., 2 * n]``."""
+    """Return two numbers per byte, the low one first: ``[.., 2 * n]``."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 
 def _by_group(numbers: Tensor, zeros: Tensor | None, scale: Tensor) -> Tensor:
-    """``(numbers - zeros) * scale`` of ``[out, in]`` by neighbours along a row: float32."""
+    """Return float32 ``(numbers - zeros) * scale`` of [out, in], by groups of row neighbours."""
     groups = numbers.float().view(len(numbers), scale.shape[1], -1)
     if zeros is not None:
         groups -= zeros.float().unsqueeze(2)
@@ -133,8 +135,10 @@ def _by_group(numbers: Tensor, zeros: Tensor | None, scale: Tensor) -> Tensor:
 def _four_bits(
     numbers: Tensor, zeros: Tensor | None, scale: Tensor, *, below: int = 0
 ) -> Tensor | QuantizedWeight:
-    """`_by_group` of 4 bits, as it is stored where its groups are those of kernels, or several, and
-    float16 holds the scales. ``below``: what numbers and zeros have less than unsigned ones.
+    """Return 4-bit numbers as stored, or dequantised by `_by_group`.
+
+    They stay as stored if their groups are multiples of the kernels' groups and the scales fit into
+    float16. ``below``: added to numbers and zeros to make them unsigned.
     """
     repeats, rest = divmod(numbers.shape[1] // scale.shape[1], GROUP)
     half = scale.half()
@@ -146,7 +150,7 @@ def _four_bits(
 
 
 def _by_column(numbers: Tensor, zeros: Tensor | None, scale: Tensor, group_of: Tensor) -> Tensor:
-    """The same where each column names its group. ``group_of`` [in]"""
+    """Return float32 ``(numbers - zeros) * scale``; ``group_of`` [in]: the group of each column."""
     wide, index = numbers.float(), group_of.long()
     if zeros is not None:
         wide -= zeros.float()[:, index]
@@ -154,9 +158,9 @@ def _by_column(numbers: Tensor, zeros: Tensor | None, scale: Tensor, group_of: T
 
 
 def _by_block(values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """``values`` [.., out, in] times a scale for each block of them, the last ones cut: float32.
+    """Return float32 ``values`` [.., out, in] times a scale per block; edge blocks may be cut.
 
-    ``scale``: a number, one for each row, or one for each block.
+    ``scale``: one number, one per row, or one per block.
     """
     wide = values.float()
     if scale.numel() == 1:
@@ -165,7 +169,8 @@ def _by_block(values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
         scale = scale.unsqueeze(-1)
     rows, columns = wide.shape[-2:]
     by_row = scale.float().repeat_interleave(block[0], dim=-2)[..., :rows, :]
-    for at in range(scale.shape[-1]):  # a column of blocks at a time: no scale for every value
+    # A column of blocks at a time avoids a scale tensor as large as the values.
+    for at in range(scale.shape[-1]):
         wide[..., at * block[1] : (at + 1) * block[1]] *= by_row[..., at : at + 1]
     assert scale.shape[-1] * block[1] >= columns
     return wide
@@ -178,7 +183,7 @@ def _group_count(in_features: int, groups: int, name: str) -> int:
 
 
 def _roles(stem: str, entries: Entries, roles: tuple[str, ...], needed: int) -> dict[str, str]:
-    """Names of a matrix's tensors by role, of which the first ``needed`` must be there."""
+    """Return a matrix's tensor names by role. Raises ValueError if a ``needed`` one is missing."""
     found = {role: f"{stem}.{role}" for role in roles if f"{stem}.{role}" in entries}
     for role in roles[:needed]:
         if role not in found:
@@ -201,7 +206,7 @@ def _matrix(entries: Entries, name: str) -> tuple[int, int]:
 
 
 class _Awq:
-    """``(n - zero) * scale``; eight neighbouring outputs in a word, in an order of their own."""
+    """``(n - zero) * scale``; eight neighbouring outputs per word, in AWQ's order."""
 
     def __init__(self, fields: Fields) -> None:
         bits = fields.integer("bits", fields.integer("w_bit", 4))
@@ -230,13 +235,13 @@ class _Awq:
 
 
 def _awq_columns(words: Tensor) -> Tensor:
-    """``[in, out / 8]`` to ``[out, in]``."""
+    """Unpack ``[in, out / 8]`` to ``[out, in]``."""
     eights = unpack(words, 4).view(len(words), -1, 8)[:, :, _AWQ_ORDER]
     return eights.reshape(len(words), -1).T.contiguous()
 
 
 class _Gptq:
-    """``(n - zero) * scale``; several inputs in a word. Columns may be in any order of groups."""
+    """``(n - zero) * scale``; several inputs per word. Columns may belong to any group."""
 
     def __init__(self, fields: Fields) -> None:
         self._bits = fields.integer("bits", 4)
@@ -247,7 +252,7 @@ class _Gptq:
             raise _refused(
                 fields, f"GPTQ's checkpoint_format {layout!r} is not supported; gptq, gptq_v2 are"
             )
-        self._less = int(layout == "gptq")  # the first version stores zeros less one
+        self._less = int(layout == "gptq")  # The first version stores zeros minus one.
         self.label = f"GPTQ, {self._bits} bits"
 
     def gather(self, stored: Stored) -> dict[str, QuantizedTensor]:
@@ -279,7 +284,7 @@ class _Gptq:
 
 
 def _is_in_order(group_of: Tensor, groups: int) -> bool:
-    """Whether columns are in groups of neighbours of one size, as without act-order."""
+    """Whether columns form equal groups of neighbours, as without act-order."""
     size, rest = divmod(len(group_of), groups)
     return not rest and torch.equal(group_of.long(), torch.arange(len(group_of)) // size)
 
@@ -288,7 +293,7 @@ def _is_in_order(group_of: Tensor, groups: int) -> bool:
 
 
 class _CompressedTensors:
-    """Packed integers, bytes or FP8 with scales by tensor, row, group or block."""
+    """Packed integers, bytes or FP8 with scales per tensor, row, group or block."""
 
     _FORMATS = (
         "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
@@ -317,7 +322,7 @@ class _CompressedTensors:
         self._block = _block(fields, weights)
         kinds = {f"W{weight.get('num_bits', 8)}" for weight in weights}
         inputs = [group.get("input_activations") for group in groups]
-        # Kernels round activations by row, as a checkpoint of dynamic ones was made for.
+        # The kernels round activations per row, as checkpoints with dynamic activations expect.
         self._rounds_activations = bool(inputs) and all(
             isinstance(each, dict) and each.get("num_bits") == 8 and each.get("type") != "float"
             for each in inputs
@@ -341,7 +346,8 @@ class _CompressedTensors:
         parts = _roles(stem, entries, roles, 2)
         outputs, words = _matrix(entries, parts["weight_packed"])
         bits, inputs = self._bits, words * 32 // self._bits
-        if f"{stem}.weight_shape" in entries:  # each group of layers may have bits of its own
+        # Each group of layers may have its own number of bits.
+        if f"{stem}.weight_shape" in entries:
             rows, inputs = (int(n) for n in stored.read(f"{stem}.weight_shape"))
             fitting = [each for each in (2, 4, 8) if words == -(-inputs * each // 32)]
             if rows != outputs or not fitting:
@@ -405,7 +411,7 @@ def _spread(numbers: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> 
 
 
 def _block(fields: Fields, weights: list[dict[str, Any]]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, where the config says it."""
+    """Return the block of rows and columns per scale, if the config names it."""
     sizes = [fields.values.get("weight_block_size")]
     sizes += [weight.get("block_structure") for weight in weights]
     for size in sizes:
@@ -417,7 +423,7 @@ def _block(fields: Fields, weights: list[dict[str, Any]]) -> tuple[int, int] | N
 def _block_of(
     scale: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int] | None, name: str
 ) -> tuple[int, int]:
-    """Rows and columns of a matrix that share one of its scales."""
+    """Return the rows and columns of a matrix that share one scale."""
     rows, columns = shape[-2:]
     if all(n == 1 for n in scale):
         return rows, columns
@@ -436,7 +442,7 @@ def _block_of(
 
 
 class _Fp8:
-    """Numbers of 8 bits times a scale by tensor, row or block."""
+    """8-bit floats with a scale per tensor, row or block."""
 
     def __init__(self, fields: Fields) -> None:
         self._block = _block(fields, [])
@@ -468,7 +474,7 @@ class _Fp8:
 
 
 class _Mxfp4:
-    """Experts as gpt-oss spells them: pairs of E2M1, a power of two for each 32 of them."""
+    """Experts in gpt-oss's format: pairs of E2M1 numbers, and a power of two per 32 numbers."""
 
     label = "MXFP4"
 
@@ -491,7 +497,7 @@ class _Mxfp4:
 
     @staticmethod
     def _value(parts: Parts) -> QuantizedStack:
-        """[experts, out, groups, 16] of each expert [out, in]."""
+        """Return the experts [out, in] of blocks [experts, out, groups, 16]."""
         blocks, scales = parts["blocks"], parts["scales"]
 
         def one(index: int) -> QuantizedWeight:
@@ -502,7 +508,7 @@ class _Mxfp4:
 
 
 class _BitsAndBytes:
-    """Bytes with a scale by row, or indices into 16 numbers with a scale by block."""
+    """Bytes with a scale per row, or indices into 16 numbers with a scale per block."""
 
     _STATE = ".weight.quant_state.bitsandbytes__"
 
@@ -544,7 +550,8 @@ class _BitsAndBytes:
 
         def value(tensors: Parts) -> Tensor:
             octets = tensors["weight"].flatten()
-            numbers = torch.stack((octets >> 4, octets & 15), dim=1).flatten()  # high ones first
+            # The high nibble comes first.
+            numbers = torch.stack((octets >> 4, octets & 15), dim=1).flatten()
             scale = tensors["weight.absmax"]
             if "weight.nested_absmax" in tensors:
                 steps = tensors["weight.nested_quant_map"].float()[scale.long()]

@@ -1,7 +1,7 @@
-"""Safetensors: the files of a folder, checked from their headers before any tensor is read.
+"""Safetensors: the files of a folder, checked by their headers before any tensor is read.
 
-Format: https://huggingface.co/docs/safetensors - eight bytes of header length, a JSON header,
-then the tensors' bytes.
+Format: https://huggingface.co/docs/safetensors - eight bytes of header length, a JSON header, then
+the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ITEM_BYTES = {
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NO_WEIGHTS = ("I64", "BOOL")
 Rename: TypeAlias = Callable[[Collection[str]], dict[str, str]]
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # limit of the format
 
 
 class SafetensorsCheckpoint:
-    """`Checkpoint` of a folder in Hugging Face layout.
+    """The `Checkpoint` of a folder in Hugging Face layout.
 
-    ``rename`` maps the stored names to the text model's names, each with its stored one; tensors
-    that it leaves out are not of that model.
+    ``rename`` maps the text model's names to stored names; tensors that it leaves out do not belong
+    to that model.
     """
 
     def __init__(self, folder: Path, rename: Rename = base_names) -> None:
@@ -50,20 +50,22 @@ class SafetensorsCheckpoint:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor; quantised matrices by the names of plain ones."""
+        """Shape of every tensor; quantised matrices have the names of plain ones."""
         shapes = self.files.shapes
         return {name: shapes[stored] for name, stored in self._names.items()}
 
     @property
     def stored_dtype(self) -> str:
-        """The embedding's dtype, which wins over config.json; bfloat16 with quantised matrices."""
+        """Dtype of the embedding, regardless of config.json; bfloat16 with quantised matrices."""
         if self.files.quantized:
             return "bfloat16"
         return _DTYPES[self.files.entries[self._names[EMBEDDING]].dtype]
 
     def read(self, name: str) -> StoredWeight:
-        """One tensor, on the CPU, in its own dtype; a quantised matrix as float32 where kernels do
-        not take it as it is.
+        """Return a tensor on the CPU in its stored dtype.
+
+        A quantised matrix is float32 if the kernels do not take it as it is stored. Raises
+        `ModelLoadError`.
         """
         return self.files.read(self._names[name])
 
@@ -73,10 +75,10 @@ class SafetensorsCheckpoint:
 
 
 class TensorFiles:
-    """The tensors of a folder. ``scheme``: how its matrices are quantised; None: they are plain.
+    """The tensors of a folder. ``scheme``: quantisation of its matrices; None: plain.
 
-    Reads headers alone. Raises `ModelLoadError` for files that are missing, damaged or quantised
-    in a way that is not read.
+    Only headers are read. Raises `ModelLoadError` for files that are missing, damaged or of an
+    unsupported quantisation.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,7 +87,7 @@ class TensorFiles:
         self.entries: dict[str, TensorEntry] = {}
         self._integers: dict[str, TensorEntry] = {}
         self.quantized: dict[str, QuantizedTensor] = {}
-        self._open: dict[Path, Any] = {}  # safe_open handles, memory-mapped
+        self._open: dict[Path, Any] = {}  # memory-mapped handles of safe_open
         for file, names in _files(folder).items():
             self._add(file, names)
         if self.scheme is not None:
@@ -95,7 +97,7 @@ class TensorFiles:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor; quantised matrices by the names of plain ones."""
+        """Shape of every tensor; quantised matrices have the names of plain ones."""
         plain = {
             name: entry.shape
             for name, entry in self.entries.items()
@@ -104,8 +106,10 @@ class TensorFiles:
         return plain | {name: each.shape for name, each in self.quantized.items()}
 
     def read(self, name: str) -> StoredWeight:
-        """One tensor, on the CPU, in its own dtype; a quantised matrix as float32 where kernels do
-        not take it as it is.
+        """Return a tensor on the CPU in its stored dtype.
+
+        A quantised matrix is float32 if the kernels do not take it as it is stored. Raises
+        `ModelLoadError`.
         """
         found = self.quantized.get(name)
         if found is None:
@@ -117,7 +121,7 @@ class TensorFiles:
         self._open.clear()
 
     def read_integers(self, name: str) -> Tensor:
-        """A tensor of int64, which is no weight. Raises `ModelLoadError` where there is none."""
+        """Return an int64 tensor that is not a weight. Raises `ModelLoadError` if it is missing."""
         if name not in self._integers:
             raise ModelLoadError(f"{self._folder} lacks tensors: {name} of int64")
         return self._read(name)
@@ -149,7 +153,7 @@ class TensorFiles:
 def _counts(entry: TensorEntry) -> bool:
     """Whether a tensor of a plain checkpoint may be a weight.
 
-    Positions and causal masks ``[1, 1, n, n]``, which old ones store, are made anew.
+    Old checkpoints store positions and causal masks ``[1, 1, n, n]``, which are not read.
     """
     is_mask = entry.dtype == "U8" and len(entry.shape) == 4 and entry.shape[:2] == (1, 1)
     return not is_mask and entry.dtype not in _NO_WEIGHTS
@@ -158,7 +162,7 @@ def _counts(entry: TensorEntry) -> bool:
 def _refuse_odd(
     entries: Mapping[str, TensorEntry], used: Collection[str], *, is_quantised: bool
 ) -> None:
-    """Refuse tensors whose items mean nothing without a scheme."""
+    """Raise `ModelLoadError` for tensors whose dtype needs a quantisation scheme."""
     for name, entry in entries.items():
         if entry.dtype in _DTYPES or name in used:
             continue
@@ -172,7 +176,7 @@ def _refuse_odd(
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Files of a checkpoint and the tensors that the index places in each; None: all of them."""
+    """Return a checkpoint's files and the tensors that the index assigns to each; None: all."""
     if (folder / INDEX_FILE).exists():
         return _indexed_files(folder)
     if (folder / SINGLE_FILE).exists():
@@ -196,13 +200,13 @@ def _indexed_files(folder: Path) -> dict[Path, set[str] | None]:
         if Path(file_name).name != file_name:
             raise ModelLoadError(f"{folder / INDEX_FILE}: {file_name!r} is not a plain file name")
         names = files.setdefault(folder / file_name, set())
-        assert names is not None  # every file of an index has its own list
+        assert names is not None  # An index lists the tensors of every file.
         names.add(name)
     return files
 
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:
-    """Entries of one file; offsets are checked against its size, so a cut download shows."""
+    """Return the entries of a file; offsets are checked against its size to detect truncation."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -1,7 +1,7 @@
-"""Attention and activations of an image tower by the backend's kernels.
+"""Attention and activations of an image tower, computed by the backend's kernels.
 
-torch has one thread beside the native kernels, because threads of OpenMP spin while they wait, and
-that thread would take more of a tower's time than the linears. Attention has pages of its own.
+torch has only one thread beside the native kernels, because OpenMP threads spin while they wait; in
+torch this work would take longer than the tower's linears. Attention has its own pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...ops.weights import Activation, HeadLayout
 from ..description.rope import Still
 
 PAGE_SIZE = 16  # rows
-LEAST_ROWS = 128  # of a sequence: windows, which are shorter, are left to torch
+LEAST_ROWS = 128  # rows of a sequence; torch computes windows, which are shorter
 _SILU, _GELU = Activation("silu", gated=False), Activation("gelu_tanh", gated=False)
 _ACTIVATIONS: dict[type[nn.Module], Activation] = {
     nn.SiLU: _SILU,
@@ -40,16 +40,17 @@ class _Shape(NamedTuple):
     """Sizes of a plan."""
 
     num_sequences: int
-    num_rows: int  # of each
+    num_rows: int  # rows of each sequence
     heads: HeadLayout
     dtype: torch.dtype
 
 
 class TowerAttention(TorchFunctionMode):
-    """Inside of it `F.scaled_dot_product_attention` is the kernels', where they compute it.
+    """A mode in which the kernels compute `F.scaled_dot_product_attention` if they can.
 
-    That is where every row sees all rows of its sequence: no mask, no causality. A row's bits
-    depend on the rows of its sequence alone. Keeps the pages of the last shape until it is left.
+    They can if every row attends to all rows of its sequence: no mask, no causality. A row's bits
+    depend only on the rows of its sequence. The pages of the last shape are kept until the mode is
+    left.
     """
 
     def __init__(self, ops: Ops) -> None:
@@ -59,7 +60,7 @@ class TowerAttention(TorchFunctionMode):
         self._plan: ForwardPlan | None = None
 
     def __exit__(self, *failure: Any) -> None:  # noqa: ANN401 - as torch's
-        """Leave the mode, and free the pages."""
+        """Leave the mode and free the pages."""
         self._shape = self._plan = None
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
@@ -89,7 +90,7 @@ class TowerAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> _Shape | None:
-        """The shape to plan for; None where the kernels do not compute it."""
+        """Return the shape to plan for; None if the kernels do not support it."""
         if attn_mask is not None or dropout_p or is_causal or query.dim() != 4:
             return None
         num_sequences, num_heads, num_rows, head_dim = query.shape
@@ -105,7 +106,7 @@ class TowerAttention(TorchFunctionMode):
         return _Shape(num_sequences, num_rows, heads, query.dtype)
 
     def _attention(self, shape: _Shape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """``[sequences, heads, rows, head_dim]``, of one layer after another."""
+        """Return attention over ``[sequences, heads, rows, head_dim]`` of one layer."""
         if shape != self._shape or self._plan is None:
             self._shape, self._plan = shape, _plan(self._ops, shape)
         rows = shape.num_sequences * shape.num_rows
@@ -117,7 +118,7 @@ class TowerAttention(TorchFunctionMode):
 
 
 def _plan(ops: Ops, shape: _Shape) -> ForwardPlan:
-    """Pages for one layer, and a segment for each sequence, of which every row sees all others."""
+    """Return a plan with pages for one layer, and a fully attending segment per sequence."""
     pages = -(-shape.num_rows // PAGE_SIZE)
     device = torch.device("cpu")
     pool = KVPool(
@@ -144,19 +145,19 @@ def _plan(ops: Ops, shape: _Shape) -> ForwardPlan:
 
 
 class _Activated(nn.Module):
-    """An activation by the kernels."""
+    """An activation computed by the kernels."""
 
     def __init__(self, ops: Ops, activation: Activation) -> None:
         super().__init__()
         self._ops, self._activation = ops, activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[.., width]`` to the same."""
+        """Return the activation of ``[.., width]`` in the same shape."""
         return self._ops.activate(x.reshape(-1, x.shape[-1]), self._activation).view(x.shape)
 
 
 def use_kernels(model: nn.Module, ops: Ops) -> None:
-    """Compute a tower's activations by the kernels, and let its layers read rows in their order."""
+    """Let the kernels compute a tower's activations, and its layers read contiguous rows."""
     for name, module in list(model.named_modules()):
         if type(module) in _ACTIVATIONS:
             parent, _, own = name.rpartition(".")
@@ -167,9 +168,9 @@ def use_kernels(model: nn.Module, ops: Ops) -> None:
 
 
 def _lay_out_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give a layer rows that lie one behind the other.
+    """Return the arguments of a layer with contiguous rows.
 
-    Those of a patch embedding are columns of a convolution's output, and sums keep that layout:
-    all layers would read and write across memory.
+    A patch embedding returns columns of a convolution's output, and sums keep that layout: all
+    layers would read and write with a stride.
     """
     return (args[0].contiguous(), *args[1:]) if args else args

@@ -1,7 +1,7 @@
-"""Vision: from the pixels of an image to the vectors that stand for it in a prompt.
+"""Vision: from the pixels of an image to the vectors that represent it in a prompt.
 
-The tower and the projector are transformers' own modules; their linears are the backend's. An
-image is computed alone, so its vectors depend on nothing beside it.
+The tower and the projector are transformers' own modules; the backend computes their linears. Each
+image is computed alone, so its vectors depend on nothing else.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ from ..formats.safetensors import SafetensorsCheckpoint
 
 logger = logging.getLogger(__name__)
 GRID_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
-"""Types whose RoPE turns the rows of an image by its lines and columns."""
+"""Types whose RoPE rotates the rows of an image by their line and column."""
 SOFT_TYPES = ("gemma3", "gemma4")
-"""Types that scale the vectors of texts and not those of images, whose rows may see each other."""
+"""Types that scale the vectors of text but not of images, whose rows may attend to each other."""
 MODEL_TYPES = ("idefics3", "internvl", "llava", "mistral3", *GRID_TYPES, "smolvlm", *SOFT_TYPES)
 """Types whose images are rows of the prompt."""
-_MIN_VOCAB = 2  # rows of the embedding that the tower's class has to have
+_MIN_VOCAB = 2  # The tower's class needs this many rows of an embedding.
 
 
 @dataclass(frozen=True, slots=True)
 class VisionSupport:
-    """The type of a model with an image tower, "" without one; ``reason``: why it is not served."""
+    """The image support of a model.
+
+    ``model_type``: type of a model with an image tower; "" without one. ``reason``: why its images
+    are not served; "" if they are.
+    """
 
     model_type: str = ""
     reason: str = ""
@@ -53,7 +57,7 @@ class VisionSupport:
 
 
 def vision_support(path: Path) -> VisionSupport:
-    """Read from a model's config whether it has an image tower that is served."""
+    """Return from a model's config whether it has an image tower that is served."""
     if gguf_file(path) is not None:
         return VisionSupport()
     values = read_json(path / "config.json")
@@ -72,10 +76,10 @@ def vision_support(path: Path) -> VisionSupport:
 
 
 class Vision:
-    """A tower with its projector, and the vectors of the images that it computed last.
+    """A tower with its projector, and a cache of the vectors of recent images.
 
-    Belongs to the model thread. ``cache_bytes``: of kept vectors; those of the last image are kept
-    in any case, because its prompt may be computed in several steps.
+    It belongs to the model thread. ``cache_bytes``: size of the cache. The vectors of the last
+    image are always kept, because its prompt may be computed in several steps.
     """
 
     def __init__(
@@ -86,25 +90,28 @@ class Vision:
         num_parameters: int = 0,
         identity: Mapping[str, str] | None = None,
     ) -> None:
-        """``compute``: from the inputs of one image to its vectors, [num_rows, hidden].
+        """Wrap a tower.
 
-        ``identity``: what besides weights decides them, see core/tiers/fingerprint.py.
+        ``compute`` maps the inputs of one image to its vectors, [num_rows, hidden]. ``identity``:
+        versions and settings that decide the vectors besides weights, see
+        core/tiers/fingerprint.py.
         """
         self._compute = compute
         self._cache_bytes = cache_bytes
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # the one used last comes last
+        # ordered by last use, the latest last
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self._num_bytes = 0
         self.num_parameters = num_parameters
         self.identity: Mapping[str, str] = identity or {}
-        self.num_computed = 0  # images since the start
+        self.num_computed = 0  # images computed since the start
 
     @torch.inference_mode()
     def vectors(self, image: PromptImage) -> Tensor:
-        """The vectors of an image, [num_rows, hidden], in the dtype and on the device of the model.
+        """Return the vectors of an image, [num_rows, hidden], in the model's dtype and device.
 
-        Where some are added behind the first n layers these follow, [num_rows, (1 + n) * hidden].
-
-        Raises ValueError where the tower gives another number than the image has rows.
+        If some vectors are added after the first n layers, they follow: [num_rows, (1 + n) *
+        hidden]. Raises ValueError if the tower returns another number of vectors than the image has
+        rows.
         """
         kept = self._kept.get(image.key)
         if kept is not None:
@@ -142,11 +149,11 @@ def load_vision(
     has_weights: bool = True,
     on_read: OnRead | None = None,
 ) -> Vision | None:
-    """The image tower of a folder; None for a model without one, or whose images are not served.
+    """Return the image tower of a folder; None without a tower, or if its images are not served.
 
-    ``plain``: operations that pack the tower's linears, which are not quantised. ``kernels``: those
-    that compute its attention and activations; None: torch does. ``on_read`` is called with its
-    parameters and buffers. Raises `ModelLoadError` for files that cannot be read.
+    ``plain``: operations that pack the tower's linears, which stay unquantised. ``kernels``:
+    operations that compute its attention and activations; None: torch does. ``on_read`` is called
+    with its parameters and buffers. Raises `ModelLoadError` for files that cannot be read.
     """
     support = vision_support(path)
     reason = support.reason
@@ -193,11 +200,11 @@ def load_vision(
 
 
 def _identity(config: Any) -> dict[str, str]:  # noqa: ANN401 - of transformers
-    """transformers, whose modules compute the tower, and the config by which they do."""
+    """Return the identity of a tower: the version of transformers and the config."""
     from transformers import __version__
 
     values = config.to_dict()
-    values.pop("_name_or_path", None)  # of the folder, wherever it lies
+    values.pop("_name_or_path", None)  # The folder's path does not change the result.
     return {
         "transformers": __version__,
         "config": json.dumps(values, sort_keys=True, default=str),
@@ -205,7 +212,7 @@ def _identity(config: Any) -> dict[str, str]:  # noqa: ANN401 - of transformers
 
 
 def _unsupported(model_type: str, decoder: OwnDecoder) -> str:
-    """Why images of a type are not served with this text model; "" where they are."""
+    """Return why images of a type are not served with this text model; "" if they are."""
     on_cpu, config = decoder.device.type == "cpu", decoder.config
     if config.fold.embed_scale != 1.0 and model_type not in SOFT_TYPES:
         return f"its text model, {config.model_type}, scales the vectors of images"
@@ -217,15 +224,15 @@ def _unsupported(model_type: str, decoder: OwnDecoder) -> str:
 
 
 def _rows(found: Any, hidden: int) -> Tensor:  # noqa: ANN401 - of transformers
-    """Vectors of all parts of an image, [num_rows, hidden]."""
+    """Return the vectors of all parts of an image, [num_rows, hidden]."""
     parts = found if isinstance(found, list | tuple) else (found,)
     return torch.cat([part.reshape(-1, hidden) for part in parts])
 
 
 def _pack(model: Any, plain: Ops, kernels: Ops | None) -> Any:  # noqa: ANN401 - of transformers
-    """Pack a tower's linears; the mode in which it computes.
+    """Pack a tower's linears and return the mode in which it computes.
 
-    Both modules import transformers, which engines of text start without.
+    Both modules import transformers, which engines for text start without.
     """
     from ..fallback.transformers_decoder import pack
     from .tower_kernels import TowerAttention, use_kernels
@@ -237,7 +244,10 @@ def _pack(model: Any, plain: Ops, kernels: Ops | None) -> Any:  # noqa: ANN401 -
 
 
 def count_tower(folder: Path) -> int:
-    """Parameters of a folder's image tower and projector. Raises `ModelLoadError`."""
+    """Return the number of parameters of a folder's tower and projector.
+
+    Raises `ModelLoadError`.
+    """
     model_class, config = _tower_class(folder)
     with torch.device("meta"):
         model = model_class(config)
@@ -245,14 +255,14 @@ def count_tower(folder: Path) -> int:
 
 
 def _is_seen(model: Any, name: str) -> bool:  # noqa: ANN401 - of transformers
-    """Whether a parameter is of the tower or the projector, not of what is left of the text."""
+    """Whether a parameter belongs to the tower or projector, not to the rest of the text model."""
     text = {id(each) for each in model.get_decoder().parameters()}
     text |= {id(each) for each in model.get_output_embeddings().parameters()}
     return id(model.get_parameter(name)) not in text
 
 
 def _tower_class(folder: Path) -> tuple[Any, Any]:
-    """The multimodal class of a folder, and its config without layers of text."""
+    """Return the multimodal class of a folder, and its config without text layers."""
     from transformers import AutoModelForImageTextToText
 
     from ..fallback.text_config import read_whole_config
@@ -274,7 +284,7 @@ def _tower_class(folder: Path) -> tuple[Any, Any]:
 
 
 def _load_tower(folder: Path, dtype: torch.dtype, *, has_weights: bool) -> Any:  # noqa: ANN401
-    """The multimodal class with the weights of its tower and projector, and no layer of text."""
+    """Return the multimodal model with the weights of tower and projector, without text layers."""
     from ..fallback.text_config import one_line, quiet
 
     model_class, config = _tower_class(folder)

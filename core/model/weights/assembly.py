@@ -1,4 +1,4 @@
-"""Assembly: the weights of a decoder, from tensors by name."""
+"""Assembly: the weights of a decoder, read from tensors by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .packer import Packer, in_order, norm_of
 
 
 class MtpInput(LayerPart):
-    """What makes the input of a layer that predicts a further token."""
+    """Tensors of the input of an MTP layer, which predicts an additional token."""
 
     def __init__(self, config: DecoderConfig) -> None:
         hidden = config.hidden_size
@@ -46,7 +46,7 @@ class MtpInput(LayerPart):
 
 
 class MtpWeights(NamedTuple):
-    """A layer that predicts a further token: its decoder's weights, and what makes its input."""
+    """An MTP layer: its decoder's weights, and the weights of its input."""
 
     decoder: DecoderWeights
     embedding_norm: Norm
@@ -55,9 +55,9 @@ class MtpWeights(NamedTuple):
 
 
 class AssistantEnds(LayerPart):
-    """What joins an assistant to its target, whose hidden size is ``width``.
+    """Tensors between an assistant and its target, whose hidden size is ``width``.
 
-    ``output``: the name of the matrix of all tokens. ``num_clusters``: 0 without clusters.
+    ``output``: name of the output matrix over all tokens. ``num_clusters``: 0 without clusters.
     """
 
     def __init__(self, config: DecoderConfig, width: int, output: str, num_clusters: int) -> None:
@@ -70,9 +70,10 @@ class AssistantEnds(LayerPart):
 
 
 class AssistantWeights(NamedTuple):
-    """An assistant: its decoder's weights, and what joins these to the target.
+    """An assistant: its decoder's weights, and the weights between it and the target.
 
-    ``table`` [vocab, hidden]: of all tokens, where the decoder's output is that of clusters.
+    ``table`` [vocab, hidden]: the output matrix over all tokens, if the decoder's own output scores
+    clusters.
     """
 
     decoder: DecoderWeights
@@ -82,9 +83,9 @@ class AssistantWeights(NamedTuple):
 
 
 class Assembly:
-    """Reads, casts and packs layer by layer, so that at most one layer exists twice.
+    """Reads, casts and packs layer by layer, so that at most one layer is held twice.
 
-    ``keeps_packed``: quantised weights stay as they are stored where the ops have kernels for them.
+    ``keeps_packed``: quantised weights stay as they are stored if the ops have kernels for them.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class Assembly:
         comm: Comm | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """``layout``: of the pages, where they are another model's. ``comm``: of one rank's part of
-        a model, whose config and tensors these are. ``release`` is called behind each layer.
+        """Prepare to read a model.
+
+        ``layout``: page layout, if it is another model's. ``comm``: connects the ranks, if
+        ``config`` and ``read`` are one rank's shard. ``release`` is called after each layer.
         """
         self._config, self._release = config, release
         layout = layout or PageLayout.of(config)
@@ -111,7 +114,7 @@ class Assembly:
         self.linear_specs = self._packer.linear_specs
 
     def weights(self) -> DecoderWeights:
-        """Read and pack the whole model; the output matrix of ranks but the first is void."""
+        """Read and pack the whole model; the output matrix of ranks above 0 is a placeholder."""
         config, fold, packer = self._config, self._config.fold, self._packer
         embedding, token_inputs = packer.read(EMBEDDING), None
         is_tied = config.tie_embeddings
@@ -141,9 +144,9 @@ class Assembly:
         )
 
     def mtp(self, model: DecoderWeights, draft_ids: Tensor | None) -> MtpWeights:
-        """Read a layer beside the ``model`` that it predicts a further token of; see mtp.py.
+        """Read the MTP layer of ``model``; see mtp.py.
 
-        ``draft_ids``: those that its output has; None: the model's output serves.
+        ``draft_ids``: ids that its output has; None: it uses the model's output.
         """
         packer, given = self._packer, MtpInput(self._config)
         weights = DecoderWeights(
@@ -161,7 +164,7 @@ class Assembly:
         )
 
     def assistant(self, ends: AssistantEnds) -> AssistantWeights:
-        """Read an assistant; see assistant.py."""
+        """Read the weights of an assistant; see assistant.py."""
         config, packer = self._config, self._packer
         table, stored = None, packer.read(ends.output.name)
         if ends.centroids is None:
@@ -170,7 +173,7 @@ class Assembly:
             table, lm_head = packer.cast(stored), packer.linear(ends.centroids)
         nothing = torch.zeros(1, config.hidden_size, dtype=packer.dtype, device=packer.device)
         weights = DecoderWeights(
-            embedding=nothing,  # all rows are given
+            embedding=nothing,  # All rows are given as vectors.
             layers=tuple(self._layer(i) for i in range(config.num_layers)),
             final_norm=packer.norm(norm_of(config, FINAL_NORM)),
             lm_head=lm_head,
@@ -183,8 +186,8 @@ class Assembly:
         )
 
     def _output_of(self, token_ids: Tensor) -> PackedLinear:
-        """The rows of the output for some ids."""
-        token_ids = token_ids.cpu()  # where tensors are read
+        """Return the packed output matrix of some token ids."""
+        token_ids = token_ids.cpu()  # Tensors are read on the CPU.
         stored = self._packer.read(EMBEDDING if self._config.tie_embeddings else LM_HEAD)
         assert not isinstance(stored, QuantizedStack)
         return self._output(in_order(stored, token_ids))
@@ -195,7 +198,7 @@ class Assembly:
         return self._packer.ops.pack_linear(weight)
 
     def _kept(self, stored: StoredWeight, factor: float) -> Tensor | QuantizedWeight:
-        """A matrix as it is stored where it is kept so, else cast and multiplied."""
+        """Return a matrix as it is stored if the kernels take it so, else cast and multiplied."""
         if isinstance(stored, QuantizedWeight) and self._packer.keeps(stored) and factor == 1.0:
             return stored
         return scaled(self._packer.cast(stored), factor)

@@ -1,4 +1,4 @@
-"""Attention over keys and values: its tensors, and how they are packed."""
+"""Attention over keys and values: its tensors and their packing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .packer import Mixer, Packer, optional
 
 
 class Attention(Mixer):
-    """The attention of a layer."""
+    """Attention of a layer."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         at, fold, spec = f"{layer_prefix(index)}self_attn.", config.fold, config.layers[index]
@@ -34,7 +34,7 @@ class Attention(Mixer):
         self._config, self._index, self._heads = config, index, heads
         self._head_order = _head_order(heads.head_dim, config.rope, interleaved=fold.interleaved)
         self._width = heads.num_heads * heads.head_dim
-        # Of q, k and v, in heads; a head of q may have a gate besides.
+        # The counts are heads of q, k and v; a head of q may have a gate besides.
         counts = (heads.num_heads * (1 + config.has_gate), heads.num_kv_heads, heads.num_kv_heads)
         names = "q" if spec.kv_of is not None else "qkk" if spec.keys_as_values else "qkv"
         matrices = [
@@ -94,7 +94,8 @@ class Attention(Mixer):
         config = self._config
         rows = [
             packer.vector(norm)
-            .view(-1, self._heads.head_dim)  # one for all heads, or of the whole row
+            # The weight is one head's, for all heads, or a whole row's.
+            .view(-1, self._heads.head_dim)
             .expand(count, -1)
             for norm, count in zip(self.head_norms, self._heads[:2], strict=False)
         ]
@@ -110,7 +111,7 @@ class Attention(Mixer):
 
 
 def _head_order(head_dim: int, rope: RopeSpec, *, interleaved: bool) -> Tensor | None:
-    """The items of a head in the kernels' order; None where it is the family's own."""
+    """Return a head's items in the kernels' order; None if the family has the same order."""
     turning = rotary_dim(rope, head_dim)
     if turning == head_dim and not interleaved:
         return None
@@ -118,9 +119,9 @@ def _head_order(head_dim: int, rope: RopeSpec, *, interleaved: bool) -> Tensor |
 
 
 def _qkv_order(heads: HeadSpec, head: Tensor | None, *, has_gate: bool) -> Tensor | None:
-    """The rows of Q, K, V and the gate in the kernels' order, given that of a head's items.
+    """Return the rows of Q, K, V and the gate in the kernels' order; None if nothing moves.
 
-    In the files each head's gate lies behind its query.
+    ``head``: order of a head's items. In the files each head's gate follows its query.
     """
     if head is None and not has_gate:
         return None

@@ -1,4 +1,4 @@
-"""A gated short convolution (arXiv 2511.23404): its tensors, and how they are packed."""
+"""A gated short convolution (arXiv 2511.23404): its tensors and their packing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .packer import Mixer, Packer, optional
 
 
 class Conv(Mixer):
-    """The short convolution of a layer."""
+    """Short convolution of a layer."""
 
     def __init__(self, config: DecoderConfig, index: int, spec: ConvSpec) -> None:
         at, hidden, bias = layer_prefix(index) + CONV, config.hidden_size, spec.has_bias

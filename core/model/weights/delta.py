@@ -1,4 +1,4 @@
-"""The gated delta rule (arXiv 2412.06464): its tensors, and how they are packed."""
+"""The gated delta rule (arXiv 2412.06464): its tensors and their packing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .packer import Mixer, Packer
 
 
 class Delta(Mixer):
-    """The delta rule of a layer."""
+    """Delta rule of a layer."""
 
     def __init__(self, config: DecoderConfig, index: int, spec: DeltaSpec) -> None:
         at, hidden, shape = layer_prefix(index) + DELTA, config.hidden_size, spec.shape

@@ -1,4 +1,4 @@
-"""Parts that only Gemma 4 has: experts beside an MLP, and inputs of a token by layer."""
+"""Parts that only Gemma 4 has: experts beside an MLP, and per-layer inputs of a token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .packer import Packer, norm_of
 
 
 class Gemma4Layer(LayerPart):
-    """The parts of a layer that only Gemma 4 has; it alone has a factor on the stream."""
+    """Parts of a layer that only Gemma 4 has, such as a factor on the stream."""
 
     def __init__(
         self, config: DecoderConfig, prefix: str, factor: str, experts: ExpertsSpec | None
@@ -46,7 +46,7 @@ class Gemma4Layer(LayerPart):
             self.out_norm = norm_of(config, f"{prefix}post_per_layer_input_norm.weight")
 
     def pack(self, packer: Packer, out_norm: Norm, experts: ExpertWeights | None) -> Gemma4Extras:
-        """Read and pack the tensors. ``out_norm``: of the sum of MLP and experts."""
+        """Read and pack the tensors. ``out_norm``: norm of the sum of MLP and experts."""
         return Gemma4Extras(
             out_norm=out_norm,
             factor=packer.vector(self.factor).item(),
@@ -72,7 +72,7 @@ class Gemma4Layer(LayerPart):
 
 
 class Gemma4Inputs(LayerPart):
-    """What makes the inputs of all layers of a token."""
+    """Tensors of a token's inputs to all layers."""
 
     def __init__(self, config: DecoderConfig) -> None:
         width = config.num_layers * config.token_input_size
@@ -84,8 +84,8 @@ class Gemma4Inputs(LayerPart):
     def pack(self, packer: Packer) -> TokenInputs:
         """Read and pack the tensors.
 
-        ``(norm(c * projected) * w + s * row) / sqrt(2)``: c is hidden ** -0.5 and goes into the
-        norm's eps, s is width ** 0.5 and divides w. So no matrix is rounded once more.
+        The input is ``(norm(c * projected) * w + s * row) / sqrt(2)``: c is hidden ** -0.5 and goes
+        into the norm's eps; s is width ** 0.5 and divides w. So no matrix is rounded a second time.
         """
         config = self._config
         scale = config.token_input_size**0.5

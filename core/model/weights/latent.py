@@ -1,4 +1,4 @@
-"""Attention over latents (arXiv 2405.04434, section 2.1): its tensors, and how they are packed."""
+"""Attention over latents (arXiv 2405.04434, section 2.1): its tensors and their packing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..description.fold import head_order
 from ..description.tensors import LinearSpec, MatrixSpec, TensorSpec, layer_prefix, linear_of
 from .packer import Mixer, Packer, optional
 
-LATENT_EPS = 1e-6  # of the norms within latent attention, whatever the config says of the others
+LATENT_EPS = 1e-6  # eps of the norms within latent attention, independent of the config
 
 
 class Latent(Mixer):
-    """The latent attention of a layer.
+    """Latent attention of a layer.
 
-    ``expand``: the matrices of each head by which queries meet latents, and that make values of
-    these: one tensor with those of keys first in each head, or two tensors.
+    ``expand``: per-head matrices that map queries to the latents' space and latents to values: one
+    tensor with the keys' rows first in each head, or two tensors.
     """
 
     def __init__(self, config: DecoderConfig, index: int, shape: LatentShape) -> None:
@@ -80,7 +80,7 @@ class Latent(Mixer):
         )
 
     def _heads(self, packer: Packer) -> list[tuple[PackedLinear, ...]]:
-        """Pack each head's matrix of keys, and each head's matrix of values."""
+        """Return each head's packed matrix of keys, and each head's packed matrix of values."""
         shape, count = self._shape, self._config.num_heads
         found: list[Iterator[Tensor | QuantizedWeight]]
         if self._config.has_split_latents:
@@ -93,7 +93,7 @@ class Latent(Mixer):
 
 
 def _turned(config: DecoderConfig, shape: LatentShape) -> Tensor:
-    """Return the items that RoPE turns in the kernels' order."""
+    """Return the items that RoPE rotates, in the kernels' order."""
     return head_order(shape.rope_dim, shape.rope_dim, interleaved=config.fold.interleaved)
 
 

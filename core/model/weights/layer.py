@@ -1,6 +1,6 @@
-"""The tensors of a layer, and of a whole decoder.
+"""The tensors of a layer and of a whole decoder.
 
-A new mixer is a `Mixer` in a file of its own, and a row of `_MIXERS`.
+To add a mixer, write a `Mixer` in its own file and add it to `_MIXERS`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MIXERS: dict[type, Callable[[DecoderConfig, int, Any], Mixer]] = {
 
 
 class Layer(LayerPart):
-    """One layer."""
+    """A layer: its norms, its mixer or mixers, and its MLP or experts."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         spec, prefix = config.layers[index], layer_prefix(index)
@@ -89,7 +89,7 @@ def _attention(config: DecoderConfig, index: int) -> Mixer:
 
 
 def _norm_at(config: DecoderConfig, prefix: str, name: str | None) -> NormSpec | None:
-    """Return a norm of a layer; None where the layer has none there."""
+    """Return a layer's norm; None if the layer has no such norm."""
     return None if name is None else norm_of(config, f"{prefix}{name}.weight")
 
 
@@ -116,9 +116,9 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
 def ignored(config: DecoderConfig, names: Iterable[str]) -> tuple[str, ...]:
     """Return the tensors that a checkpoint may hold and nothing reads.
 
-    Some tied checkpoints store the embedding as the output matrix, too. Layers behind the last,
-    or beside the model, predict further tokens: mtp.py reads them. Layers that read the keys of
-    others may come with matrices of keys.
+    Some tied checkpoints also store the embedding as the output matrix. mtp.py reads the MTP
+    layers, which follow the last layer or are beside the model. Layers that read another layer's
+    keys may come with key matrices.
     """
     names = list(names)
     further, unread = set(further_tensors(config, names)), _unread_keys(config)
@@ -130,7 +130,7 @@ def ignored(config: DecoderConfig, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _unread_keys(config: DecoderConfig) -> tuple[str, ...]:
-    """Return prefixes of what would make keys in layers that read the keys of others."""
+    """Return prefixes of unused key matrices in layers that read another layer's keys."""
     found = []
     for index, spec in enumerate(config.layers):
         if spec.kv_of is not None:
@@ -143,7 +143,7 @@ def _unread_keys(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def further_tensors(config: DecoderConfig, names: Iterable[str]) -> list[str]:
-    """Return the tensors of layers that predict further tokens, in models that may have such."""
+    """Return the tensors of MTP layers, if the model may have them."""
     if config.mtp is None:
         return []
     return [
@@ -152,6 +152,6 @@ def further_tensors(config: DecoderConfig, names: Iterable[str]) -> list[str]:
 
 
 def _layer_of(name: str) -> int:
-    """Return the number of a tensor's layer; -1: it is of none."""
+    """Return the number of a tensor's layer; -1 for a tensor outside the layers."""
     number = name.removeprefix("model.layers.").partition(".")[0]
     return int(number) if name.startswith("model.layers.") and number.isdigit() else -1

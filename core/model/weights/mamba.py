@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv 2405.21060): its tensors, and how they are packed."""
+"""Mamba-2 (arXiv 2405.21060): its tensors and their packing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .packer import Mixer, Packer, in_order, optional
 
 
 class Mamba2(Mixer):
-    """The Mamba-2 of a layer, in the place of attention or beside it."""
+    """Mamba-2 of a layer, in place of attention or beside it."""
 
     def __init__(self, config: DecoderConfig, index: int, spec: Mamba2Spec) -> None:
         at, hidden, shape = layer_prefix(index) + MAMBA, config.hidden_size, spec.shape
@@ -32,7 +32,10 @@ class Mamba2(Mixer):
 
     @override
     def pack(self, packer: Packer) -> Mamba2Weights:
-        """Read and pack the tensors. One matrix of the files makes two: the steps' stays plain."""
+        """Read and pack the tensors.
+
+        One stored matrix makes two, and the steps' matrix stays plain.
+        """
         spec, shape = self._spec, self._spec.shape
         rows, gates, channels = mamba_orders(shape)
         weight_spec, *bias_spec = self.in_proj.tensors

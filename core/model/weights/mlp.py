@@ -1,4 +1,4 @@
-"""MLPs, one or many experts: their tensors, and how they are packed."""
+"""MLPs, single or as experts: their tensors and their packing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ..description.tensors import (
 )
 from .packer import Packer, in_order, optional
 
-_FUSED = "gate_up_proj"  # gate and up in one matrix, or of all experts in one tensor
+_FUSED = "gate_up_proj"  # gate and up in one matrix, or all experts' in one tensor
 
 
 class Mlp(LayerPart):
-    """An MLP. ``factor``: of its output. ``is_cut``: whether ranks have columns of its middle."""
+    """An MLP. ``factor``: on its output. ``is_cut``: whether ranks split its inner columns."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Mlp(LayerPart):
 
     @classmethod
     def of_layer(cls, config: DecoderConfig, prefix: str, width: int) -> Mlp:
-        """The MLP of a layer."""
+        """Return the MLP of a layer."""
         return cls(
             config,
             f"{prefix}mlp.",
@@ -73,15 +73,16 @@ class Mlp(LayerPart):
         )
 
     def pack(self, packer: Packer, comm: Comm | None = None) -> MlpWeights:
-        """Read and pack the tensors. ``comm``: of ranks that add up their outputs."""
+        """Read and pack the tensors. ``comm``: connects the ranks that sum up their outputs."""
         first, second = packer.linear(self.gate_up), packer.linear(self.down)
         return MlpWeights(first, second, self._activation, comm)
 
 
 class Experts(LayerPart):
-    """The experts of a layer, and their router. They are apart, or in ``stacks``.
+    """The experts of a layer and their router.
 
-    ``stacks``: all matrices of gate and up, all of down, then the biases of both if there are any.
+    The experts are separate MLPs, or ``stacks``: the matrices of gate and up, the matrices of down,
+    then both biases if there are any.
     """
 
     def __init__(self, config: DecoderConfig, prefix: str, spec: ExpertsSpec) -> None:
@@ -126,15 +127,15 @@ class Experts(LayerPart):
 
     @property
     def first_down(self) -> TensorSpec:
-        """Return the tensor with the first expert's matrix of columns."""
+        """Return the tensor with the first expert's down matrix, which ranks split by columns."""
         return self.stacks[1] if self.stacks else next(self.experts[0].down.tensors)
 
     def of(self, number: int) -> list[TensorSpec]:
-        """Return the tensors of one expert; none where all are in stacks."""
+        """Return the tensors of one expert; empty if all are in stacks."""
         return list(self.experts[number].tensors) if self.experts else []
 
     def pack(self, packer: Packer) -> ExpertWeights:
-        """Read and pack the tensors of the experts that are here."""
+        """Read and pack the router, the shared expert and the experts on this rank."""
         spec = self._spec
         held = [self.experts[number] for number in spec.numbers] if self.experts else []
         experts = (
@@ -155,7 +156,7 @@ class Experts(LayerPart):
     def _stacked(self, packer: Packer) -> tuple[MlpWeights, ...]:
         """Pack experts whose matrices are stored as one tensor.
 
-        gpt-oss stores each matrix transposed, with rows of gate and factor in turn.
+        gpt-oss stores each matrix transposed, and alternates rows of gate and up.
         """
         spec, pack = self._spec, packer.ops.pack_linear
         is_turned = spec.names.stacked != "rows"
@@ -179,14 +180,14 @@ class Experts(LayerPart):
 
 
 def _stacks(prefix: str, hidden: int, spec: ExpertsSpec) -> list[TensorSpec]:
-    """All experts in one tensor of each kind; see `ExpertNames`."""
+    """Return one tensor of each kind with all experts, in a layout of `ExpertNames.stacked`."""
     count, width, stacked = spec.count, spec.width, spec.names.stacked
     shapes: Shapes = {_FUSED: (count, hidden, 2 * width), "down_proj": (count, width, hidden)}
     if stacked == "rows":
         shapes = {_FUSED: (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
-    # gpt-oss has rows of gate and up in turn, the others those of up behind those of gate.
+    # gpt-oss alternates rows of gate and up; the other layouts have all rows of gate first.
     blocks = (1,) if stacked == "gpt-oss" else (1, 1)
-    middle = (1, 2) if stacked == "rows" else (2, 1)  # the axes with the middle's rows or columns
+    middle = (1, 2) if stacked == "rows" else (2, 1)  # the axes of the MLP's inner rows or columns
     shares: dict[str, Share] = {
         _FUSED: Cut(middle[0], blocks, of_one=0),
         "down_proj": Cut(middle[1], of_one=1),

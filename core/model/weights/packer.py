@@ -1,4 +1,4 @@
-"""Packer: reads tensors of a checkpoint, casts them and packs them for the kernels."""
+"""Packer: reads a checkpoint's tensors, casts them and packs them for the kernels."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ..formats.checkpoint import Read
 
 _Spec = TypeVar("_Spec")
 _Packed = TypeVar("_Packed")
-_MOST_PARTS = 8  # of a packed matrix, each a kernel's call of its own
+_MOST_PARTS = 8  # parts of a packed matrix, each of which is a kernel call
 
 
 def in_order(weight: Tensor | QuantizedWeight, order: Tensor) -> Tensor | QuantizedWeight:
-    """Put rows of a weight, plain or quantised, into the given order."""
+    """Return a weight, plain or quantised, with its rows in the given order."""
     return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
 
 
@@ -41,16 +41,16 @@ def norm_of(config: DecoderConfig, name: str) -> NormSpec:
 
 
 def optional(pack: Callable[[_Spec], _Packed], spec: _Spec | None) -> _Packed | None:
-    """Pack a tensor that a model may lack."""
+    """Pack a tensor; None if the model lacks it."""
     return None if spec is None else pack(spec)
 
 
 class Packer:
     """Packs tensors by their declarations.
 
-    ``layout``: of the pages. ``comm``: of one rank's part of a model. ``keeps_packed``: quantised
-    weights stay as they are stored where the ops have kernels for them. ``linear_specs``: what
-    packed linears were made of.
+    ``layout``: page layout. ``comm``: connects the ranks of a model, if there are several.
+    ``keeps_packed``: quantised weights stay as they are stored if the ops have kernels for them.
+    ``linear_specs``: the declaration of each packed linear.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Packer:
         self.linear_specs: dict[PackedLinear, LinearSpec] = {}
 
     def linear(self, spec: LinearSpec) -> PackedLinear:
-        """Pack matrices stacked into one, so that one call reads the input once."""
+        """Pack a linear's matrices stacked into one, so that one call reads the input once."""
         factors, order = spec.factors, spec.order
         stored = [self.read(f"{matrix.name}.weight") for matrix in spec.matrices]
         if spec.is_plain:
@@ -89,7 +89,7 @@ class Packer:
         return packed
 
     def norm(self, spec: NormSpec) -> Norm:
-        """Read a norm's factors, and its bias where the model's norms have one."""
+        """Read a norm's weight, and its bias if the model's norms have one."""
         config, offset = self.config, self.config.fold.norm_offset
         weight = self.cast(self.read(spec.name))
         if config.layer_norm != "none" or offset:
@@ -109,8 +109,8 @@ class Packer:
 
     def cast(self, weight: StoredWeight) -> Tensor:
         """Move a weight to the device, in the dtype of the activations."""
-        # The bytes as they are stored go to the device and are cast there: in one call the host
-        # would make a copy in the other dtype first.
+        # The stored bytes move to the device and are cast there: a single call would first make a
+        # copy in the other dtype on the host.
         values = weight if isinstance(weight, Tensor) else weight.dequantize()
         return values.to(self.device).to(self.dtype)
 
@@ -121,9 +121,9 @@ class Packer:
     def stacked(
         self, weights: list[StoredWeight], factors: Sequence[float]
     ) -> Tensor | QuantizedWeight:
-        """Stack weights: as stored if all are of kinds that are kept, else cast.
+        """Stack weights: as stored if the kernels take all of them so, else cast.
 
-        A factor is rounded into plain weights alone: scales of 16 bits would lose more.
+        A factor is rounded only into plain weights: 16-bit scales would lose more precision.
         """
         if any(factor != 1.0 for factor in factors):
             pairs = zip(map(self.cast, weights), factors, strict=True)
@@ -134,16 +134,16 @@ class Packer:
         return torch.cat([self.cast(each) for each in weights])
 
     def _few_parts(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
-        """Cast a weight whose rows of several kinds alternate."""
+        """Cast a weight whose rows alternate between many parts, which would be a call each."""
         is_torn = isinstance(weight, StackedWeight) and len(weight.parts) > _MOST_PARTS
         return self.cast(weight) if is_torn else weight
 
     def table(
         self, weight: StoredWeight, packed: PackedLinear | None, factor: float
     ) -> Tensor | PackedTable:
-        """An embedding, times ``factor``: packed where the weight is kept as it is stored.
+        """Return an embedding times ``factor``, packed if its weight stays as it is stored.
 
-        ``packed``: the weight, where it is packed already.
+        ``packed``: the packed weight, if it exists already.
         """
         if not (isinstance(weight, QuantizedWeight) and self.keeps(weight)):
             return scaled(self.cast(weight), factor)
@@ -164,7 +164,7 @@ class Packer:
 
 
 class Mixer(LayerPart):
-    """What mixes the rows of a sequence in a layer: attention, or a recurrent state."""
+    """A layer's mixer of the rows of a sequence: attention or a recurrent state."""
 
     @abstractmethod
     def pack(self, packer: Packer) -> MixerWeights:
