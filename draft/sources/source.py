@@ -80,7 +80,7 @@ class Source:
         """Drop a request that ended, except for the tokens that other requests may look up."""
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget the tokens of these namespaces; without an argument, forget all tokens."""
+        """Forget the tokens of the given namespaces; without an argument, forget all tokens."""
 
 
 class GuardedSource(Guarded[Source], Source):
