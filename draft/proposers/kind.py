@@ -64,7 +64,10 @@ class Beside:
 
 
 class LeftOutError(Exception):
-    """An optional drafter is unavailable or does not pay; the message is a predicate with why."""
+    """An optional drafter is unavailable or does not pay.
+
+    The message is the reason, phrased as a predicate without its subject.
+    """
 
 
 class Pooled(Protocol):
