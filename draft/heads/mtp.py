@@ -37,6 +37,7 @@ from .joined import JoinedHead
 
 logger = logging.getLogger(__name__)
 LEAST_ROUGH_BYTES = 32 << 20  # minimum size of an output layer to round: caches hold smaller ones
+
 # Number of drafted ids of a vocabulary with more than twice as many, and number of last ids among
 # them. The other ids are the first ones: a tokenizer's first ids are the most frequent, and its
 # last ids include the tokens of chat templates.

@@ -93,7 +93,7 @@ class TextProposer(DecoderProposer):
         self._readings: dict[str, _Reading] = {}  # readings by request id
         self._spaces: dict[int, str] = {}  # namespaces by the requests' first page in the target
         self._num_spaces = 0  # number of namespaces ever made, for unique names
-        self._chances = {False: _Chance(), True: _Chance()}  # by whether tokens are sampled
+        self._chances = {False: _Chance(), True: _Chance()}  # chances by whether tokens are sampled
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """End the leases of ended requests; flush namespaces of newly allocated target pages.

@@ -96,11 +96,11 @@ class TreeGrower(ABC):
         # The check runs once, because `isinstance` with a protocol takes as long as a small matrix
         # product.
         self._device_sampler = sampler if isinstance(sampler, DeviceSampler) else None
-        self.gap_models = default_gap_models()  # by whether tokens are sampled
+        self.gap_models = default_gap_models()  # gap models by whether tokens are sampled
         self._num_best = 1  # candidates per node in the last pass with nodes
         self._trees: dict[str, TreeGrowth] = {}  # trees of the current step, by request id
 
-    # -- what drafters do -----------------------------------------------------------------------
+    # -- methods of drafters --------------------------------------------------------------------
 
     def most_levels(self, scheduled: ScheduledRequest) -> int:  # noqa: ARG002
         """Return the maximum number of tokens on a path of a request's draft."""
@@ -171,7 +171,7 @@ class TreeGrower(ABC):
         for request_id in request_ids:
             self._trees.pop(request_id, None)
 
-    # -- what a pass chooses --------------------------------------------------------------------
+    # -- candidates -----------------------------------------------------------------------------
 
     def draws(self, rows: Sequence[DraftedRow], num_best: int) -> SamplingPlan | None:
         """Return a plan for the pass to choose tokens itself; None without a device sampler."""

@@ -77,7 +77,7 @@ class TreeGrowth:
     page_size: int = 0
     most_levels: int = ANY_LEVEL
     nodes: list[_Node] = field(default_factory=list)
-    rankings: dict[int, _Ranking] = field(default_factory=dict)  # by expanded node, ROOT included
+    rankings: dict[int, _Ranking] = field(default_factory=dict)  # rankings by node, with ROOT
     pass_rows: list[int] = field(default_factory=list)  # rows of each pass or level, in order
     plan: DraftPlan = field(init=False)
     _root: _Node = field(init=False)

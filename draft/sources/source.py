@@ -42,7 +42,7 @@ class Priors:
     """Acceptance probabilities of each kind of guess before any is measured, [num_kinds]."""
 
     greedy: tuple[Chances, ...]
-    sampled: tuple[Chances, ...]  # for requests with a temperature above 0
+    sampled: tuple[Chances, ...]  # probabilities for requests with a temperature above 0
 
     @classmethod
     def constant(cls, *chances: float) -> Priors:

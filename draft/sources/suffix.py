@@ -351,7 +351,7 @@ class SuffixSource(Source):
         self._max_tokens, self._max_requests = max_tokens, max_requests
         self._index = SuffixIndex(num_slots)
         self._live: dict[Request, TokenHistory] = {}
-        self._ended: OrderedDict[int, TokenHistory] = OrderedDict()  # by number; oldest use first
+        self._ended: OrderedDict[int, TokenHistory] = OrderedDict()  # least recently used first
         self._num_kept = 0  # tokens of ended histories
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:

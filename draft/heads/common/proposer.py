@@ -123,7 +123,7 @@ class HeadProposer(Proposer, ABC):
     """
 
     head: Head
-    keeps_node_kv = False  # whether KV of draft tokens lies in the pool until a step is verified
+    keeps_node_kv = False  # whether the pool holds KV of draft tokens until a step is verified
 
     def __init__(self, head: Head, pool: KVPool, target: OwnDecoder) -> None:
         self.head, self.config, self.pool = head, head.config, pool
@@ -168,7 +168,7 @@ class HeadProposer(Proposer, ABC):
         vectors = self.pool.data.new_empty((0, self.config.hidden_size))
         return Wanted(self._grower.draws((), num_best), inputs=vectors)
 
-    # -- what kinds of heads do -----------------------------------------------------------------
+    # -- methods of kinds of heads --------------------------------------------------------------
 
     @abstractmethod
     def write_head_kv(self, written: Written) -> Tensor | None:
