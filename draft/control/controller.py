@@ -18,7 +18,7 @@ the draft has such a node (`node_probability`).
 
 `allocate` chooses the D with the largest net_gain, which may be empty. Survival never rises along a
 path, so D is a prefix of all tokens sorted by s_i - r * k * l_i. estimators.py estimates s_i,
-cost_model.py measures seconds, and docs/speculation-internals.md explains the rule.
+cost_model.py measures seconds, and docs/speculation-internals.md explains the formula.
 
 The `Controller` keeps the state from step to step. It probes a proposer that does not pay at
 intervals, within a time budget. Look-ups need no probes: each guess is scored against the committed

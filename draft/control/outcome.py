@@ -9,7 +9,7 @@ import msgspec
 
 from ...core.interface.draft import Draft
 
-NUM_BEST = 4  # maximum number of children of a node
+NUM_BEST = 4  # maximum number of children that a pass finds for a node
 
 
 class DraftNote(msgspec.Struct, frozen=True, gc=False):

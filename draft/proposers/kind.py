@@ -45,7 +45,7 @@ class Beside:
     `LeftOutError`. ``on_read`` is called with the tensors of a head. ``load_decoder`` loads a model
     with the engine's options. ``texts_between`` takes the path and the decoder of a draft model and
     returns the `TokenText` of the target and of the draft model, or None if both have the same
-    tokens; it raises `ModelLoadError` for tokenizers that cannot be combined.
+    tokens; it raises `ModelLoadError` for a draft model whose tokens must not differ but do.
     """
 
     path: Path

@@ -1,10 +1,10 @@
 """HeadKV: tracks the positions of requests that have head KV, and the positions that wait for it.
 
 A head's KV has its own pool with the same page ids as the target's. It is written from the target's
-hidden states, for committed positions only. It replaces any KV of draft tokens, so no KV is rolled
-back. The KV of a position depends only on tokens up to that position, so a prefix hit includes it.
-Positions wait until they complete a page or until a draft reads them; so while the head does not
-draft, a step costs only a copy of its hidden states.
+hidden states, for committed positions only. KV of draft tokens is never kept, so there is no
+rollback. The KV of a position depends only on tokens up to that position, so a prefix hit includes
+it. Positions wait until they complete a page or until a draft reads them; so while the head does
+not draft, a step costs only a copy of its hidden states.
 
 A page whose positions all have head KV has a ready mark. If head KV is missing (after a failure of
 the proposer, or in a page that came without it), drafts see only the positions after the gap. The
