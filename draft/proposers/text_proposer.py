@@ -220,7 +220,7 @@ class TextProposer(DecoderProposer):
     ) -> Opened | None:
         """Compute missing KV; return the first token of each chain whose KV is now complete.
 
-        None if no KV was missing. Requests with the least missing KV get the window first.
+        None without a chain. Requests with the least missing KV get the window first.
         """
         room = self._window + len(trees)
         segments: list[Segment] = []
