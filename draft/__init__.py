@@ -1,1 +1,1 @@
-"""Everything that guesses: look-ups, the draft model, and the controller that decides how much."""
+"""Drafting: look-up sources, proposers, and the controller that decides how much is drafted."""

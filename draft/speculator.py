@@ -1,10 +1,11 @@
 """DraftSpeculator: decides which tokens each request drafts in a step, and how many.
 
-Sources look the next tokens up in earlier tokens, or know what a grammar forces. A proposer (a
-draft model or a trained head), if there is one, drafts in the model thread. The acceptance rate of
-each is measured (control/estimators.py), the cost of a step is measured (control/cost_model.py),
-and the controller drafts every token that is worth its row, which may be none. Look-ups run before
-a step; committed tokens are indexed while the next step runs.
+Sources look up the next tokens in earlier tokens, or derive them from a grammar. An optional
+proposer (a draft model or a trained head) drafts in the model thread. The speculator measures the
+acceptance rate of each drafter (control/estimators.py) and the cost of a step
+(control/cost_model.py). The controller drafts every token whose expected gain exceeds the price of
+its row, and may draft no token. Look-ups run before a step; committed tokens are indexed while the
+next step runs.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from .sources.grammar import GrammarSource
 from .sources.merge import GuessTree, Survival
 from .sources.source import GuardedSource, Source, SourceIndexer
 
-PROPOSER = "proposer"  # its name beside those of sources
-SURE = 0.9  # survival of a whole known chain, from which on no proposer is asked at a fixed depth
-LOOKUP_LEN = 24  # longest path of a look-up in "auto"
-PROPOSER_NODES = 16  # most nodes of its draft in "auto"
-FEW_TO_CATCH_UP = 6  # tokens of its KV that are caught up with while prompts wait
-PROPOSER_PRIORS = {"greedy": 0.75, "sampled": 0.65}  # chance of its best node
-DECIDE_SHARE = 0.02  # of a step: if deciding takes longer, look-ups that find nothing back off
+PROPOSER = "proposer"  # key of the proposer in `drafters`, beside the names of the sources
+SURE = 0.9  # least survival of a whole looked-up chain that skips the proposer at a fixed depth
+LOOKUP_LEN = 24  # maximum path length of a look-up in "auto", in tokens
+PROPOSER_NODES = 16  # maximum number of nodes in a proposer's draft in "auto"
+FEW_TO_CATCH_UP = 6  # maximum number of missing KV tokens the proposer computes while prompts wait
+PROPOSER_PRIORS = {"greedy": 0.75, "sampled": 0.65}  # prior probability that the best node is right
+DECIDE_SHARE = 0.02  # share of a step's time above which deciding lets fruitless look-ups back off
 
 
 class DraftSpeculator(Speculator):
     """Plans drafts for all requests of an engine.
 
-    ``depth``: "auto" lets the controller decide, a number fixes it. A request may ask for another
-    depth. ``overlaps``: steps without drafts
-    are launched before the step ahead of them is read, so look-ups back off even if they are cheap.
-    ``proposer``: how the draft model or trained head works that drafts in the model thread.
+    ``depth``: "auto" lets the controller decide, a number fixes the depth; a request may override
+    it. ``overlaps``: the engine launches a step without drafts before it has read the tokens of the
+    preceding step, so fruitless look-ups back off even if they are cheap. ``proposer``: the traits
+    of the draft model or trained head that drafts in the model thread; None without one.
     """
 
     def __init__(
@@ -68,15 +69,15 @@ class DraftSpeculator(Speculator):
         self._grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self._indexer = SourceIndexer(self._sources)
         self._proposer, self._overlaps = proposer, overlaps
-        self._lost_proposer = False  # it was given up after failures
+        self._lost_proposer = False  # whether the proposer was dropped after failures
         self._clock = clock
-        self._states: dict[str, DraftState] = {}  # of requests that may draft
+        self._states: dict[str, DraftState] = {}  # states of requests that may draft, by request id
         self._decide_s = Mean()  # seconds of a decision
-        self._num_steps = 0  # observed
-        self._proposer_use = _ProposerUse()  # in the step under way
+        self._num_steps = 0  # number of steps observed
+        self._proposer_use = _ProposerUse()  # the proposer's work in the current step
         self._uses_proposer = proposer is not None and depth != "auto"
         self._node_worth = NodeWorth(PROPOSER_NODES, **PROPOSER_PRIORS)
-        self._draft_shape = Mean(), Mean()  # of its drafts in a step: most levels, most nodes
+        self._draft_shape = Mean(), Mean()  # maximum levels and nodes of a step's proposer drafts
         for source in self._sources:
             acceptance.register(source.name, source.priors)
 
@@ -85,7 +86,7 @@ class DraftSpeculator(Speculator):
     @override
     def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
         if self._uses_proposer and any(each.request_id in self._states for each in requests):
-            return False  # it drafts, whatever is looked up beside it
+            return False  # The proposer drafts even if the look-ups find nothing.
         return all(self._finds_nothing(request, num_new_tokens) for request in requests)
 
     def _finds_nothing(self, request: Request, num_new_tokens: int) -> bool:
@@ -97,7 +98,7 @@ class DraftSpeculator(Speculator):
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
     ) -> Sequence[DraftPlan]:
-        """Fixed depths first, then the controller shares what is left of the budget."""
+        """Plan requests with a fixed depth first; the controller shares the rest of the budget."""
         self._proposer_use = _ProposerUse()
         plans = [NO_DRAFT_PLAN] * len(requests)
         share = budget // max(1, len(requests))
@@ -139,14 +140,15 @@ class DraftSpeculator(Speculator):
     def _fixed(self, state: DraftState, depth: int) -> DraftPlan:
         """Plan a chain of ``depth`` tokens: the likeliest guess, or the proposer's if it is better.
 
-        Look-ups that were left alone by a lost proposer may find nothing for long. They back off
-        where steps without drafts are launched ahead.
+        After the proposer is lost, only look-ups remain, and they may find nothing for many steps.
+        They back off if the engine launches steps without drafts ahead.
         """
         if depth < 1 or self._finds_nothing(state.request, 0):
             return NO_DRAFT_PLAN
         tree = self._look_up(state, depth)
         known = NO_DRAFT if tree is None else tree.chain(depth)
-        is_sure = bool(known.survival) and known.survival[-1] >= SURE  # as what a grammar forces is
+        # Tokens forced by a grammar are sure, for example.
+        is_sure = bool(known.survival) and known.survival[-1] >= SURE
         may_propose = self._proposer is not None and not state.request.is_packed
         plan = DraftPlan(known, max_draft=depth if may_propose and not is_sure else 0)
         may_back_off = self._lost_proposer and self._overlaps
@@ -188,7 +190,7 @@ class DraftSpeculator(Speculator):
         )
 
     def _num_uncached(self, state: DraftState) -> int:
-        """Tokens that the proposer must compute before it drafts."""
+        """Return the number of tokens whose KV the proposer must compute before it drafts."""
         if self._proposer is None or not self._proposer.catches_up:
             return 0
         return len(state.request.tokens) - state.proposer_len
@@ -196,9 +198,9 @@ class DraftSpeculator(Speculator):
     def _proposer_nodes(
         self, states: Sequence[DraftState], limits: Sequence[int], *, is_busy: bool
     ) -> tuple[Survival, Survival]:
-        """Accepted tokens that the b-th best node brings, and the chance that it exists.
+        """Return the expected accepted tokens of the b-th best node, and how likely it exists.
 
-        [num_requests, most] each; empty without a proposer.
+        Both are [num_requests, most], and [num_requests, 0] without a proposer.
         """
         if self._proposer is None:
             return (none := np.zeros((len(states), 0))), none
@@ -210,23 +212,24 @@ class DraftSpeculator(Speculator):
         return padded(accepted), padded(probability)
 
     def _most_nodes(self, state: DraftState, limit: int, is_busy: bool) -> int:
-        """Limit of the model's draft, in nodes; 0 while prompts wait and much KV is missing.
+        """Return the maximum number of nodes that the proposer may draft for a request.
 
-        Then the load may be growing, and catching up would delay the prompts.
+        It is 0 while prompts are prefilled and the proposer lacks much KV, because computing that
+        KV would delay the prompts.
         """
         has_backlog = is_busy and self._num_uncached(state) > FEW_TO_CATCH_UP
-        # The KV of proposers lies in the pages of the target's, which were packed.
+        # A proposer cannot draft for a packed request: its KV shares the target's page table.
         return 0 if has_backlog or state.request.is_packed else min(limit, PROPOSER_NODES)
 
     def _allocate(
         self, states: Sequence[DraftState], limits: Sequence[int], candidates: StepCandidates
     ) -> Sequence[DraftPlan]:
-        """Ask the controller for the drafts; requests whose look-ups find nothing may back off."""
+        """Return the controller's draft for each request; fruitless look-ups may back off."""
         allocation = self.controller.allocate(candidates)
         may_back_off = self._overlaps or self._is_deciding_dear(candidates.num_decodes)
         num_lookup, depths = allocation.num_lookup.tolist(), allocation.num_proposer.tolist()
         self._uses_proposer = any(depths)
-        # The model weighs its own tokens: its drafts may have what is left of the rows.
+        # A proposer that weighs its own tokens may use the rows that are left of the budget.
         room = candidates.budget - allocation.num_rows
         num_proposing = max(1, int(np.count_nonzero(allocation.num_proposer)))
         weighs = self._proposer is not None and self._proposer.weighs
@@ -244,7 +247,7 @@ class DraftSpeculator(Speculator):
             else:
                 plans.append(NO_DRAFT_PLAN)
             if not state.drafts_nothing(0):
-                rows = len(plans[-1].draft.token_ids)  # a proposer's own do not count
+                rows = len(plans[-1].draft.token_ids)  # looked-up rows only
                 state.drafted(rows, step=self._num_steps, may_back_off=may_back_off)
         return plans
 
@@ -257,7 +260,7 @@ class DraftSpeculator(Speculator):
     def observe(
         self, request: Request, scheduled: ScheduledRequest, output: RequestOutput, num_served: int
     ) -> None:
-        """Score every guess of the step, verified or not, against what was committed."""
+        """Score every guess of the step, verified or not, against the committed tokens."""
         state = self._states.get(request.request_id)
         if state is None:
             return
@@ -273,7 +276,7 @@ class DraftSpeculator(Speculator):
             )
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """Learn the cost of a step that took ``seconds``; drop a proposer that was given up."""
+        """Learn the cost of a step that took ``seconds``; drop the proposer if the step lost it."""
         self._num_steps += 1
         if output.lost_proposer and self._proposer is not None:
             self._proposer, self._lost_proposer, self._uses_proposer = None, True, False
@@ -308,14 +311,17 @@ class DraftSpeculator(Speculator):
     # -- requests -------------------------------------------------------------------------------
 
     def join(self, request: Request) -> None:
-        """Register a request; a prefix hit brings the proposer's KV along, if that is in use."""
+        """Register a request that may draft.
+
+        While the proposer is in use, cached pages hold its KV, too: a prefix hit counts for it.
+        """
         if self._depth(request) == 0:
             return
         self._state_of(request).proposer_len = request.num_computed if self._uses_proposer else 0
         self._indexer.join(request)
 
     def leave(self, request: Request) -> None:
-        """Forget a request; the sources keep its tokens later, while a step runs."""
+        """Forget a request; the sources store its tokens later, while a step runs."""
         if self._states.pop(request.request_id, None) is not None:
             self._indexer.leave(request)
             self.acceptance.forget(request.request_id)
@@ -335,7 +341,7 @@ class DraftSpeculator(Speculator):
             source.flush(*namespaces)
 
     def drafters(self) -> Mapping[str, bool]:
-        """Return whether each source is still in use, and the proposer, if there ever was one."""
+        """Return whether each source is still in use, by name, and the proposer if one was set."""
         working = {source.name: source.works for source in self._sources}
         if self._proposer is not None or self._lost_proposer:
             working[PROPOSER] = not self._lost_proposer
@@ -356,16 +362,16 @@ class DraftSpeculator(Speculator):
 
 @dataclass(frozen=True, slots=True)
 class _TreePrices:
-    """Prices of the nodes of a step's trees."""
+    """Prices of the nodes of a step's draft trees, in tokens."""
 
-    rows: tuple[float, ...]  # 1, 2, ... of all trees together
-    of_each: Survival  # the same for each tree, where all get as many
-    keys: list[float]  # a node of each request besides
-    passes: tuple[float, ...]  # one of the proposer with 1, 2, ... rows
+    rows: tuple[float, ...]  # price of 1, 2, ... rows in all trees together
+    of_each: Survival  # price of 1, 2, ... rows in one tree, if all trees have equally many
+    keys: list[float]  # additional price of a node, for the keys it attends to, by request
+    passes: tuple[float, ...]  # price of one pass of the proposer with 1, 2, ... rows
 
     @classmethod
     def of(cls, allocation: Allocation, num_trees: int) -> _TreePrices | None:
-        """The prices of an allocation; None where it has none."""
+        """Return the prices of an allocation, or None if the proposer drafts nothing in it."""
         rows, keys, passes = allocation.row_prices, allocation.key_prices, allocation.pass_prices
         if rows is None or keys is None or passes is None:
             return None
@@ -373,7 +379,10 @@ class _TreePrices:
         return cls(tuple(rows.tolist()), of_each, keys.tolist(), tuple(passes.tolist()))
 
     def plan(self, known: GuessTree | None, most: int, request: int) -> DraftPlan:
-        """A tree of at most ``most`` nodes, which begins with what is known and worth its rows."""
+        """Plan a tree of at most ``most`` nodes for request number ``request``.
+
+        It begins with the looked-up nodes that are worth their rows.
+        """
         draft = NO_DRAFT
         if known is not None:
             survival = known.survival[: min(most, len(self.of_each))]
@@ -394,14 +403,15 @@ class _ProposerUse:
 
     def __init__(self) -> None:
         self.num_drafted = self.num_hits = self.most_nodes = self.most_levels = 0
-        self.passes: list[int] = []  # rows of each
+        self.passes: list[int] = []  # rows of each pass
 
     def add(
         self, num_uncached_draft_tokens: int, outcome: DraftOutcome, tokens_per_pass: int
     ) -> None:
-        """Count a request: tokens caught up with, drafted and accepted, and passes."""
+        """Add one request's draft: the rows of each pass, and the drafted and accepted tokens."""
         pass_rows, num_ranked = outcome.note.pass_rows, outcome.num_ranked
-        # A head that drafts blocks computes a row a pass, others the nodes that they expand.
+        # A head that drafts blocks computes one row per pass and request; any other proposer
+        # computes one row per node that it expands.
         rows = pass_rows if tokens_per_pass == 1 else [1] * -(-len(pass_rows) // tokens_per_pass)
         mine = [max(1, num_uncached_draft_tokens), *rows[1:]]
         self.passes = [sum(pair) for pair in zip_longest(self.passes, mine, fillvalue=0)]

@@ -1,1 +1,1 @@
-"""Lengths of drafts: measured survival against measured prices."""
+"""Control of draft sizes: compares the measured survival of draft tokens with measured prices."""

@@ -1,25 +1,27 @@
 """Controller: decides how much each request drafts in a step.
 
-The rule: where the engine yields r tokens a second (`CostModel.rate`), drafting a set D of tokens
-gains, in tokens,
+If the engine yields r tokens per second (`CostModel.rate`), drafting a set D of tokens gains, in
+tokens,
 
     net_gain(D) = sum of s_i  -  r * (c(n + |D|) - c(n))  -  sum of r * k * l_i  -  r * overhead
 
-    s_i         the chance that token i and all before it on its path are accepted: of what was
-                looked up `lookup`; of a proposer's b-th best node `expected_accepted`
-    c(n)        seconds of a pass of n rows; `CostModel.row_seconds` has the differences
-    k, l_i      seconds for each key that a row attends to, and the tokens behind its request
-    overhead    seconds of the host, where anything is drafted
+    s_i         survival: the probability that token i and all tokens before it on its path are
+                accepted; `lookup` for looked-up tokens, `expected_accepted` for the b-th best node
+                of a proposer
+    c(n)        seconds of a pass of n rows; `CostModel.row_seconds` returns the differences
+    k, l_i      seconds per key that a row attends to, and the context length of token i's request
+    overhead    seconds of the host in a step with drafts
 
-Where a proposer drafts, r * seconds of its passes are subtracted, too, and a price for the KV that
-it lacks (``catch_up_price``). Its b-th node takes a row as often as it has one: `node_probability`.
+If a proposer drafts, two prices are subtracted as well: r * the seconds of its passes, and a price
+for computing the KV that it lacks (``catch_up_price``). Its b-th node costs a row only as often as
+the draft has such a node (`node_probability`).
 
-`allocate` chooses the D with the largest net_gain, which may be empty. Chances never rise along a
-path, so it is a prefix of all tokens sorted by s_i - r * k * l_i. estimators.py estimates s_i,
-cost_model.py measures seconds, and docs/speculation-internals.md explains the rule.
+`allocate` chooses the D with the largest net_gain, which may be empty. Survival never rises along a
+path, so D is a prefix of all tokens sorted by s_i - r * k * l_i. estimators.py estimates s_i,
+cost_model.py measures seconds, and docs/speculation-internals.md explains the formula.
 
-The `Controller` keeps what that needs from step to step. A proposer that does not pay is probed at
-intervals, within a budget. Look-ups need no probes: each guess is scored against the committed
+The `Controller` keeps the state from step to step. It probes a proposer that does not pay at
+intervals, within a time budget. Look-ups need no probes: each guess is scored against the committed
 tokens, verified or not.
 """
 
@@ -37,29 +39,27 @@ from .cost_model import CostModel
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-PAYBACK_STEPS = 12.0  # over which catching up with a request's KV must pay
-PASS_ROWS = 3  # rows for each request up to which passes of the proposer are priced
-LEAST_ROWS = 0.01  # rows that a node of the proposer takes at least
-FEW_UNCACHED_TOKENS = 4  # tokens; so many are owed after any accepted draft, and paid in full
-PROBE_SHARE = 0.01  # of all time that probes of an unused proposer may take
-FIRST_PROBE, LAST_PROBE = 32, 1024  # steps between two probes
+PAYBACK_STEPS = 12.0  # number of steps over which computing a request's missing KV must pay
+PASS_ROWS = 3  # maximum rows per request for which passes of the proposer are priced
+LEAST_ROWS = 0.01  # minimum number of rows that a node of the proposer is expected to take
+FEW_UNCACHED_TOKENS = 4  # missing tokens charged in full: any accepted draft leaves that many
+PROBE_SHARE = 0.01  # share of all time that probes of an unused proposer may take
+FIRST_PROBE, LAST_PROBE = 32, 1024  # minimum and maximum number of steps between two probes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCandidates:
     """The drafts that a step could verify.
 
-    ``lookup`` [num_requests, F]: chances of the nodes of a known draft, those of the nodes before
-    each included, the best first; 0 beyond the last.
-    ``expected_accepted`` [num_requests, D]: accepted tokens that the proposer's b-th best node
-    would bring, 0 where it may not draft; ``node_probability``, alike: how often there would be
-    such a node.
-    ``passes_per_node``: passes of the proposer for each node.
-    ``num_uncached_draft_tokens`` [num_requests]: tokens whose KV the proposer lacks. ``budget``:
-    rows that all drafts together may add. ``num_prefill``: prompt tokens of others in the same
-    pass. ``num_others``: requests that decode beside these. ``tokens_per_pass``: tokens of a
-    draft that one pass of the proposer yields. ``context_lens`` [num_requests]: tokens behind each
-    request.
+    ``lookup`` [num_requests, F]: survival of the nodes of each looked-up draft, in descending
+    order, padded with 0. ``expected_accepted`` [num_requests, D]: accepted tokens that the
+    proposer's b-th best node would bring; 0 if it may not draft. ``node_probability``
+    [num_requests, D]: probability that the draft has a b-th node. ``passes_per_node``: passes of
+    the proposer per node. ``num_uncached_draft_tokens`` [num_requests]: tokens whose KV the
+    proposer lacks. ``budget``: rows that all drafts together may add. ``num_prefill``: prompt
+    tokens of other requests in the same pass. ``num_others``: other requests that decode in the
+    step. ``tokens_per_pass``: draft tokens that one pass of the proposer yields. ``context_lens``
+    [num_requests]: context length of each request in tokens.
     """
 
     lookup: FloatArray
@@ -75,7 +75,7 @@ class StepCandidates:
 
     @property
     def num_decodes(self) -> int:
-        """Requests that yield a token, at least."""
+        """Number of requests that decode in the step."""
         return len(self.lookup) + self.num_others
 
     @property
@@ -86,26 +86,25 @@ class StepCandidates:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Draft tokens of each request: nodes of its known draft, or of the proposer.
+    """Number of draft tokens of each request: nodes of its looked-up draft, or of the proposer.
 
-    The proposer's draft includes the known one.
-
-    ``net_gain``: expected tokens beyond the price of the drafts. ``row_prices``: tokens that
-    1, 2, ... rows of the proposer must bring the step, beside those of known drafts, none where it
-    is not asked; ``key_prices``: that a row of each request must bring besides, for its keys;
-    ``pass_prices``: that one more pass of the proposer with 1, 2, ... rows must bring the step.
+    The proposer's draft includes the looked-up one. ``net_gain``: expected tokens minus the price
+    of the drafts. The prices are in tokens, and None if the proposer does not draft.
+    ``row_prices``: price of 1, 2, ... rows of the proposer's drafts, in addition to the rows of
+    looked-up drafts. ``key_prices``: additional price of a row of each request, for the keys it
+    attends to. ``pass_prices``: price of one more pass of the proposer with 1, 2, ... rows.
     """
 
-    num_lookup: IntArray  # [num_requests] best nodes of the known draft
-    num_proposer: IntArray  # [num_requests] nodes that the proposer is expected to guess
+    num_lookup: IntArray  # [num_requests] number of best nodes of the looked-up draft
+    num_proposer: IntArray  # [num_requests] expected number of nodes that the proposer drafts
     net_gain: float = 0.0
     row_prices: FloatArray | None = None  # [most]
     key_prices: FloatArray | None = None  # [num_requests]
-    pass_prices: FloatArray | None = None
+    pass_prices: FloatArray | None = None  # [PASS_ROWS * num_requests]
 
     @property
     def num_rows(self) -> int:
-        """Rows that the drafts add."""
+        """Number of rows that the drafts add."""
         return int(self.num_lookup.sum() + self.num_proposer.sum())
 
 
@@ -118,19 +117,19 @@ class ProbeScheduler:
     def __init__(self) -> None:
         self._interval = FIRST_PROBE
         self._num_idle = 0  # steps since the proposer was last used
-        self._saved_s = 0.0  # of the budget
+        self._saved_s = 0.0  # unused budget for probes, in seconds
 
     def idle(self, seconds: float) -> None:
-        """Count a step without the proposer."""
+        """Record a step of ``seconds`` without the proposer."""
         self._num_idle += 1
         self._saved_s += PROBE_SHARE * seconds
 
     def is_due(self, cost_s: float) -> bool:
-        """Whether a probe of this cost may be made now."""
+        """Whether a probe that takes ``cost_s`` seconds may run now."""
         return self._num_idle >= self._interval and cost_s <= self._saved_s
 
     def note_use(self, cost_s: float, num_hits: int, *, is_probe: bool) -> None:
-        """Learn that the proposer drafted; ``num_hits`` of its tokens were accepted."""
+        """Record that the proposer drafted and ``num_hits`` of its tokens were accepted."""
         self._num_idle = 0
         if not is_probe:
             self._interval = FIRST_PROBE
@@ -141,20 +140,20 @@ class ProbeScheduler:
 
 
 class Controller:
-    """Chooses drafts by expected tokens against their price."""
+    """Chooses the drafts whose expected tokens exceed their price."""
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
         self._probes = ProbeScheduler()
-        self._probe_s = 0.0  # seconds of the probe in the step under way; 0: there is none
-        self._rows = 0  # of the pass of the step allocated last
-        self._num_decodes = 0  # requests in it
-        self._rate = 0.0  # tokens a second by which it was allocated
-        self._num_steps: Counter[str] = Counter()
-        self._num_drafted = 0  # tokens
+        self._probe_s = 0.0  # expected seconds of the probe in the current step; 0 without a probe
+        self._rows = 0  # rows of the last allocated step
+        self._num_decodes = 0  # requests that decode in the last allocated step
+        self._rate = 0.0  # tokens per second for which the last step was allocated
+        self._num_steps: Counter[str] = Counter()  # steps by kind since `describe` was called
+        self._num_drafted = 0  # draft tokens since `describe` was called
 
     def allocate(self, candidates: StepCandidates) -> Allocation:
-        """Choose the drafts of the next step."""
+        """Return the drafts of the next step; no drafts before the target's pass was measured."""
         self._probe_s = 0.0
         if not self.costs.is_ready:
             none = np.zeros(len(candidates.lookup), dtype=np.int64)
@@ -170,11 +169,11 @@ class Controller:
 
     @property
     def is_trying(self) -> bool:
-        """Whether the step under way tries a proposer that is not in use."""
+        """Whether the current step probes a proposer that is not in use."""
         return self._probe_s > 0.0
 
     def _with_probe(self, candidates: StepCandidates, chosen: Allocation) -> Allocation:
-        """Add a probe, if one is due, for the request that lacks the least draft KV."""
+        """Return ``chosen`` with a probe, if one is due, for the request with least missing KV."""
         may = candidates.expected_accepted[:, 0] > 0.0
         row = int(np.where(may, candidates.num_uncached_draft_tokens, 1 << 40).argmin())
         cost_s = float(self.costs.draft_pass(1 + int(candidates.num_uncached_draft_tokens[row])))
@@ -186,7 +185,10 @@ class Controller:
         return Allocation(num_lookup, depths, chosen.net_gain)
 
     def observe(self, seconds: float, *, num_drafted: int, num_hits: int) -> None:
-        """Learn a step's seconds; ``num_drafted`` tokens came from the proposer."""
+        """Record a step of ``seconds``.
+
+        The proposer drafted ``num_drafted`` tokens in it, of which ``num_hits`` were accepted.
+        """
         if num_drafted or self._probe_s:
             is_probe = self._probe_s > 0.0
             self._probes.note_use(self._probe_s, num_hits, is_probe=is_probe)
@@ -201,7 +203,11 @@ class Controller:
         self._num_drafted += chosen.num_rows
 
     def describe(self) -> dict[str, float]:
-        """Shares of each kind of step since the last call and rows drafted a step, for the log."""
+        """Return statistics since the last call, for the log.
+
+        These are the share of each kind of step, the mean number of rows drafted per step, and the
+        price of a row in tokens.
+        """
         steps = max(1, self._num_steps.total())
         lines = {
             f"share_{kind}": round(self._num_steps[kind] / steps, 4)
@@ -216,19 +222,19 @@ class Controller:
         return lines
 
     def _row_seconds(self, num_rows: int) -> float:
-        """Seconds that ``num_rows`` more rows add to the step allocated last."""
+        """Return the seconds that ``num_rows`` more rows would add to the last allocated step."""
         return float(self.costs.row_seconds(self._rows, num_rows, self._num_decodes)[-1])
 
 
 def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
-    """The drafts with the highest expected net gain, at ``rate`` tokens a second.
+    """Return the drafts with the highest expected net gain, at ``rate`` tokens per second.
 
-    A row's price in tokens is its seconds times ``rate``; it attends to all tokens behind its
-    request, so a row of a long request is dearer. The tokens of all drafts are sorted by what they
-    bring beyond that, and the prefix of this order with the highest net gain is taken. Chances
-    never rise along a path, so this takes a prefix of each chain, and of each tree a smaller tree.
-    The numbers of passes of the proposer are tried one by one; at each, a request takes the better
-    of its two drafts.
+    A row's price in tokens is its seconds times ``rate``. A row attends to the whole context of its
+    request, so rows of long requests cost more. The tokens of all drafts are sorted by survival
+    minus the price of their keys, and the prefix with the highest net gain is taken. Survival never
+    rises along a path, so a prefix contains a prefix of each chain and a subtree of each tree.
+    Every number of passes of the proposer is tried; at each, a request takes the better of its two
+    drafts.
 
     O(P * n log n) for n = num_requests * width tokens that could be drafted and P passes.
     """
@@ -258,10 +264,10 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
 
 @dataclass(frozen=True, slots=True)
 class _Prices:
-    """Tokens that rows must bring.
+    """Prices of rows, in tokens.
 
-    ``rows`` [most + 1]: 0, 1, ... rows of any requests. ``keys`` [num_requests]: a row of each
-    request besides, for the keys that it attends to.
+    ``rows`` [most + 1]: price of 0, 1, ... rows of any requests together. ``keys`` [num_requests]:
+    additional price of a row of each request, for the keys it attends to.
     """
 
     rows: FloatArray
@@ -277,19 +283,20 @@ def _prices(candidates: StepCandidates, costs: CostModel, rate: float) -> _Price
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """The best prefix of the sorted tokens."""
+    """The prefix of the sorted draft tokens with the highest net gain."""
 
-    counts: IntArray  # [num_requests]
-    net_gain: float
+    counts: IntArray  # [num_requests] number of tokens of each request in the prefix
+    net_gain: float  # tokens
 
 
 def _best_prefix(
     survival: FloatArray, num_rows: FloatArray, budget: int, prices: _Prices, overhead: float
 ) -> _Prefix:
-    """The best prefix of the sorted tokens of ``survival`` [num_requests, width].
+    """Return the prefix with the highest net gain of all tokens, sorted by gain per row.
 
-    ``num_rows``, alike: rows that each is expected to take, above 0; the sort is by gain for a row.
-    ``overhead``: tokens that any draft must bring.
+    ``survival`` [num_requests, width]: survival of each token. ``num_rows`` [num_requests, width]:
+    rows that each token is expected to take, above 0. ``overhead``: price of drafting at all, in
+    tokens.
     """
     num_requests, width = survival.shape
     gains = survival - prices.keys[:, None] * num_rows
@@ -312,8 +319,8 @@ def _best_prefix(
 def _may_pay(candidates: StepCandidates, costs: CostModel, rate: float) -> bool:
     """Whether a pass of the proposer could bring more than it costs, if rows cost nothing.
 
-    No node brings more than the best one of its request. Takes a tenth of the time of finding the
-    best draft, which mostly fails where the target is fast.
+    The estimate takes each node to be as good as the best node of its request. It takes a tenth of
+    the time of `_best_with_proposer`, which rarely finds a paying draft for a fast target.
     """
     nodes = candidates.expected_accepted
     if not nodes.size:
@@ -326,19 +333,20 @@ def _may_pay(candidates: StepCandidates, costs: CostModel, rate: float) -> bool:
 def _best_with_proposer(
     candidates: StepCandidates, costs: CostModel, rate: float, prices: _Prices
 ) -> Allocation:
-    """The best of all numbers of passes of the proposer."""
+    """Return the best allocation over all numbers of passes of the proposer."""
     lookup, nodes = candidates.lookup, candidates.expected_accepted
     uncached = candidates.num_uncached_draft_tokens
     num_requests, num_depths = nodes.shape
     width = max(lookup.shape[1], num_depths)
-    # Of the first row of each, where all get one.
+    # Price of each request's first row, if every request gets one. [num_requests, 1] tokens
     row_prices = (prices.rows[num_requests] / num_requests + prices.keys)[:, None]
     overhead = rate * costs.draft_overhead(candidates.num_decodes, with_proposer=True)
-    # A node that is not worth its row at its place is not drafted: it costs nothing.
+    # The proposer drops a node that is not worth its row, so a node costs a row only as often as
+    # it exists.
     node_rows = np.maximum(LEAST_ROWS, np.broadcast_to(candidates.node_probability, nodes.shape))
     passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(uncached.max())]))
     pass_price, owed_s = rate * float(passes[1]), float(passes[2] - passes[1])
-    # What is owed once is shared among the steps that it may serve.
+    # A large backlog is computed once, so its price is spread over the steps that profit from it.
     late = np.maximum(0, uncached - FEW_UNCACHED_TOKENS) / PAYBACK_STEPS
     owed = np.minimum(uncached, FEW_UNCACHED_TOKENS) + late
     catch_up_price = rate * owed * (owed_s / max(1, int(uncached.max())))  # [num_requests] tokens
@@ -349,7 +357,7 @@ def _best_with_proposer(
     best = Allocation(none, none)
     for depth in _last_depths(candidates, num_depths):
         if most_gain[depth - 1] - pass_price * _num_passes(candidates, depth) <= best.net_gain:
-            continue  # even if rows cost nothing
+            continue  # This depth cannot be the best, even if rows cost nothing.
         gain = node_gains[:, depth - 1] - catch_up_price
         by_proposer = (gain > lookup_gain) & (nodes[:, 0] > 0.0)
         if not by_proposer.any():
@@ -370,11 +378,11 @@ def _best_with_proposer(
 
 
 def _num_passes(candidates: StepCandidates, depth: int) -> int:
-    """Passes of the proposer that yield so many nodes."""
+    """Return the number of passes in which the proposer yields ``depth`` nodes."""
     return max(1, ceil(candidates.passes_per_node * depth / candidates.tokens_per_pass))
 
 
 def _last_depths(candidates: StepCandidates, num_depths: int) -> list[int]:
-    """Most nodes that each number of passes yields: fewer are within these."""
+    """Return the maximum number of nodes for each number of passes; fewer nodes cost as much."""
     by_passes = {_num_passes(candidates, depth): depth for depth in range(1, num_depths + 1)}
     return list(by_passes.values())

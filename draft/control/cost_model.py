@@ -1,8 +1,9 @@
 """CostModel: the time of a step, measured at start-up and corrected by every step.
 
-All times are in seconds. It knows rows, passes and tokens; it knows neither requests nor drafts.
-A pass takes what its rows take, and more for keys: every row after a request's first one attends to
-all tokens behind the request. (Those of the first rows belong to every pass, drafts or not.)
+All times are in seconds. The model deals with rows, passes and tokens, not with single requests or
+drafts. The time of a pass is a function of its rows, plus a time per key for every row after a
+request's first one, which attends to the whole context of the request. (The keys of first rows
+belong to every pass, with or without drafts, so they count as part of its base time.)
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-UNMEASURED_ROW_SHARE = 0.05  # of a pass of one row, where nothing was measured
-UNMEASURED_DRAFT_SHARE = 0.2  # of the target's pass, for a proposer never timed
+UNMEASURED_ROW_SHARE = 0.05  # share of a one-row pass that a row adds, if one width is known
+UNMEASURED_DRAFT_SHARE = 0.2  # cost of a pass of an unmeasured proposer: share of a target's pass
 DRIFT_RATE, KNOT_RATE = 0.03, 0.05  # share of an error that one pass corrects
-MAX_ERROR = 0.3  # share or log ratio that one pass may claim: a stall is no price
-MEAN_RATE = 0.05  # of a new value in a running mean
-PRIOR_SPREAD = 0.1  # share by which passes must differ before a slope is learnt from them
+MAX_ERROR = 0.3  # maximum error taken from one pass (share or log ratio), so that stalls count less
+MEAN_RATE = 0.05  # minimum weight of a new value in a running mean
+PRIOR_SPREAD = 0.1  # share of the mean by which passes must differ for the slope to leave 1
 SLOPE_RANGE = (0.2, 5.0)
-MAX_OUTLIER = 3.0  # times a mean that one value may claim: a stall counts as a few steps
+MAX_OUTLIER = 3.0  # maximum multiple of a mean that one value counts as, so that stalls count less
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Times measured at start-up, in seconds, by the number of rows of a pass."""
+    """Times of passes, in seconds, by the number of rows of a pass."""
 
-    forward: Mapping[int, float] = field(default_factory=dict)  # of the target
-    draft: Mapping[int, float] = field(default_factory=dict)  # of the proposer; empty: none
-    key_s: float = 0.0  # that each token behind one more row of a request adds to the target's pass
+    forward: Mapping[int, float] = field(default_factory=dict)  # passes of the target
+    draft: Mapping[int, float] = field(default_factory=dict)  # passes of the proposer, if any
+    key_s: float = 0.0  # seconds per key of each row after a request's first, in the target's pass
 
 
 class CostCurve:
-    """Seconds of one pass against its rows: linear between knots, never falling.
+    """Seconds of one pass as a function of its rows: linear between knots, never falling.
 
-    Each knot has a correction of its own, and all share one drift (machines slow down).
+    Each knot has its own correction. All knots share one drift, because machines slow down.
     """
 
     def __init__(self, measured: Mapping[int, float]) -> None:
@@ -54,21 +55,21 @@ class CostCurve:
         self._index: list[float] = self._knots.tolist()
 
     def at(self, num_rows: int | IntArray) -> FloatArray:
-        """Seconds of passes of so many rows, in the shape of ``num_rows``."""
+        """Return the seconds of passes of ``num_rows`` rows, in the shape of ``num_rows``."""
         return np.asarray(np.interp(num_rows, self._knots, self._values))
 
     def seconds(self) -> dict[int, float]:
-        """Seconds of a pass at each knot."""
+        """Return the seconds of a pass at each knot, by its rows."""
         return {
             int(knot): value for knot, value in zip(self._index, self._values.tolist(), strict=True)
         }
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Learn from one pass."""
+        """Learn from one pass of ``num_rows`` rows that took ``seconds``."""
         if num_rows <= 0 or seconds <= 0.0:
             return
         error = log(seconds / float(self.at(num_rows)))
-        if not self.is_measured:  # the first time sets the scale
+        if not self.is_measured:  # The first pass sets the scale.
             self.is_measured, self._drift = True, error
         else:
             self._correct(num_rows, min(MAX_ERROR, max(-MAX_ERROR, error)))
@@ -76,7 +77,7 @@ class CostCurve:
         self._values = np.maximum.accumulate(np.exp(logs))
 
     def _correct(self, num_rows: int, error: float) -> None:
-        """Share the error between the drift and the two nearest knots."""
+        """Distribute the error (a log ratio) over the drift and the two nearest knots."""
         low = min(max(0, bisect_right(self._index, num_rows) - 1), len(self._index) - 2)
         width = self._index[low + 1] - self._index[low]
         share = min(1.0, max(0.0, (num_rows - self._index[low]) / width))
@@ -86,16 +87,17 @@ class CostCurve:
 
 
 def _with_tail(measured: Mapping[int, float]) -> tuple[FloatArray, FloatArray]:
-    """Knots and their seconds: the measured ones made monotone, then powers of two beyond.
+    """Return knots and their seconds: the measured ones made monotone, then powers of two beyond.
 
-    A disturbance only makes a pass slower. So where fewer rows took longer than more rows did, they
-    get the time of the more.
+    A disturbance can only make a pass slower. So if a pass of fewer rows took longer than one of
+    more rows, it gets the time of the latter.
     """
     knots = np.array(sorted(measured), dtype=np.float64)
     found = np.array([measured[int(knot)] for knot in knots])
     base = np.minimum.accumulate(found[::-1])[::-1]
     if len(knots) > 1:
-        # the mean slope of the upper half: one noisy step at the end must not rule the tail
+        # The slope of the tail is a mean over the upper half of the knots, because the last
+        # interval alone may be noisy.
         half = (len(knots) - 1) // 2
         slope = (base[-1] - base[half]) / (knots[-1] - knots[half])
     else:
@@ -106,9 +108,10 @@ def _with_tail(measured: Mapping[int, float]) -> tuple[FloatArray, FloatArray]:
 
 
 class Mean:
-    """A running mean; the first values count as many, and none by more than a few times.
+    """A running mean.
 
-    ``max_outlier``: times the mean that one value may claim.
+    The weight of a new value is 1/n for the first values and `MEAN_RATE` later. After three values,
+    a value above ``max_outlier`` times the mean is clipped to that.
     """
 
     def __init__(self, max_outlier: float = MAX_OUTLIER) -> None:
@@ -117,7 +120,7 @@ class Mean:
         self._max_outlier = max_outlier
 
     def observe(self, value: float) -> None:
-        """One more value, of any size but negative."""
+        """Add a value, which must not be negative."""
         self.num_seen += 1
         if self.num_seen > 3:
             value = min(value, self._max_outlier * self.value)
@@ -125,10 +128,11 @@ class Mean:
 
 
 class _Fit:
-    """Seconds of a pass = slope * seconds by curve and keys + a residual, by running least squares.
+    """Running least-squares fit: seconds of a pass = slope * predicted seconds + residual.
 
-    Long contexts add a residual; a machine that became slower changes the slope. If all passes have
-    the same number of rows, the two cannot be distinguished, and the slope stays near 1.
+    The prediction comes from the curve and the keys. Long contexts add to the residual; a machine
+    that became slower changes the slope. If all passes have the same number of rows, the two cannot
+    be distinguished, and the slope stays near 1.
     """
 
     def __init__(self) -> None:
@@ -136,7 +140,7 @@ class _Fit:
         self._variance = self._covariance = 0.0
 
     def observe(self, by_curve: float, seconds: float) -> None:
-        """One pass."""
+        """Add a pass that took ``seconds`` and was predicted to take ``by_curve`` seconds."""
         if self._seen.num_seen > 3:
             fitted = self.at(by_curve)
             seconds = min((1.0 + MAX_ERROR) * fitted, max((1.0 - MAX_ERROR) * fitted, seconds))
@@ -149,12 +153,12 @@ class _Fit:
 
     @property
     def ratio(self) -> float:
-        """Mean seconds of a pass over the mean by the curve; 1.0 before any was seen."""
+        """Mean measured seconds divided by mean predicted seconds; 1.0 before the first pass."""
         return self._seen.value / self._curve.value if self._curve.value else 1.0
 
     @property
     def slope(self) -> float:
-        """Seconds of a pass for each second by the curve."""
+        """Measured seconds of a pass per predicted second, within `SLOPE_RANGE`."""
         prior = (PRIOR_SPREAD * self._curve.value) ** 2
         if not prior:
             return 1.0
@@ -162,7 +166,7 @@ class _Fit:
         return min(high, max(low, (self._covariance + prior) / (self._variance + prior)))
 
     def at(self, by_curve: float) -> float:
-        """Seconds of a pass."""
+        """Return the fitted seconds of a pass that is predicted to take ``by_curve`` seconds."""
         return self._seen.value + self.slope * (by_curve - self._curve.value)
 
 
@@ -170,18 +174,19 @@ class _Fit:
 class _Load:
     """Means over steps of about the same number of decoding requests, without prompts."""
 
-    seconds: Mean = field(default_factory=Mean)  # from commit to commit
-    tokens: Mean = field(default_factory=partial(Mean, max_outlier=inf))  # for each request
-    forward: _Fit = field(default_factory=_Fit)
-    host_plain: Mean = field(default_factory=Mean)  # beyond the passes, without drafts
-    host_lookup: Mean = field(default_factory=Mean)  # the same with drafts that were looked up
-    host_proposer: Mean = field(default_factory=Mean)  # and where a proposer drafted
+    seconds: Mean = field(default_factory=Mean)  # seconds from commit to commit
+    tokens: Mean = field(default_factory=partial(Mean, max_outlier=inf))  # tokens per request
+    forward: _Fit = field(default_factory=_Fit)  # seconds of the target's pass
+    host_plain: Mean = field(default_factory=Mean)  # seconds outside passes, without drafts
+    host_lookup: Mean = field(default_factory=Mean)  # seconds outside passes, with look-ups only
+    host_proposer: Mean = field(default_factory=Mean)  # seconds outside passes, with a proposer
 
 
 def best_chain(profile: StepProfile, odds: float, longest: int = 8) -> float:
-    """Speed with chains of the best length over that without drafts, at one request.
+    """Return the speed-up of one request with chains of the best length, over no drafts.
 
-    ``odds``: the chance that a drafted token is accepted if all before it were.
+    ``odds``: probability that a draft token is accepted if all tokens before it were. ``longest``:
+    maximum length of a chain in tokens.
     """
     forward, draft = CostCurve(profile.forward), CostCurve(profile.draft)
     lengths = np.arange(longest + 1)
@@ -191,22 +196,22 @@ def best_chain(profile: StepProfile, odds: float, longest: int = 8) -> float:
 
 
 class CostModel:
-    """Prices of rows and passes, and the engine's tokens a second."""
+    """Seconds of rows and passes, and the engine's tokens per second."""
 
     def __init__(self, profile: StepProfile | None = None) -> None:
         self.load(profile or StepProfile())
 
     def load(self, profile: StepProfile) -> None:
-        """Start again from a profile."""
+        """Replace everything measured with a profile."""
         self.profile = profile
         self._forward, self._draft = CostCurve(profile.forward), CostCurve(profile.draft)
-        self._loads: dict[int, _Load] = {}  # by the bits of the number of requests
-        self.num_observed = 0  # steps
+        self._loads: dict[int, _Load] = {}  # loads by the bit length of the number of requests
+        self.num_observed = 0  # number of steps observed
 
     def learnt(self) -> StepProfile:
-        """Return what is known by now: the curves as steps have corrected them.
+        """Return a profile with the curves as the observed steps have corrected them.
 
-        By how much passes differed from the curve at the most frequent load counts for all rows.
+        The ratio of measured to predicted seconds at the most frequent load scales all rows.
         """
         profile, factor = self.profile, 1.0
         seen = max(self._loads.values(), key=lambda load: load.seconds.num_seen, default=None)
@@ -219,13 +224,13 @@ class CostModel:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the target's pass was measured, or seen."""
+        """Whether a pass of the target was measured at start-up or observed in a step."""
         return self._forward.is_measured
 
     def row_seconds(self, num_rows: int, most: int, num_requests: int) -> FloatArray:
-        """Seconds that 0, 1, ... ``most`` rows add to a pass of ``num_rows``, [most + 1].
+        """Return the seconds that 0, 1, ... ``most`` rows add to a pass of ``num_rows``.
 
-        ``num_requests`` decode in it.
+        The shape is [most + 1]. ``num_requests``: requests that decode in the pass.
         """
         by_curve = self._forward.at(num_rows + np.arange(most + 1))
         added: FloatArray = by_curve - by_curve[0]
@@ -233,20 +238,21 @@ class CostModel:
         return added if load is None else load.forward.slope * added
 
     def key_seconds(self, num_requests: int) -> float:
-        """Seconds that one more row adds to a pass for each token behind its request."""
+        """Return the seconds that one more row adds to a pass per token of its context."""
         load = self._loads.get(num_requests.bit_length())
         return self.profile.key_s * (1.0 if load is None else load.forward.slope)
 
     def draft_pass(self, num_rows: int | IntArray) -> FloatArray:
-        """Seconds of one pass of the proposer by its rows."""
+        """Return the seconds of a pass of the proposer, in the shape of ``num_rows``."""
         if self._draft.is_measured:
             return self._draft.at(num_rows)
         return UNMEASURED_DRAFT_SHARE * self._forward.at(num_rows)
 
     def draft_overhead(self, num_requests: int, *, with_proposer: bool = False) -> float:
-        """Host seconds that a step with drafts takes beyond one without.
+        """Return the host seconds that a step with drafts takes beyond one without.
 
-        ``with_proposer``: a proposer drafts; as for look-ups while no such step was seen.
+        ``with_proposer``: whether a proposer drafts; before such a step was observed, the value for
+        look-ups is returned.
         """
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.host_plain.num_seen:
@@ -259,10 +265,10 @@ class CostModel:
         return max(0.0, host.value - load.host_plain.value)
 
     def rate(self, num_requests: int) -> float:
-        """Recent tokens a second of steps with about so many decoding requests.
+        """Return the recent tokens per second of steps with about ``num_requests`` that decode.
 
-        All tokens over all seconds, the few steps that yield most of the tokens included: a mean of
-        each step's own quotient, or of clipped tokens, would be another number.
+        It is the quotient of the mean tokens and the mean seconds. A mean of each step's quotient,
+        or of clipped tokens, would underrate the few steps that yield most of the tokens.
         """
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.seconds.num_seen:
@@ -270,7 +276,7 @@ class CostModel:
         return num_requests * load.tokens.value / load.seconds.value
 
     def step_seconds(self, num_requests: int) -> float:
-        """Recent seconds of a step with about so many decoding requests."""
+        """Return the recent seconds of a step with about ``num_requests`` that decode."""
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.seconds.num_seen:
             return float(self._forward.at(num_requests))
@@ -289,11 +295,14 @@ class CostModel:
         with_proposer: bool = False,
         num_keys: int = 0,
     ) -> None:
-        """One step of ``num_requests`` that decode: rows of the target's pass, tokens of answers.
+        """Learn from one step.
 
-        ``seconds`` is all of it, from commit to commit, of which ``forward_s`` is the target's
-        pass and ``draft_s`` the proposer's, if it drafts (``with_proposer``). ``num_keys``:
-        tokens behind a request, for each of its rows after the first, summed.
+        ``num_rows``: rows of the target's pass. ``num_requests``: requests that decode.
+        ``num_tokens``: tokens committed for them. ``seconds``: time from commit to commit,
+        including ``forward_s`` for the target's pass and ``draft_s`` for the proposer's passes.
+        ``with_prompts``: whether prompt chunks share the step. ``with_proposer``: whether a
+        proposer drafts. ``num_keys``: sum of the context lengths of all rows after the first of
+        each request.
         """
         self.num_observed += 1
         keys_s = self.profile.key_s * num_keys
@@ -313,13 +322,16 @@ class CostModel:
         host.observe(max(0.0, seconds - forward_s - draft_s))
 
     def observe_draft(self, passes: Sequence[int], seconds: float) -> None:
-        """Learn from the proposer's ``passes`` of one step: the rows of each."""
+        """Learn from the proposer's passes of one step, which took ``seconds`` together.
+
+        ``passes``: the rows of each pass.
+        """
         if not passes:
             return
         by_curve = np.ones(len(passes))
         if self._draft.is_measured:
             by_curve = self._draft.at(np.array(passes))
-        factor = seconds / float(by_curve.sum())  # by which all of them are off
+        factor = seconds / float(by_curve.sum())  # ratio of measured to predicted seconds
         known = dict(zip(passes, (factor * by_curve).tolist(), strict=True))
         for num_rows, each in known.items():
             self._draft.observe(num_rows, each)

@@ -1,4 +1,4 @@
-"""DraftState: the speculator's state of one request: its guesses, and when it backs off."""
+"""DraftState: the speculator's state of one request: its guesses and its back-off."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from .estimators import TRIAL_WEIGHT, AcceptanceModel, NodeWorth
 from .outcome import DraftOutcome
 
 NO_SURVIVAL: Survival = np.zeros(0)
-FRUITLESS = 2  # steps in a row in which nothing was worth a row, until back-off begins
-MAX_PERIOD = 8  # steps from one look-up to the next, at most; a power of two
+FRUITLESS = 2  # number of steps without a draft in a row before a request backs off
+MAX_PERIOD = 8  # maximum number of steps from one look-up to the next; a power of two
 
 
 @dataclass(slots=True)
 class DraftState:
-    """One request's guesses for the step under way, and how much KV the proposer has."""
+    """One request's guesses for the current step, its back-off, and the KV the proposer has."""
 
     request: Request
     guesses: Sequence[Guess] = ()
     tree: GuessTree | None = None
-    proposer_len: int = 0  # tokens whose KV the proposer has, about
-    num_fruitless: int = 0  # steps in a row in which nothing was drafted
-    paused_until: int = 0  # tokens of the request: with fewer, nothing is looked up
+    proposer_len: int = 0  # approximate number of tokens whose KV the proposer has
+    num_fruitless: int = 0  # number of steps in a row without a draft
+    paused_until: int = 0  # length of the request, in tokens, at which look-ups resume
 
     @property
     def is_sampled(self) -> bool:
-        """Whether its tokens are drawn at a temperature above 0: fewer drafts are accepted then."""
+        """Whether the temperature is above 0. Sampled requests accept fewer draft tokens."""
         return self.request.sampling.params.temperature > 0
 
     def drafts_nothing(self, num_new_tokens: int) -> bool:
-        """Whether nothing would be looked up once it has ``num_new_tokens`` more tokens."""
+        """Whether the request still backs off once it has ``num_new_tokens`` more tokens."""
         return len(self.request.tokens) + num_new_tokens < self.paused_until
 
     def drafted(self, num_rows: int, *, step: int, may_back_off: bool) -> None:
-        """Note the rows drafted; after a few steps without any, look-ups pause ever longer.
+        """Record the rows drafted in a step; after a few steps without any, look-ups back off.
 
-        ``step``: the number of the step among all. Pauses of all requests end at multiples of
-        their lengths: so the steps in which something is looked up are few, and common to all.
+        The pauses double up to `MAX_PERIOD` steps. ``step``: the engine's step number. A pause ends
+        at a step number that is a multiple of its length, so requests share the few steps with
+        look-ups.
         """
         if num_rows:
             self.num_fruitless = 0
@@ -64,9 +65,10 @@ class DraftState:
         acceptance: AcceptanceModel,
         most: int,
     ) -> GuessTree | None:
-        """Merge the guesses of all sources, of at most ``most`` tokens each; None without a guess.
+        """Return the merged guesses of all sources, or None without a guess.
 
-        ``grammar`` cuts guesses where the request's constraint forbids a token.
+        Each guess has at most ``most`` tokens. ``grammar`` cuts guesses before the first token that
+        the request's constraint forbids.
         """
         request, is_sampled = self.request, self.is_sampled
         guesses = [
@@ -93,7 +95,7 @@ class DraftState:
         return merge(guesses, survivals)
 
     def score(self, acceptance: AcceptanceModel, served: array[int]) -> None:
-        """Compare every guess, verified or not, with what was committed."""
+        """Score every guess, verified or not, against the committed tokens ``served``."""
         for guess in self.guesses:
             hits = common_len(guess.token_ids, served)
             acceptance.score(
@@ -115,13 +117,16 @@ class DraftState:
         *,
         is_trial: bool,
     ) -> None:
-        """Count what the proposer's nodes brought, and note how much KV it has now."""
+        """Record the accepted nodes of the proposer and the tokens whose KV it has now.
+
+        ``num_served``: tokens that the step committed. ``is_trial``: whether the draft was a probe.
+        """
         plan, num_uncached = scheduled.draft_plan, outcome.note.num_uncached
         self.proposer_len = scheduled.stop - num_uncached + num_served - 1
         if plan.draft.token_ids and not plan.row_prices:
-            return  # of two chains the better was verified: no fair sample of the proposer's
+            return  # The better of two chains was verified: a biased sample of the proposer.
         num_ranked = outcome.num_ranked
-        if num_ranked or not num_uncached:  # else it was catching up
+        if num_ranked or not num_uncached:  # Otherwise the proposer only computed missing KV.
             node_worth.observe(
                 plan.max_draft,
                 num_ranked,
@@ -132,7 +137,7 @@ class DraftState:
 
 
 def _to_the_end(guess: Guess, stop_ids: frozenset[int]) -> Guess:
-    """Cut the guess behind the first token that ends the answer, and before rows of an image."""
+    """Cut the guess after the first stop token, and before placeholders of an image (ids < 0)."""
     if guess.token_ids and min(guess.token_ids) < 0:
         end = next(at for at, token in enumerate(guess.token_ids) if token < 0)
         guess = replace(guess, token_ids=guess.token_ids[:end])
@@ -143,7 +148,7 @@ def _to_the_end(guess: Guess, stop_ids: frozenset[int]) -> Guess:
 
 
 def _allowed(guesses: Sequence[Guess], request: Request, grammar: GrammarSource) -> list[Guess]:
-    """Cut the guesses at the first token that the request's constraint forbids."""
+    """Cut the guesses before the first token that the constraint forbids; drop empty ones."""
     left = [
         guess if guess.source == grammar.name else grammar.trim(request, guess) for guess in guesses
     ]
@@ -151,7 +156,7 @@ def _allowed(guesses: Sequence[Guess], request: Request, grammar: GrammarSource)
 
 
 def padded(rows: Sequence[Survival]) -> Survival:
-    """One row each, filled up with 0."""
+    """Return the rows as one array, padded with 0, [len(rows), length of the longest row]."""
     table = np.zeros((len(rows), max(map(len, rows))))
     for index, row in enumerate(rows):
         if len(row):

@@ -1,18 +1,18 @@
-"""The estimators of acceptance, each with the question that it answers.
+"""Estimators of acceptance.
 
-`AcceptanceModel`: how likely are the first 1, 2, ... tokens of a guess that was looked up accepted,
-from this source, of this kind, for this request? The chance of a token *given that all before it
-are accepted* is learnt for each source and kind of guess in classes of positions, separately for
-greedy and for sampled requests. If a source does better or worse for one request, the request's
-survival is the curve's survival ** hazard (proportional hazards, Cox 1972). The hazard is the
-request's rejections over those that the curve expected. One rejection changes it a little, three in
-a row a lot.
+`AcceptanceModel` estimates the survival of a looked-up guess by source, kind and request. It learns
+the acceptance probability of a token *given that all tokens before it are accepted*, for each
+source, kind and bucket of positions, separately for greedy and for sampled requests. If a source
+does better or worse for one request, the request's survival is the curve's survival ** hazard
+(proportional hazards, Cox 1972). The hazard is the number of the request's rejections divided by
+the number that the curve expected. One rejection changes it a little, three in a row a lot.
 
-`NodeWorth`: how many accepted tokens does the b-th best node of a proposer's draft bring, and how
-often has a draft so many nodes? Asked before the proposer drafts.
+`NodeWorth` estimates, before a proposer drafts, how many accepted tokens the b-th best node of its
+draft brings, and how often its draft has that many nodes.
 
-A third one, `GapModel` (draft/proposers/gap_model.py), works in the model thread, while a draft
-grows: which of the best tokens of a place will the target take, by the gaps of their scores?
+A third estimator, `GapModel` (draft/proposers/gap_model.py), works in the model thread while a
+draft grows. It estimates which of the best next tokens the target will choose, from the gaps
+between their scores.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from ..sources.source import BUCKETS, Chances, Priors
 
 FloatArray = NDArray[np.float64]
 
-MAX_LENGTH = 64  # positions that a curve covers; the last chance holds beyond
-PRIOR_TOKENS = 10.0  # tokens that the prior weighs as much as
-WINDOW = 150.0  # tokens of a class over which counts fade
-HAZARD_PRIOR = 1.0  # expected rejections that "as usual" weighs as much as
-HAZARD_KEEP = 0.95  # what is left of a request's counts after each of its guesses
+MAX_LENGTH = 64  # number of positions that a curve covers
+PRIOR_TOKENS = 10.0  # weight of the prior, in observed tokens
+WINDOW = 150.0  # number of tokens over which the counts of a bucket fade
+HAZARD_PRIOR = 1.0  # weight of the prior hazard of 1, in expected rejections
+HAZARD_KEEP = 0.95  # share of a request's counts that remains after each of its guesses
 HAZARD_RANGE = (0.1, 12.0)
 CHANCE_RANGE = (0.005, 0.998)
-PRIOR_DRAFTS = 4.0  # that the prior of a node weighs as much as
-TRIAL_WEIGHT = 5.0  # drafts that one of a model counts as that is tried now and then
-NODE_WINDOW = 60.0  # drafts over which counts of nodes fade
+PRIOR_DRAFTS = 4.0  # weight of a node's prior, in observed drafts
+TRIAL_WEIGHT = 5.0  # weight of a probe of an unused proposer, in drafts
+NODE_WINDOW = 60.0  # number of drafts over which counts of nodes fade
 
-_STOPS = (*BUCKETS[1:], maxsize)  # of each class of positions
+_STOPS = (*BUCKETS[1:], maxsize)  # end of each bucket of positions
 _CLASS_OF = np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1
 
 
 @dataclass(slots=True)
 class _Curve:
-    """Chances of one kind of guess; the arrays [MAX_LENGTH] are void while stale."""
+    """Survival of one kind of guess; the arrays [MAX_LENGTH] are out of date while stale."""
 
-    hits: list[float]  # [len(BUCKETS)]
-    trials: list[float]
+    hits: list[float]  # [len(BUCKETS)] faded number of accepted tokens
+    trials: list[float]  # [len(BUCKETS)] faded number of tokens with a known outcome
     log_survival: FloatArray = field(default_factory=lambda: np.zeros(MAX_LENGTH))
-    misses: FloatArray = field(default_factory=lambda: np.zeros(MAX_LENGTH))  # expected so far
+    misses: FloatArray = field(default_factory=lambda: np.zeros(MAX_LENGTH))  # expected rejections
     survival: FloatArray = field(default_factory=lambda: np.ones(MAX_LENGTH))
     is_stale: bool = True
 
@@ -61,7 +61,7 @@ class _Curve:
         return curve
 
     def count(self, num_hits: int, missed: bool) -> None:
-        """Count ``num_hits`` positions as right, and the next one as wrong if ``missed``."""
+        """Count ``num_hits`` tokens as accepted, and the next one as rejected if ``missed``."""
         num_tried = num_hits + missed
         for index, start in enumerate(BUCKETS):
             if start >= num_tried:
@@ -74,7 +74,7 @@ class _Curve:
         self.is_stale = True
 
     def refresh(self) -> None:
-        """Bring the arrays up to the counts."""
+        """Recompute the arrays from the counts."""
         low, high = CHANCE_RANGE
         pairs = zip(self.hits, self.trials, strict=True)
         chances = np.array([min(high, max(low, hit / tried)) for hit, tried in pairs])
@@ -101,14 +101,14 @@ class _Adjustment:
 
 
 class AcceptanceModel:
-    """Learns the acceptance rate of each source. Sources must be registered first."""
+    """Learns the acceptance of each source. `register` must be called for each source first."""
 
     def __init__(self) -> None:
-        self._curves: dict[str, list[list[_Curve]]] = {}  # by source, whether sampled, and kind
-        self._adjustments: dict[str, dict[str, _Adjustment]] = {}  # by request and source
+        self._curves: dict[str, list[list[_Curve]]] = {}  # curves by source, is_sampled and kind
+        self._adjustments: dict[str, dict[str, _Adjustment]] = {}  # hazards by request and source
 
     def register(self, source: str, priors: Priors) -> None:
-        """Add a source with its chances before anything is measured."""
+        """Add a source with the prior acceptance probabilities of its guesses."""
         self._curves[source] = [
             [_Curve.of(chances) for chances in kinds] for kinds in (priors.greedy, priors.sampled)
         ]
@@ -116,9 +116,10 @@ class AcceptanceModel:
     def survival(
         self, source: str, kind: int, request_id: str, length: int, *, sampled: bool
     ) -> FloatArray:
-        """Chance that the first 1, 2, ... ``length`` tokens are all accepted; read only, [length].
+        """Return the probability that the first 1, 2, ... ``length`` tokens are all accepted.
 
-        ``length`` may be `MAX_LENGTH` at most. ``sampled``: the temperature is above 0.
+        The array [length] is read-only. ``length`` is at most `MAX_LENGTH`. ``sampled``: whether
+        the temperature is above 0.
         """
         curve = self._curves[source][sampled][kind]
         if curve.is_stale:
@@ -135,7 +136,7 @@ class AcceptanceModel:
     ) -> None:
         """Learn that ``num_hits`` leading tokens were right, and the next one wrong if ``missed``.
 
-        Not missed: the guess has no further token, or it is not known whether it is right.
+        ``missed`` is False if the guess has no further token, or if its outcome is unknown.
         """
         num_tried = min(num_hits + missed, MAX_LENGTH)
         if not num_tried:
@@ -146,7 +147,7 @@ class AcceptanceModel:
         curve.count(num_hits, missed)
 
     def _adjustment(self, request_id: str, source: str) -> _Adjustment:
-        """The adjustment of a request for a source, made where there is none yet."""
+        """Return the adjustment of a request for a source; create it on first use."""
         by_source = self._adjustments.setdefault(request_id, {})
         adjustment = by_source.get(source)
         if adjustment is None:
@@ -154,27 +155,27 @@ class AcceptanceModel:
         return adjustment
 
     def forget(self, request_id: str) -> None:
-        """Drop a request's adjustments; the curves stay."""
+        """Drop a request's adjustments; the curves remain."""
         self._adjustments.pop(request_id, None)
 
 
 class NodeWorth:
-    """Learns how often the b-th best node of a proposer's draft is accepted, by b.
+    """Learns how often the b-th best node of a proposer's draft is accepted, for each b.
 
-    Counts drafts that might have had so many nodes: a node that the proposer did not think worth
-    its row brought nothing, and cost nothing. While nothing is known of a node, those before it are
-    continued: its value falls as it fell. For greedy and for sampled requests apart.
+    All drafts that were allowed b nodes count: a node that the proposer left out as not worth its
+    row brought no token and cost no row. The prior of a node continues the trend of the nodes
+    before it. Greedy and sampled requests are counted separately.
     """
 
     def __init__(self, most: int, *, greedy: float, sampled: float) -> None:
         self._counts = _NodeCounts(most, greedy), _NodeCounts(most, sampled)
 
     def expected_accepted(self, most: int, *, sampled: bool) -> FloatArray:
-        """Accepted tokens that each of ``most`` nodes brings a draft, [most]; never rising."""
+        """Return the accepted tokens that each of ``most`` nodes brings, [most], never rising."""
         return self._counts[sampled].refreshed().accepted[:most]
 
     def node_probability(self, most: int, *, sampled: bool) -> FloatArray:
-        """Share of drafts with so many nodes, [most]; never rising."""
+        """Return the share of drafts that have 1, 2, ... ``most`` nodes, [most], never rising."""
         return self._counts[sampled].refreshed().probability[:most]
 
     def observe(
@@ -186,19 +187,20 @@ class NodeWorth:
         sampled: bool,
         weight: float = 1.0,
     ) -> None:
-        """A draft of at most ``most`` nodes had ``num_proposed``; those of ``ranks`` were right.
+        """Learn from a verified draft.
 
-        ``weight``: drafts that it counts as.
+        It was allowed ``most`` nodes and had ``num_proposed``; the nodes of ``ranks`` (0 is the
+        best) were accepted. It counts as ``weight`` drafts.
         """
         self._counts[sampled].count(most, num_proposed, ranks, weight)
 
 
 class _NodeCounts:
-    """Faded counts of drafts by rank, and what follows from them; all [most]."""
+    """Faded counts of drafts by rank, and the estimates from them; all [most]."""
 
     def __init__(self, most: int, first: float) -> None:
         self.accepted, self.probability = np.ones(most), np.ones(most)
-        self._first = first  # accepted tokens of the best node while nothing is known
+        self._first = first  # prior of the accepted tokens of the best node
         self._num_hits, self._num_proposed, self._num_trials = (
             [0.0] * most,
             [0.0] * most,
@@ -207,7 +209,7 @@ class _NodeCounts:
         self._is_stale = True
 
     def count(self, most: int, num_proposed: int, ranks: Sequence[int], weight: float) -> None:
-        """Count a draft."""
+        """Count a draft that was allowed ``most`` nodes, as ``weight`` drafts."""
         keep, hit = (1.0 - 1.0 / NODE_WINDOW) ** weight, set(ranks)
         for rank in range(min(most, len(self._num_trials))):
             self._num_trials[rank] = keep * self._num_trials[rank] + weight
@@ -218,7 +220,7 @@ class _NodeCounts:
         self._is_stale = True
 
     def refreshed(self) -> _NodeCounts:
-        """Bring the arrays up to the counts."""
+        """Recompute the estimates from the counts, if they are stale; return this object."""
         if not self._is_stale:
             return self
         self._is_stale = False

@@ -1,4 +1,4 @@
-"""DraftOutcome: what a verified draft tells about the proposer that took part in it."""
+"""DraftOutcome: the outcome of a verified draft for the proposer that took part in it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import msgspec
 
 from ...core.interface.draft import Draft
 
-NUM_BEST = 4  # tokens behind a node that may become its children
+NUM_BEST = 4  # maximum number of children that a pass finds for a node
 
 
 class DraftNote(msgspec.Struct, frozen=True, gc=False):
-    """A proposer's `Draft.note`: the work that it did for the draft, or has left to do."""
+    """A proposer's `Draft.note`: the work that it did for the draft, and the work left."""
 
-    pass_rows: tuple[int, ...] = ()  # of each level that it computed, one after another
-    num_uncached: int = 0  # tokens of the request whose KV it lacks
+    pass_rows: tuple[int, ...] = ()  # rows of each level that the proposer computed, in order
+    num_uncached: int = 0  # tokens of the request whose KV the proposer lacks
 
 
 NO_NOTE = DraftNote()
@@ -24,9 +24,9 @@ NO_NOTE = DraftNote()
 
 @dataclass(frozen=True, slots=True)
 class DraftOutcome:
-    """A draft in which a proposer took part, or that was verified in its place.
+    """A verified draft of a request for which a proposer was asked.
 
-    ``path``: the accepted nodes.
+    The draft may consist of looked-up tokens only. ``path``: the accepted nodes.
     """
 
     draft: Draft
@@ -34,20 +34,20 @@ class DraftOutcome:
 
     @property
     def note(self) -> DraftNote:
-        """The proposer's note; an empty one if the proposer was not called."""
+        """The proposer's note, or an empty note if the proposer was not called."""
         return self.draft.note if isinstance(self.draft.note, DraftNote) else NO_NOTE
 
     @property
     def num_ranked(self) -> int:
-        """Nodes that the proposer found itself."""
+        """Number of nodes that the proposer found itself."""
         survival = self.draft.survival
         return sum(map(bool, survival)) if survival else len(self.draft.token_ids)
 
     @property
     def accepted_ranks(self) -> Sequence[int]:
-        """Ranks of accepted nodes among those that the proposer found, best is 0.
+        """Ranks of the accepted nodes among the nodes that the proposer found; 0 is the best.
 
-        They are ranked by its estimate of survival, or by their order if it made none.
+        Nodes are ranked by the proposer's estimate of survival, or by their order without one.
         """
         survival = self.draft.survival
         if not survival:

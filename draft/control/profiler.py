@@ -1,8 +1,8 @@
-"""Costs of steps on this machine, before the first request: measured, or guessed from little.
+"""Measures or estimates the costs of steps on this machine before the first request.
 
-To measure passes of many widths takes as long as to answer a request with a large model. So costs
-are guessed from a few matrices, and steps correct them (cost_model.py); on a GPU, where passes are
-short and must be computed once in any case, they are measured.
+Measuring passes of many widths takes as long as answering a request with a large model. So on a CPU
+costs are estimated from a few matrices, and steps correct them (cost_model.py). On a GPU they are
+measured: passes are short, and each width must run once for warm-up anyway.
 """
 
 from __future__ import annotations
@@ -28,36 +28,37 @@ from .cost_model import StepProfile
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 HEAD_REQUESTS = (1, 2, 4, 8, 16, 32)
-GPU_ROWS = (*ROWS, 256, 512)  # where many rows take little longer than one
-NEAR, FAR = 32, 1024  # tokens that the requests of a measurement have behind them
+GPU_ROWS = (*ROWS, 256, 512)  # more widths, because many rows take little longer than one on a GPU
+NEAR, FAR = 32, 1024  # context lengths of the requests of a measurement, in tokens
 DRAFTED = 8  # rows of a request with drafts
-SECONDS = 0.1  # for one measurement: slow models repeat less
+SECONDS = 0.1  # time limit of one measurement: slow models repeat less often
 REPEATS = 6
-MOST_GUESSED = 32  # rows for which a few matrices are timed
+MOST_GUESSED = 32  # maximum number of rows at which a few matrices are timed
 TRIED_ROWS, TRIED_REQUESTS = (
     (1, 4, 16),
     (1, 4, 16),
-)  # where whole passes must be computed for a guess
-SAMPLED_BYTES = 48 << 20  # of matrices: more than caches hold
-SAMPLED_TURNS = 4  # of which the best counts: a start has a machine to itself only in part
-OTHERS_GROWTH = 0.05  # that one more row adds to what a pass of one takes besides its matrices
-ATTENTION_SHARE = 0.5  # of the rate of matrix products, that attention reaches
-TRIED_PRICE = 1e-9  # of a row in drafts that are timed: tokens are raced for, none is too dear
+)  # rows and requests that are timed if an estimate needs whole passes
+SAMPLED_BYTES = 48 << 20  # size of the matrices that are timed: more than caches hold
+SAMPLED_TURNS = 4  # number of timings; the best counts, because start-up has other work to do
+OTHERS_GROWTH = 0.05  # share by which one more row raises the time a pass spends outside matrices
+ATTENTION_SHARE = 0.5  # throughput of attention relative to matrix products
+TRIED_PRICE = 1e-9  # price of a row in timed drafts: it makes passes score tokens and drops none
 TRIED_SAMPLING = SamplingMetadata(params=TokenSamplingParams(temperature=1.0), seed=0, prompt_len=1)
 
 
 def profile_step(target: tuple[Decoder, KVPool], proposer: Proposer | None) -> StepProfile:
-    """Measure the target and a proposer on their pools, whose content is void afterwards."""
+    """Measure the target and a proposer on their pools, whose content is overwritten."""
     forward, key_s = profile_pass(*target)
     return StepProfile(forward, {} if proposer is None else profile_proposer(proposer), key_s)
 
 
 def guess_step(target: tuple[Decoder, KVPool], proposer: Proposer | None) -> StepProfile:
-    """Guess what `profile_step` would measure, in a small part of the time.
+    """Estimate the result of `profile_step` in a small part of its time.
 
-    A pass of one row is timed, and some matrices of the model at several widths: they are most of
-    what more rows cost. Experts, recurrent layers and models without matrices of ours need passes
-    of more rows. Content of the pools is void afterwards.
+    A pass of one row is timed, and some matrices of the model at several widths, because matrix
+    products cause most of the cost of more rows. Models with experts or recurrent layers, decoders
+    other than `OwnDecoder`, and devices other than a CPU need passes of more rows. The content of
+    the pools is overwritten.
     """
     forward, key_s = guess_pass(*target)
     if proposer is None:
@@ -66,7 +67,7 @@ def guess_step(target: tuple[Decoder, KVPool], proposer: Proposer | None) -> Ste
 
 
 def guess_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], float]:
-    """Guess what `profile_pass` would measure."""
+    """Estimate the result of `profile_pass`: seconds by rows, and seconds per key."""
     linears = _sampled_linears(decoder)
     if not linears:
         return profile_pass(decoder, pool, TRIED_ROWS, repeats=1)
@@ -83,7 +84,7 @@ def guess_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], float]
     }
     num_weights = scale * sum(each.num_weights for each, _ in linears)
     most = max(sampled)
-    products_s = scale * sampled[most] / (most * num_weights)  # of one weight and one activation
+    products_s = scale * sampled[most] / (most * num_weights)  # seconds of one multiply-add
     heads = [part.heads for part in decoder.layout.parts]
     products = sum(2 * each.num_heads * each.head_dim for each in heads) / len(heads)
     key_s = products_s * products * decoder.config.num_layers / ATTENTION_SHARE
@@ -91,9 +92,9 @@ def guess_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], float]
 
 
 def _sampled_linears(decoder: Decoder) -> list[tuple[PackedLinear, int]]:
-    """Matrices of some layers, each with its columns.
+    """Return matrices of some layers, each with its number of columns.
 
-    None of models whose costs by rows follow from something else.
+    The list is empty for models and devices whose cost by rows does not follow from matrices alone.
     """
     if not isinstance(decoder, OwnDecoder) or decoder.states or decoder.device.type != "cpu":
         return []
@@ -115,7 +116,7 @@ def _sampled_linears(decoder: Decoder) -> list[tuple[PackedLinear, int]]:
 def _linear_seconds(
     decoder: OwnDecoder, linears: Sequence[tuple[PackedLinear, int]]
 ) -> dict[int, float]:
-    """Seconds of all these matrices once, by rows: the best of some turns."""
+    """Return the seconds of one product with each matrix, by rows: the best of several timings."""
     ops, widths = decoder.ops, {columns for _, columns in linears}
     timed = [rows for rows in rows_to_time(decoder) if rows <= MOST_GUESSED]
     inputs = {width: torch.randn((max(timed), width), dtype=decoder.dtype) for width in widths}
@@ -134,9 +135,10 @@ def _linear_seconds(
 def profile_proposer(
     proposer: Proposer, requests: Sequence[int] = HEAD_REQUESTS, *, repeats: int = REPEATS
 ) -> dict[int, float]:
-    """Seconds of a proposer's pass by the requests that draft, each behind `NEAR` tokens.
+    """Return the seconds of a proposer's pass by the number of requests that draft.
 
-    Of a block head's pass, a whole block. With the choice of the tokens.
+    Each request has a context of `NEAR` tokens. The time includes the choice of the tokens; a block
+    head's pass is a whole block.
     """
     for _, pool in proposer.models:
         _write_pages(pool, max(requests) * -(-(NEAR + 1) // pool.page_size))
@@ -167,13 +169,14 @@ def profile_pass(
     patience: int = 1,
     repeats: int = REPEATS,
 ) -> tuple[dict[int, float], float]:
-    """Seconds of a pass by its ``rows``, all of them one request's behind `NEAR` tokens.
+    """Return the seconds of a pass by its ``rows``, and the seconds per key.
 
-    And what a token behind a request adds for each of its rows after the first: `DRAFTED` rows
-    behind `FAR` tokens are compared. 0.0 if the pool has no room for so many, or if passes of 1 and
-    of `DRAFTED` rows are not among those that are timed. Layers of a window
-    stop attending further back: for requests longer than both, it is an upper bound. With more
-    ``patience`` measuring takes so many times as long, and is disturbed less.
+    All rows of a pass belong to one request with a context of `NEAR` tokens. The seconds per key
+    are the time that each token of a request's context adds for each of its rows after the first.
+    They follow from passes with a context of `FAR` tokens, and are 0.0 if the pool has no room for
+    that context or if ``rows`` lacks 1 or `DRAFTED`. Layers with a sliding window attend to fewer
+    tokens, so for requests longer than the window and `FAR` the value is an upper bound.
+    ``patience`` multiplies the time and the repeats of a measurement, to reduce noise.
     """
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     near = min(NEAR, longest // 2)
@@ -192,9 +195,10 @@ def profile_pass(
 
 
 def rows_to_time(decoder: Decoder) -> tuple[int, ...]:
-    """Numbers of rows whose passes are timed; between them a pass costs what a line says.
+    """Return the numbers of rows whose passes are timed; other passes are interpolated linearly.
 
-    On a CPU a pass costs a step more where a tile of rows ends, so the first two ends are timed.
+    On a CPU the time of a pass jumps at the end of a tile of rows, so the rows before and after the
+    first two ends are included.
     """
     if decoder.device.type != "cpu":
         return GPU_ROWS
@@ -203,10 +207,11 @@ def rows_to_time(decoder: Decoder) -> tuple[int, ...]:
 
 
 def _requests(decoder: Decoder, pool: KVPool, near: int, num_rows: int) -> list[tuple[int, int]]:
-    """The requests to time, as (tokens behind, rows): one; on a GPU several for many rows.
+    """Return the requests to time, as (context length, rows).
 
-    There a long chunk has other kernels than the verification of drafts. Of recurrent states there
-    may not be so many.
+    It is one request on a CPU. On a GPU many rows are divided among several requests, because a
+    long chunk uses other kernels than the verification of drafts; models with recurrent states keep
+    one request, because the pool may have few states.
     """
     if decoder.device.type == "cpu" or pool.states is not None or num_rows <= DRAFTED:
         return [(near, num_rows)]
@@ -222,9 +227,11 @@ def _measure(
     *,
     repeats: int = REPEATS,
 ) -> list[float]:
-    """Seconds of a pass of each batch, of requests by their (tokens behind, rows): the best of a
-    few rounds, at least two where a pass is not slow itself, so that a slow spell of the machine
-    harms no batch alone.
+    """Return the seconds of a pass of each batch: the best of a few rounds.
+
+    A batch is a list of requests as (context length, rows). The rounds alternate between the
+    batches, at least twice unless a pass is slow, so that a slow period of the machine does not
+    fall on one batch only.
     """
     vocab_size = decoder.config.vocab_size
     cases = [_segments(pool, requests, vocab_size) for requests in batches]
@@ -232,7 +239,7 @@ def _measure(
     _write_pages(pool, max(page_ids, default=-1) + 1)
     watch = make_stopwatch(decoder.device)
     for segments in cases[:1] if decoder.device.type == "cpu" else cases:
-        compute(decoder, pool, segments)  # a GPU compiles kernels when they are first called
+        compute(decoder, pool, segments)  # The first call on a GPU compiles kernels.
     best, spent = [float("inf")] * len(cases), [0.0] * len(cases)
     for turn in range(patience * repeats):
         for index, segments in enumerate(cases):
@@ -247,15 +254,18 @@ def _measure(
 
 
 def _segments(pool: KVPool, requests: Sequence[tuple[int, int]], vocab_size: int) -> list[Segment]:
-    """Rows of random tokens, the first ones the same in every pass: of a mixture of experts each
-    row reads experts of its own, as rows of drafts do; equal tokens would all read the same ones.
+    """Return one segment of random tokens for each request, given as (context length, rows).
+
+    With a mixture of experts, equal tokens would all use the same experts, and rows of real drafts
+    do not. The generator is seeded, so all passes begin with the same tokens.
     """
     generator = random.Random(0)
     token_ids = iter(lambda: generator.randrange(vocab_size), -1)
     segments = []
     for index, (start, n) in enumerate(requests):
         count = -(-(start + n) // pool.page_size)
-        # Pages of its own, where there are enough: read twice they would come from a near cache.
+        # Each request gets its own pages if the pool has enough: a page that is read twice would
+        # come from a processor cache.
         pages = (page % pool.num_pages for page in range(index * count, (index + 1) * count))
         tokens = array("q", islice(token_ids, n))
         extras = None if pool.states is None else RowExtras(state=_drafting(index, start, n))
@@ -264,16 +274,16 @@ def _segments(pool: KVPool, requests: Sequence[tuple[int, int]], vocab_size: int
 
 
 def _drafting(index: int, start: int, num_rows: int) -> SegmentState:
-    """The state of a request that verifies drafts; of a chunk, where there are too many rows."""
+    """Return the state of a request that verifies drafts, or of a chunk if it has too many rows."""
     num_drafts = num_rows - 1 if num_rows - 1 <= DRAFT_ROOM else 0
     return SegmentState(index, index, start + num_rows - num_drafts)
 
 
 def _write_pages(pool: KVPool, num_pages: int) -> None:
-    """Write the first pages, which passes will read.
+    """Write zeros to the first pages, which the timed passes read.
 
-    Until then the system maps all of them to one page of zeros, which stays in the processor's
-    cache: keys would seem to cost nothing.
+    The system maps memory that was never written to one shared page of zeros, which stays in the
+    processor's cache, so keys would seem to cost no time.
     """
     pool.data[:num_pages].zero_()
 
@@ -285,7 +295,7 @@ def _compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> Non
 
 
 def _place_state(pool: KVPool, segment: Segment) -> None:
-    """Make a segment's state stand before its rows: a chunk that was timed has moved it on."""
+    """Reset a segment's state to the position before its rows; a timed chunk has advanced it."""
     state = None if segment.extras is None else segment.extras.state
     if pool.states is not None and state is not None:
         pool.states.stand_in(state.slot, state.log, segment.start)

@@ -1,1 +1,1 @@
-"""Trained heads: their files, layers, passes by kernels, and the proposers that draft with them."""
+"""Trained heads: their files, layers, kernel passes, and the proposers that draft with them."""

@@ -1,7 +1,7 @@
-"""Gemma 4's assistants as drafters: core/model/drafting/assistant.py, level by level.
+"""Gemma 4's assistants as drafters, level by level (core/model/drafting/assistant.py).
 
-A feature is the output of the target's final norm. There is no KV of drafts: each token is computed
-alone, of its own feature and the target's KV, so trees cost what chains of as many tokens do.
+A feature is the output of the target's final norm. Drafts have no KV: each token is computed from
+its own feature and the target's KV only, so a tree costs as much as chains of as many tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AssistantHeadConfig(TapConfig):
 
 
 class AssistantProposer(HeadProposer):
-    """Drafts with an assistant, which reads the target's KV and goes on from its own output."""
+    """Drafts with an assistant, which reads the target's KV and its own previous output."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class AssistantProposer(HeadProposer):
         pool: KVPool,
         target: OwnDecoder,
     ) -> None:
-        """``pool``: the target's."""
+        """Make a proposer; ``pool``: the target's pool."""
         nothing = KVPool(
             pool.num_pages,
             **head.config.kv_shape._asdict(),
@@ -81,7 +81,7 @@ class AssistantProposer(HeadProposer):
 
     @property
     def stored(self) -> Sequence[PageRows]:
-        """Nothing of its own: it reads the target's pages."""
+        """Empty: the assistant reads the target's pages."""
         return ()
 
     @override
@@ -92,17 +92,17 @@ class AssistantProposer(HeadProposer):
         self._assistant.decoder.warm_up(self._read, max_len, wanted)
 
     def write_head_kv(self, written: Written) -> Tensor:
-        """Write no KV; the features are the last layer's output behind the target's final norm."""
+        """Write no KV; return the last layer's output after the target's final norm."""
         return self._final_norm(written.taps.contiguous())
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
-        """A pass for each token of a path."""
+        """Draft with one pass per level of tokens."""
         del num_drafted
         return _AssistantDrafting(self._assistant, self._layout, self._read, starts)
 
 
 class _AssistantDrafting(Drafting):
-    """Each query of a level is a row of its own, at the position of its request's last token."""
+    """Computes one row for each query of a level, at the position of its request's last token."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _AssistantDrafting(Drafting):
         starts: Sequence[DraftStart],
     ) -> None:
         self._assistant, self._layout, self._pool = assistant, layout, pool
-        self._features = features_of(starts)  # [queries of the call before, hidden]
+        self._features = features_of(starts)  # [queries of the previous call, hidden]
         self._anchors = [len(start.scheduled.tokens) - 1 for start in starts]
         self._seen = [seen_kv(start.scheduled, 0, pool.page_size) for start in starts]
 
@@ -130,7 +130,7 @@ class _AssistantDrafting(Drafting):
         return Scored.of(found)
 
     def _row(self, query: Query) -> PassRows:
-        # Nothing is written to the slot.
+        # The slot is a placeholder: an assistant writes no KV.
         anchor, seen = self._anchors[query.request], self._seen[query.request]
         return PassRows((query.token_id,), anchor, (0,), seen, _NO_SLOTS)
 
@@ -138,9 +138,11 @@ class _AssistantDrafting(Drafting):
 def join_assistant(
     path: Path, target: Decoder, *, keeps_packed: bool, on_read: OnRead | None = None
 ) -> JoinedHead:
-    """The assistant in a folder, joined to its target; see `load_assistant`.
+    """Load the assistant in a folder and join it to its target.
 
-    Raises `ModelLoadError` for one that does not fit, or a target that is not an own decoder.
+    ``keeps_packed``: whether quantised matrices keep their stored format. ``on_read`` is called
+    with every tensor. Raises `ModelLoadError` for an assistant that does not fit the target, and
+    for a target that is not an `OwnDecoder`.
     """
     if not isinstance(target, OwnDecoder):
         raise ModelLoadError(

@@ -1,4 +1,4 @@
-"""Block heads: their files, and how they draft. The network is in block_network.py."""
+"""Block heads: their files and their proposer. The network is in block_network.py."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ from .common.packing import (
 )
 from .common.proposer import Drafting, DraftStart, HeadProposer, Query
 
-_HIDDEN = Wanted(hidden_alone=True)  # logits are made of them for each level
-BLOCKS_A_PASS = 16  # requests of one pass; more draft one pass after another
+_HIDDEN = Wanted(hidden_alone=True)  # The logits are computed later, level by level.
+BLOCKS_A_PASS = 16  # maximum number of requests of one pass; more requests take more passes
 
 # -- files ----------------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ def _is_dflash(values: Mapping[str, Any], folder: Path) -> bool:  # noqa: ARG001
 
 
 def _parse(fields: Fields, target: DecoderConfig, names: set[str]) -> ParsedHead:
-    """DFlash and DSpark. Their ids name layers: what a layer leaves is the next boundary."""
+    """Parse a config of DFlash or DSpark. Their ids count layers: id + 1 is the boundary."""
     shape = parse_shape(fields, target, names)
     taps = own_taps(fields)
     if taps is None:
@@ -100,7 +100,7 @@ def _parse(fields: Fields, target: DecoderConfig, names: set[str]) -> ParsedHead
 
 
 def _default_block_ids(fields: Fields, target: DecoderConfig) -> tuple[int, ...]:
-    """Layers spread as DFlash spreads them, where the config names none."""
+    """Return DFlash's default spread of layers, for a config without layer ids."""
     count = fields.positive("num_target_features", 5)
     span = target.num_layers - 4
     return tuple(round(1 + i * span / max(1, count - 1)) for i in range(count))
@@ -123,7 +123,10 @@ def _load(where: Path, config: BlockConfig, tensors: Tensors) -> BlockHead:
 
 
 def _with_markov_size(where: Path, config: BlockConfig, tensors: Tensors) -> BlockConfig:
-    """Whether the Markov head reads the target's ids or the draft's shows in its size."""
+    """Return the config with the vocabulary size of the Markov head, from its table.
+
+    The size is the target's or the draft's. Raises `ModelLoadError` for another size.
+    """
     table = tensors.get("markov_head.markov_w1.weight")
     if table is None:
         return config
@@ -167,7 +170,7 @@ def _pack(head: BlockHead, target: OwnDecoder) -> PackedHead:
 
 
 class BlockProposer(HeadProposer):
-    """Drafts whole blocks with the layers of a head as a pass, and its frame."""
+    """Drafts whole blocks with a packed head: its layers as a kernel pass, and its frame."""
 
     head: BlockFrame
 
@@ -178,7 +181,7 @@ class BlockProposer(HeadProposer):
         pool: KVPool,
         target: OwnDecoder,
     ) -> None:
-        """``pool``: with the spare pages of `PackedHead`, where a pass keeps blocks."""
+        """Make a proposer on a pool with the spare pages of `PackedHead`, which hold blocks."""
         super().__init__(frame, pool, target)
         self._layers, self._pairs = layers, _Pairs.of(frame)
         num_rows = BLOCKS_A_PASS * frame.config.block_size
@@ -189,12 +192,12 @@ class BlockProposer(HeadProposer):
         self._layers.warm_up(self.pool, max_len)
 
     def write_head_kv(self, written: Written) -> None:
-        """Write the injected KV: of each position alone."""
+        """Write the injected KV of positions, each from its own taps only."""
         vectors = self.head.context_vectors(written.taps).contiguous()
         self._layers.write_context(self.pool, vectors, written)
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
-        """One pass for the whole block."""
+        """Run one pass for the whole block."""
         passes = [starts[at : at + BLOCKS_A_PASS] for at in range(0, len(starts), BLOCKS_A_PASS)]
         if len(passes) == 1:
             hidden = self._layers.hidden(self.pool, self._first_spare, starts)
@@ -206,19 +209,19 @@ class BlockProposer(HeadProposer):
 
 
 class _BlockDrafting(Drafting):
-    """``hidden`` [b, num, hidden]: of the tokens behind each anchor.
+    """Makes logits from ``hidden`` [b, num, hidden], the states of the tokens after each anchor.
 
-    ``pairs``: looks up what the token before says, where nothing but that token matters.
+    ``pairs``: a faster look-up of the Markov head's bias, or None.
     """
 
     def __init__(self, head: BlockFrame, hidden: Tensor, pairs: _Pairs | None) -> None:
         self._head, self._num, self._pairs = head, hidden.shape[1], pairs
         self._hidden = hidden.flatten(0, 1)
         self._unary = head.project(self._hidden)  # [b * num, draft_vocab]
-        self._state: Tensor | None = None  # of the queries of the call before
+        self._state: Tensor | None = None  # Markov states of the previous call's queries
 
     def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:  # noqa: ARG002
-        """Add up what the pass found for this position and what the token before says."""
+        """Add the pass's logits of this level and the Markov head's bias of each query's token."""
         return Scored(self._logits(queries))
 
     def _logits(self, queries: Sequence[Query]) -> Tensor:
@@ -244,18 +247,18 @@ class _BlockDrafting(Drafting):
 
 
 class _Pairs:
-    """The Markov head of the kind "vanilla" on a CPU: for few rows NumPy looks up in less time."""
+    """The "vanilla" Markov head on a CPU; NumPy looks up a few rows faster than torch."""
 
     def __init__(self, head: BlockFrame, markov: MarkovHead) -> None:
         rows = markov.markov_w1.weight.detach()
         self._dtype, self._w2 = rows.dtype, markov.markov_w2
-        self._rows = rows.view(_SAME_SIZE[rows.itemsize]).numpy()  # which has no bfloat16
+        self._rows = rows.view(_SAME_SIZE[rows.itemsize]).numpy()  # NumPy has no bfloat16.
         ids = torch.arange(head.config.vocab_size)
         self._known: IntArray = head.markov_ids(ids).numpy()
 
     @classmethod
     def of(cls, head: BlockFrame) -> _Pairs | None:
-        """Build it; None where more than the token before matters, or a device has the weights."""
+        """Return the look-up for a "vanilla" Markov head on a CPU, and None for any other head."""
         markov = head.markov_head
         if (
             markov is None
@@ -266,7 +269,10 @@ class _Pairs:
         return cls(head, markov)
 
     def added(self, unary: Tensor, rows: Sequence[int], before: Sequence[int]) -> Tensor:
-        """``unary`` [.., draft_vocab] at ``rows`` [n], and what tokens ``before`` [n] say."""
+        """Return ``unary`` [.., draft_vocab] at ``rows`` [n], plus the bias of ``before`` [n].
+
+        ``before``: target ids of the previous tokens.
+        """
         ids = self._known[np.array(before)]
         found = self._rows[ids]
         if ids.min() < 0:
@@ -284,15 +290,15 @@ _SAME_SIZE = {2: torch.int16, 4: torch.int32}
 
 
 class BlockPass(HeadPass):
-    """The layers of a `BlockHead`. Rows of a block see each other, whatever the window."""
+    """The layers of a `BlockHead` as a kernel pass. All rows of a block see each other."""
 
     def __init__(self, head: BlockHead, target: OwnDecoder) -> None:
-        """The head has its dtype already, and has borrowed its embedding."""
+        """Pack the layers; the head must have its final dtype and an embedding."""
         config = head.config
         super().__init__(config, target)
         self._size, self._mask = config.block_size, config.mask_token_id
         windows = config.windows or (None,) * config.num_layers
-        self._windows = tuple(dict.fromkeys(windows))  # each has a plan: a part, to the layers
+        self._windows = tuple(dict.fromkeys(windows))  # distinct windows, each with its own plan
         layers = tuple(
             _packed_layer(
                 layer, self._ops, KvPlace(self._windows.index(window), index),
@@ -306,22 +312,22 @@ class BlockPass(HeadPass):
             embedding=head.table,
             layers=layers,
             final_norm=plain_norm(head.norm),
-            lm_head=target.weights.lm_head,  # logits are the head's business
+            lm_head=target.weights.lm_head,  # unused: the frame makes the logits
         )
-        # A GPU's graph has one plan, of layers with one window.
+        # A GPU's graph supports one plan, so all layers must have the same window.
         may_compile = self._ops.batch_device is None or len(self._windows) == 1
         self._compiled = self._ops.compile_forward(self._weights) if may_compile else None
 
     def warm_up(self, pool: KVPool, max_len: int) -> None:
-        """Compute RoPE's table; on a GPU also capture the graphs."""
+        """Compute RoPE's table for ``max_len`` tokens and a block; on a GPU capture the graphs."""
         self._rope.table(max_len + self._size)
         if self._compiled is not None:
             self._compiled.warm_up(pool, self._heads, (self._rope,), _HIDDEN)
 
     def write_context(self, pool: KVPool, vectors: Tensor, written: Written) -> None:
-        """Write keys and values of positions that the target has computed.
+        """Write the KV of positions that the target has computed.
 
-        ``vectors`` [n, hidden]: `BlockFrame.context_vectors` of these positions.
+        ``vectors`` [n, hidden]: `BlockFrame.context_vectors` of the positions.
         """
         plan = self._plan_writing(pool, written)
         vectors = filled(vectors, self._ops.min_rows)
@@ -332,9 +338,9 @@ class BlockPass(HeadPass):
             self._ops.rope_write(qkv, index, plan, mixer.head_norm)
 
     def hidden(self, pool: KVPool, first_spare_page: int, starts: Sequence[DraftStart]) -> Tensor:
-        """Hidden states ``[b, block_size, hidden]``, normed, of at most `BLOCKS_A_PASS` blocks.
+        """Return normed hidden states ``[b, block_size, hidden]`` of up to `BLOCKS_A_PASS` blocks.
 
-        They hold until the next pass. Their own keys and values go to pages from
+        The next pass may overwrite them. The blocks' own KV is written to the pages from
         ``first_spare_page`` on.
         """
         page_size, num_rows = pool.page_size, len(starts) * self._size
@@ -358,7 +364,7 @@ class BlockPass(HeadPass):
     def _rows(
         self, start: DraftStart, slots: IntArray, window: int | None, page_size: int
     ) -> list[PassRows]:
-        """The rows of a block, whose keys and values go to ``slots`` [block_size]."""
+        """Return the rows of a block, whose KV is written to ``slots`` [block_size]."""
         scheduled = start.scheduled
         anchor = len(scheduled.tokens) - 1
         token_ids = [scheduled.tokens[-1], *[self._mask] * (self._size - 1)]

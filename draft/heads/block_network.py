@@ -1,10 +1,10 @@
 """BlockHead: drafts a block of tokens in one pass (DFlash, arXiv 2602.06036; DSpark).
 
-The head's context is one vector a position, ``hidden_norm(fc(taps))``, which every layer turns
-into keys and values of its own; so the KV of a position depends on that position alone. A block is
-the last token (the anchor) and mask tokens behind it. Its rows see all of the context before the
-anchor and each other. A Markov head adds to the logits of each token what the token before it
-says, without another pass.
+The head's context is one vector per position, ``hidden_norm(fc(taps))``, from which every layer
+computes its own keys and values. So the KV of a position depends on the taps of that position only.
+A block is the last token (the anchor) and mask tokens after it. Its rows attend to the whole
+context before the anchor and to each other. A Markov head adds a bias to the logits of each token
+that depends on the token before it, without another pass.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ class BlockConfig(HeadConfig):
 
     kind: ClassVar[str] = "block"
 
-    block_size: int  # rows of a block, the anchor included
+    block_size: int  # number of rows of a block, the anchor included
     mask_token_id: int
-    predicts_at_anchor: bool = True  # DSpark; without it the anchor's row predicts nothing (DFlash)
+    predicts_at_anchor: bool = True  # whether the anchor's row predicts (DSpark: yes, DFlash: no)
     markov_rank: int = 0  # 0: no Markov head
     markov_kind: MarkovKind = "vanilla"
-    markov_vocab_size: int = 0  # ids that the Markov head reads: all, or the draft's; 0: all
-    windows: tuple[int | None, ...] = ()  # [num_layers] positions that a row sees; none: all
+    markov_vocab_size: int = 0  # size of the Markov head's input vocabulary; 0: the target's
+    windows: tuple[int | None, ...] = ()  # [num_layers] sliding windows in tokens; empty: no window
 
     @property
     def num_drafted(self) -> int:
-        """Tokens that a block drafts."""
+        """Number of tokens that a block drafts."""
         return self.block_size - (not self.predicts_at_anchor)
 
     @property
     def tokens_per_pass(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens that a block drafts: one pass computes a block."""
         return self.num_drafted
 
 
 class BlockLayer(nn.Module):
-    """A decoder layer of Qwen3 whose rows attend to injected keys and values and to each other."""
+    """A decoder layer of Qwen3 whose rows attend to injected KV and to each other."""
 
     def __init__(self, config: BlockConfig, window: int | None) -> None:
         super().__init__()
@@ -73,9 +73,10 @@ class BlockLayer(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor, rotary: Rotary, context: KeysValues, seen: Tensor) -> Tensor:
-        """Blocks ``x`` [b, n, rows, hidden] over a ``context`` [b, num_kv_heads, T, head_dim].
+        """Map blocks ``x`` [b, n, rows, hidden] to the same shape.
 
-        ``seen`` [b, n, rows or 1, T]: which of the context each row sees.
+        ``context`` [b, num_kv_heads, T, head_dim]: injected keys and values. ``seen``
+        [b, n, rows or 1, T]: whether each row attends to a position of the context.
         """
         normed = self.input_layernorm(x)
         q = self.self_attn.queries(normed, rotary)
@@ -87,10 +88,10 @@ class BlockLayer(nn.Module):
     def _attended(
         self, q: Tensor, k: Tensor, v: Tensor, context: KeysValues, seen: Tensor
     ) -> Tensor:
-        """``[b, n, rows, heads, head_dim]`` of a block to ``[b, n, rows, heads * head_dim]``."""
+        """Attend with ``q`` [b, n, rows, heads, dim]; return ``[b, n, rows, heads * dim]``."""
         b, n, rows, _, dim = q.shape
         keys, values = context
-        # queries of all blocks against one context: [b, kv, n * group * rows, dim]
+        # The queries of all blocks are joined for one product: [b, kv, n * group * rows, dim].
         q = q.view(b, n, rows, self.num_kv_heads, -1, dim).permute(0, 3, 1, 4, 2, 5)
         flat = q.flatten(2, 4)
         far = (flat @ keys.transpose(-1, -2)).view(*q.shape[:-1], -1)
@@ -102,17 +103,17 @@ class BlockLayer(nn.Module):
 
 
 def _weigh_far(values: Tensor, weights: Tensor) -> Tensor:
-    """``[b, kv, n, group, rows, T]`` of ``values`` [b, kv, T, dim]."""
+    """Apply weights [b, kv, n, group, rows, T] to ``values`` [b, kv, T, dim]."""
     return (weights.flatten(2, 4) @ values).view(*weights.shape[:-1], -1)
 
 
 def _weigh_near(values: Tensor, weights: Tensor) -> Tensor:
-    """``[b, kv, n, group, rows, rows]`` of ``values`` [b, kv, n, rows, dim]."""
+    """Apply weights [b, kv, n, group, rows, rows] to ``values`` [b, kv, n, rows, dim]."""
     return (weights.flatten(3, 4) @ values).view(*weights.shape[:-1], -1)
 
 
 class MarkovHead(nn.Module):
-    """The Markov head: a low-rank bias of the token before on the next one's logits (DSpark)."""
+    """The Markov head: a low-rank bias on a token's logits from the token before it (DSpark)."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -126,9 +127,10 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
     def forward(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The bias ``[.., draft_vocab]`` and the next state ``[.., rank]``; only "rnn" has one.
+        """Return the bias ``[.., draft_vocab]`` and the next state ``[.., rank]``.
 
-        ``before`` [..]: ids of the tokens before, as this head counts them; negative: unknown.
+        Only the kind "rnn" changes the state. ``before`` [..]: ids of the previous tokens in this
+        head's input vocabulary, negative if unknown.
         """
         w = self.markov_w1(before.clamp_min(0)) * (before >= 0).unsqueeze(-1)
         if self.kind == "gated":
@@ -142,7 +144,7 @@ class MarkovHead(nn.Module):
 
 
 class BlockFrame(Vocabulary):
-    """A head but for its layers: what joins the taps, and what makes logits of hidden states."""
+    """A head without its layers: the projection of the taps, and the output of logits."""
 
     config: BlockConfig
 
@@ -152,20 +154,20 @@ class BlockFrame(Vocabulary):
             len(config.taps) * config.target_hidden_size, config.hidden_size, bias=False
         )
         self.hidden_norm = RmsNorm(config.hidden_size, config.norm_eps)
-        if layers is not None:  # in the order of the files
+        if layers is not None:  # The modules have the order of the files.
             self.layers = layers
         self.norm = RmsNorm(config.hidden_size, config.norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
 
     def context_vectors(self, taps: Tensor) -> Tensor:
-        """``[.., num_taps * target_hidden]`` to ``[.., hidden]``, which every layer reads."""
+        """Return the context of all layers, ``[.., num_taps * target_hidden] -> [.., hidden]``."""
         out: Tensor = self.hidden_norm(self.fc(taps))
         return out
 
     def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """``[.., num, hidden]`` to logits ``[.., num, draft_vocab]``.
+        """Return logits, ``[.., num, hidden] -> [.., num, draft_vocab]``.
 
-        ``before`` [.., num]: the token before each, from the anchor on.
+        ``before`` [.., num]: the token before each drafted one; the first is the anchor.
         """
         values = self.project(hidden)
         if self.markov_head is None:
@@ -181,19 +183,19 @@ class BlockFrame(Vocabulary):
         return values + torch.stack(biases, dim=-2)
 
     def markov_ids(self, token_ids: Tensor) -> Tensor:
-        """Ids of tokens as the Markov head counts them, -1 for those that it does not know."""
+        """Return the ids of tokens in the Markov head's input vocabulary, or -1 if unknown."""
         size = self.config.markov_vocab_size or self.config.vocab_size
         if size == self.config.vocab_size or self.draft_ids is None:
             return token_ids
         return self.known_ids[token_ids]
 
     def first_state(self, hidden: Tensor) -> Tensor:
-        """The Markov head's state at the anchor, ``[.., rank]`` for ``hidden`` [.., hidden]."""
+        """Return the Markov head's state at the anchor, ``[.., rank]``, for ``[.., hidden]``."""
         return hidden.new_zeros((*hidden.shape[:-1], self.config.markov_rank))
 
 
 class BlockHead(BlockFrame):
-    """The whole head. Token ids are the target's, everywhere."""
+    """The whole head. All token ids are the target's."""
 
     def __init__(self, config: BlockConfig) -> None:
         windows = config.windows or (None,) * config.num_layers
@@ -204,24 +206,24 @@ class BlockHead(BlockFrame):
             nn.init.zeros_(self.markov_head.markov_w2.weight)
 
     def frame(self) -> BlockFrame:
-        """The head without its layers; both share the rest."""
+        """Return the head without its layers; both share all other modules."""
         return without(self, "layers", BlockFrame)
 
     def context(self, taps: Tensor, positions: Tensor) -> list[KeysValues]:
-        """KV of each layer from ``taps`` [.., num_taps * target_hidden] at ``positions`` [..].
+        """Return the keys and values ``[.., num_kv_heads, head_dim]`` of each layer.
 
-        Keys and values are ``[.., num_kv_heads, head_dim]``.
+        ``taps`` [.., num_taps * target_hidden]: taps at ``positions`` [..].
         """
         features = self.context_vectors(taps)
         rotary = self.rotary(positions)
         return [layer.self_attn.keys_values(features, rotary) for layer in self.decoder_layers()]
 
     def forward(self, token_ids: Tensor, taps: Tensor, anchors: Tensor) -> Tensor:
-        """Compute hidden states of blocks in whole sequences, ``[b, n, num_drafted, hidden]``.
+        """Compute, for training, hidden states of blocks in whole sequences.
 
-        It is for training. State ``i`` is that of the token at ``anchor + 1 + i``, behind the final
-        norm. ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden] of the same
-        positions; ``anchors`` [b, n]: positions of the blocks' last known tokens.
+        Returns ``[b, n, num_drafted, hidden]`` after the final norm; state ``i`` decides the token
+        at ``anchor + 1 + i``. ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden]
+        belong to the same positions. ``anchors`` [b, n]: positions of the blocks' anchors.
         """
         places = torch.arange(token_ids.shape[1], device=token_ids.device)
         context = self.context(taps, places.expand(token_ids.shape))
@@ -236,19 +238,19 @@ class BlockHead(BlockFrame):
         return x if self.config.predicts_at_anchor else x[:, :, 1:]
 
     def _rows(self, anchor_ids: Tensor) -> Tensor:
-        """Embeddings of anchors and masks, ``[b, n, block, hidden]``."""
+        """Return the embeddings of anchors and masks, ``[b, n, block_size, hidden]``."""
         masks = anchor_ids.new_full(
             (*anchor_ids.shape, self.config.block_size - 1), self.config.mask_token_id
         )
         return self.embed(torch.cat((anchor_ids.unsqueeze(-1), masks), dim=-1))
 
     def decoder_layers(self) -> list[BlockLayer]:
-        """The layers, the first one first."""
+        """Return the layers in order."""
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
 
 def _within(seen: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """``[b, n, T]`` to ``[b, n, rows or 1, T]``: what each row of a block sees."""
+    """Apply a window to ``seen`` [b, n, T]; return the mask of each row, [b, n, rows or 1, T]."""
     if window is None:
         return seen.unsqueeze(2)
     places = torch.arange(seen.shape[-1], device=seen.device)

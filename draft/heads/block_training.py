@@ -1,4 +1,4 @@
-"""Block heads in training: what they begin with, and what they learn.
+"""Training of block heads: initial weights and loss.
 
 The loop is in draft/training.
 """
@@ -25,14 +25,14 @@ from .common.training import (
     pass_last_tap,
 )
 
-ANCHORS = 512  # of a batch, at most
+ANCHORS = 512  # maximum number of anchors of a batch
 MARKOV_RANK = 64
-SMOOTHING = 1.0  # pairs that every token is given, spread as all tokens are
-QUIET = 0.3  # the share of its scale with which the layers' output begins beside the Markov head's
+SMOOTHING = 1.0  # pseudo-count of pairs per token, distributed like all tokens
+QUIET = 0.3  # initial scale of the final norm beside an initialised Markov head
 
 
 class BlockStudent(Student):
-    """A head that drafts a block in one pass; anchors are drawn anew in every batch."""
+    """A block head in training; every batch draws new anchors."""
 
     kind = BlockConfig.kind
 
@@ -74,7 +74,10 @@ class BlockStudent(Student):
 
 
 def _draw_anchors(rows: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Places of answers, ``[b, n]``, and which of them are; the others fill up."""
+    """Draw anchors in answers, at most ``most`` in all.
+
+    Returns positions ``[b, n]``, and whether each is in an answer; the others are padding.
+    """
     is_answer = rows >= 0
     counts = is_answer.sum(dim=1)
     num = int(min(int(counts.max()), max(1, most // len(rows))))
@@ -96,9 +99,10 @@ def _new(same: dict[str, Any], layers: int, block: int) -> BlockHead:
 
 
 def _begin_as_target(head: BlockHead, weights: ReadWeight, num_layers: int) -> None:
-    """The target's last layers; the context begins as its last tap.
+    """Copy the target's last layers and let the context read the last tap.
 
-    Their queries and keys have norms here: these begin with the scales that the target's have.
+    The norms of queries and keys, which the target may lack, begin with the scales of the target's
+    queries and keys.
     """
     count = head.config.num_layers
     first = max(0, num_layers - count)
@@ -106,7 +110,7 @@ def _begin_as_target(head: BlockHead, weights: ReadWeight, num_layers: int) -> N
         prefix = layer_prefix(min(first + index, num_layers - 1))
         norm = weights(f"{prefix}input_layernorm.weight")
         for name, own in layer.named_parameters():
-            if name.endswith("_norm.weight"):  # of queries or keys
+            if name.endswith("_norm.weight"):  # a norm of queries or keys
                 own.fill_(_scale(weights(prefix + name.replace("_norm", "_proj")), norm))
             else:
                 own.copy_(weights(prefix + name))
@@ -116,15 +120,15 @@ def _begin_as_target(head: BlockHead, weights: ReadWeight, num_layers: int) -> N
 
 
 def _scale(matrix: Tensor, norm: Tensor) -> float:
-    """Root mean square of what a matrix makes of normed inputs, ``norm`` the norm's weights."""
+    """Return the expected root mean square of a matrix's output for inputs normed by ``norm``."""
     return math.sqrt(float((matrix * norm).square().sum(dim=1).mean()))
 
 
 def _begin_with_pairs(head: BlockHead, pairs: Tensor) -> None:
-    """The Markov head begins with the counts of neighbouring tokens in the data.
+    """Initialise the Markov head from ``pairs`` [num, 2] of neighbouring tokens in the data.
 
-    Its first rank holds the frequency of each id, the others the strongest directions of how much
-    likelier an id is behind another one than anywhere, both weighted by how often they occur.
+    The first rank holds the log frequency of each id. The other ranks hold the strongest directions
+    of log(p(next | before) / p(next)), weighted by the frequencies of both ids.
     """
     markov, config = head.markov_head, head.config
     if markov is None or markov.kind != "vanilla":

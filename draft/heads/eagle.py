@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: their files, and how they draft (`ColumnProposer`).
+"""EAGLE-3 heads: their files and their proposer (a `ColumnProposer`).
 
 The network is in eagle_network.py.
 """
@@ -56,20 +56,26 @@ from .eagle_training import EAGLE_RECIPE
 
 _NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _BEHIND_LAYER: Taps = (1,)
-_LEAST_LAYERS = 8  # of a target; with fewer the default boundaries coincide
+_LEAST_LAYERS = 8  # number of a target's layers below which the default boundaries coincide
 
 # -- files ----------------------------------------------------------------------------------------
 
 
 def _is_plain_eagle(values: Mapping[str, Any], folder: Path) -> bool:
-    """The first EAGLE-3 heads name a plain architecture; their draft vocabulary gives them away."""
+    """Whether a config is an EAGLE-3 head's that names a plain architecture, as early ones do.
+
+    Such a config has a draft vocabulary.
+    """
     return "draft_vocab_size" in values and any(
         (folder / name).is_file() for name in (WEIGHTS, PICKLES[0])
     )
 
 
 def _parse(fields: Fields, target: DecoderConfig, names: set[str]) -> ParsedHead:
-    """EAGLE-3. Engines disagree on whether its ids count layers or boundaries."""
+    """Parse an EAGLE-3 config, with both readings of its tap ids if they are ambiguous.
+
+    Engines disagree on whether the ids count layers or boundaries.
+    """
     for name, value in fields.values.items():
         if "norm" in name and value is True and name not in _NORM_FLAGS:
             raise fields.error(name, "is not supported")
@@ -104,7 +110,7 @@ def _parse(fields: Fields, target: DecoderConfig, names: set[str]) -> ParsedHead
 
 
 def default_taps(num_layers: int) -> Taps:
-    """The boundaries of an EAGLE-3 head whose config names none."""
+    """Return the boundaries of an EAGLE-3 head whose config has no tap ids."""
     return (2, num_layers // 2, num_layers - 3)
 
 
@@ -126,7 +132,9 @@ def _to_json(config: EagleConfig) -> dict[str, object]:
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
     }
-    if not _are_default(config.taps):  # left out they are read alike by every engine
+    # All engines agree on the default boundaries, but not on the meaning of ids, so default
+    # boundaries are left out.
+    if not _are_default(config.taps):
         values["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": list(config.taps),
             "use_aux_hidden_state": True,
@@ -135,13 +143,13 @@ def _to_json(config: EagleConfig) -> dict[str, object]:
 
 
 def _are_default(taps: Taps) -> bool:
-    """Whether these are `default_taps` of some target of at least 8 layers."""
+    """Whether the taps are the `default_taps` of some target of at least 8 layers."""
     num_layers = taps[-1] + 3
     return num_layers >= _LEAST_LAYERS and taps == default_taps(num_layers)
 
 
 def _guess(head: EagleHead, token_ids: Tensor, taps: Tensor) -> Tensor:
-    hidden = head(token_ids, taps, 1)[0]  # column i decides token i + 2
+    hidden = head(token_ids, taps, 1)[0]  # Column i decides token i + 2.
     return head.target_ids(head.logits(hidden).argmax(-1))
 
 
@@ -156,7 +164,7 @@ def _pack(head: EagleHead, target: OwnDecoder) -> PackedHead:
 
 
 class EagleProposer(ColumnProposer):
-    """Drafts with the layer of a head as a pass, and its frame."""
+    """Drafts with a packed EAGLE-3 head: its layer as a kernel pass, and its frame."""
 
     head: EagleFrame
 
@@ -175,7 +183,7 @@ class EagleProposer(ColumnProposer):
         self._layers.warm_up(self.pool, max_len, self.wanted(num_best))
 
     def features(self, taps: Tensor) -> Tensor:
-        """``fc`` of the taps."""
+        """Return ``fc`` of the taps, ``[n, num_taps * target_hidden] -> [n, hidden]``."""
         return self.head.features(taps)
 
     @override
@@ -185,7 +193,7 @@ class EagleProposer(ColumnProposer):
     def compute(
         self, features: Tensor, rows: Sequence[PassRows], draws: SamplingPlan | None
     ) -> Columns:
-        """A pass of the layer; the next features are normed in EAGLE-3.1 alone."""
+        """Run a pass of the layer; only EAGLE-3.1 norms the next features."""
         found = self._layers.compute(self.pool, features, rows, draws)
         normed, hidden = found.hidden[: len(rows)], found.taps
         assert hidden is not None
@@ -198,10 +206,10 @@ class EagleProposer(ColumnProposer):
 
 
 class EaglePass(HeadPass):
-    """The layer of an `EagleHead`; each column is a row.
+    """The layer of an `EagleHead` as a kernel pass; each column is a row.
 
-    ``output``: the layer that makes logits, and their cap; None: it is no kernel's, and passes make
-    none.
+    ``output``: the packed output layer and the cap of its logits; None if it is not packed, and
+    then passes return no logits.
     """
 
     def __init__(
@@ -210,7 +218,7 @@ class EaglePass(HeadPass):
         target: OwnDecoder,
         output: tuple[PackedLinear, float | None] | None = None,
     ) -> None:
-        """The head has its dtype already, and has borrowed its embedding."""
+        """Pack the layer; the head must have its final dtype and an embedding."""
         super().__init__(head.config, target)
         config, layer, ops = head.config, head.midlayer, self._ops
         self._joined = JoinedInputs(
@@ -240,7 +248,7 @@ class EaglePass(HeadPass):
         self._compiled = ops.compile_forward(self._weights)
 
     def warm_up(self, pool: KVPool, max_len: int, wanted: Wanted) -> None:
-        """Compute RoPE's table; on a GPU also capture the graphs."""
+        """Compute RoPE's table for ``max_len`` tokens; on a GPU also capture the graphs."""
         self._rope.table(max_len)
         if self._compiled is not None:
             self._compiled.warm_up(pool, self._heads, (self._rope,), self._wanted(wanted))
@@ -250,7 +258,7 @@ class EaglePass(HeadPass):
         return wanted._replace(draws=draws, taps=_BEHIND_LAYER)
 
     def write_context(self, pool: KVPool, before: Tensor, written: Written) -> None:
-        """Write columns; ``before`` [n, hidden]: features of the positions before."""
+        """Write the KV of columns; ``before`` [n, hidden]: features of the positions before."""
         ops, num_rows = self._ops, self._ops.min_rows
         plan = self._plan_writing(pool, written)
         token_ids = filled(written.token_ids, num_rows)
@@ -265,9 +273,10 @@ class EaglePass(HeadPass):
         rows: Sequence[PassRows],
         draws: SamplingPlan | None = None,
     ) -> LayersOutput:
-        """Compute hidden states of columns, behind the final norm; the taps: those before it.
+        """Return the hidden states of columns after the final norm; as taps those before it.
 
-        ``features`` [n, hidden] of the positions before. There may be more rows than columns.
+        ``features`` [n, hidden]: features of the positions before. The output may have more rows
+        than there are columns.
         """
         batch = self._layout.rows(pool.page_size, rows, wants_logits=True)
         plan = self._ops.plan(batch, pool, self._heads, self._rope)

@@ -1,8 +1,8 @@
-"""EagleHead: drafts one token a pass from the target's features (EAGLE-3, arXiv 2503.01840).
+"""EagleHead: drafts one token per pass from the target's features (EAGLE-3, arXiv 2503.01840).
 
-A column joins the feature of one position, ``fc(taps)``, and the token behind it; its output
-decides the token after that. Where the target has not been yet, the head's own output of the
-column before stands for the feature.
+A column joins the feature of one position, ``fc(taps)``, and the token after it; its output decides
+the next token. At positions that the target has not computed yet, the head's own output of the
+previous column replaces the feature.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from .common.layers import (
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(HeadConfig):
-    """Shape of an EAGLE-3 head and the norms in which its dialects differ."""
+    """Shape of an EAGLE-3 head, and the norms in which its dialects differ."""
 
     kind: ClassVar[str] = "eagle3"
     first_position: ClassVar[int] = 1  # position 0 has no column
     keeps_page_features: ClassVar[bool] = True
 
     fc_bias: bool = False
-    norm_before_residual: bool = False  # the residual begins with the normed feature
-    norm_before_fc: bool = False  # one norm over all taps
-    fc_norm: bool = False  # a norm for each tap
-    norm_output: bool = False  # the next feature is normed (EAGLE-3.1)
+    norm_before_residual: bool = False  # whether the residual begins with the normed feature
+    norm_before_fc: bool = False  # whether there is one norm over all taps
+    fc_norm: bool = False  # whether there is a norm for each tap
+    norm_output: bool = False  # whether the next feature is normed (EAGLE-3.1)
 
     @property
     @override
@@ -57,7 +57,7 @@ class EagleConfig(HeadConfig):
 
 
 class EagleLayer(nn.Module):
-    """The one layer: its attention reads the embedding and the feature side by side."""
+    """The head's only layer, whose attention reads the embedding and the feature side by side."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -71,11 +71,14 @@ class EagleLayer(nn.Module):
         self.mlp = Mlp(config)
 
     def inputs(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """Inputs of the attention for columns, ``[.., 2 * hidden]``."""
+        """Return the inputs of the attention for columns, ``[.., 2 * hidden]``."""
         return torch.cat((self.input_layernorm(embedded), self.hidden_norm(features)), dim=-1)
 
     def outputs(self, features: Tensor, attended: Tensor) -> Tensor:
-        """Hidden states ``[.., hidden]`` of columns, ``attended`` [.., heads * head_dim]."""
+        """Return hidden states ``[.., hidden]`` of columns.
+
+        ``attended`` [.., heads * head_dim]: output of the attention.
+        """
         residual = self.hidden_norm(features) if self.norm_before_residual else features
         x = residual + self.self_attn.o_proj(attended)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
@@ -84,10 +87,11 @@ class EagleLayer(nn.Module):
     def attended(
         self, q: Tensor, context: KeysValues, seen: Tensor, own: list[KeysValues]
     ) -> Tensor:
-        """``q`` [b, columns, heads, head_dim] to ``[b, columns, heads * head_dim]``.
+        """Attend with ``q`` [b, columns, heads, head_dim]; return [b, columns, heads * head_dim].
 
-        Each column sees those of the ``context`` [b, num_kv_heads, T, head_dim] that ``seen``
-        [b, columns, T] has, and one column of each of its ``own`` passes [b, columns, kv, dim].
+        Each column attends to the positions of ``context`` [b, num_kv_heads, T, head_dim] that
+        ``seen`` [b, columns, T] allows, and to its own column of each pass in ``own``
+        [b, columns, num_kv_heads, head_dim].
         """
         keys, values = context
         b, columns, _, dim = q.shape
@@ -103,12 +107,12 @@ class EagleLayer(nn.Module):
 
 
 def _weigh_far(values: Tensor, weights: Tensor) -> Tensor:
-    """``[b, kv, group, columns, T]`` of ``values`` [b, kv, T, dim]."""
+    """Apply weights [b, kv, group, columns, T] to ``values`` [b, kv, T, dim]."""
     return (weights.flatten(2, 3) @ values).view(*weights.shape[:-1], -1)
 
 
 class EagleFrame(Vocabulary):
-    """A head but for its layer: what joins the taps, and what makes logits of hidden states."""
+    """A head without its layer: the projection of the taps, and the output of logits."""
 
     config: EagleConfig
 
@@ -120,12 +124,12 @@ class EagleFrame(Vocabulary):
             nn.ModuleList([RmsNorm(width, eps) for _ in range(taps)]) if config.fc_norm else None
         )
         self.fc = nn.Linear(taps * width, config.hidden_size, bias=config.fc_bias)
-        if midlayer is not None:  # in the order of the files
+        if midlayer is not None:  # The modules have the order of the files.
             self.midlayer = midlayer
         self.norm = RmsNorm(config.hidden_size, eps)
 
     def features(self, taps: Tensor) -> Tensor:
-        """``[.., num_taps * target_hidden] -> [.., hidden]``."""
+        """Return features of taps, ``[.., num_taps * target_hidden] -> [.., hidden]``."""
         if self.input_norm is not None:
             taps = self.input_norm(taps)
         if self.fc_norm is not None:
@@ -136,17 +140,17 @@ class EagleFrame(Vocabulary):
         return out
 
     def next_features(self, hidden: Tensor) -> Tensor:
-        """Features of columns that the target has not seen, from the head's own output."""
+        """Return features from the head's own output, for positions the target has not computed."""
         out: Tensor = self.norm(hidden) if self.config.norm_output else hidden
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[.., hidden]`` of columns to logits ``[.., draft_vocab]``."""
+        """Return logits of columns, ``[.., hidden] -> [.., draft_vocab]``."""
         return self.project(self.norm(hidden))
 
 
 class EagleHead(EagleFrame):
-    """The whole head. Token ids are the target's, everywhere."""
+    """The whole head. All token ids are the target's."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config, EagleLayer(config))
@@ -154,13 +158,14 @@ class EagleHead(EagleFrame):
         init_weights(self)
 
     def frame(self) -> EagleFrame:
-        """The head without its layer; both share the rest."""
+        """Return the head without its layer; both share all other modules."""
         return without(self, "midlayer", EagleFrame)
 
     def context(self, features: Tensor, token_ids: Tensor, positions: Tensor) -> KeysValues:
-        """Keys and values ``[.., num_kv_heads, head_dim]`` of columns.
+        """Return keys and values ``[.., num_kv_heads, head_dim]`` of columns.
 
-        ``features`` [.., hidden] of the positions before, ``token_ids`` [..] at ``positions`` [..].
+        ``features`` [.., hidden]: features of the positions before. ``token_ids`` [..]: tokens at
+        ``positions`` [..].
         """
         x = self.midlayer.inputs(self.embed(token_ids), features)
         return self.midlayer.self_attn.keys_values(x, self.rotary(positions))
@@ -168,9 +173,10 @@ class EagleHead(EagleFrame):
     def forward(self, token_ids: Tensor, taps: Tensor, num_passes: int) -> list[Tensor]:
         """Compute, for training, hidden states of ``num_passes`` passes over whole sequences.
 
-        ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden] of the same positions.
-        Pass ``k`` gives ``[b, T - 1 - k, hidden]``, as `logits` takes them: column ``i`` of it
-        decides token ``i + 2 + k``, after ``k`` features of the head's own ("training-time test").
+        ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden] belong to the same
+        positions. Pass ``k`` returns ``[b, T - 1 - k, hidden]``, the input of `logits`. Its column
+        ``i`` decides token ``i + 2 + k``, after ``k`` features of the head itself ("training-time
+        test").
         """
         length = token_ids.shape[1]
         features = self.features(taps[:, :-1])
@@ -186,7 +192,7 @@ class EagleHead(EagleFrame):
             own = [(k[:, :count], v[:, :count]) for k, v in own]
             x = self.midlayer.inputs(self.embed(token_ids[:, 1 + index :]), features)
             rotary = self.rotary(positions[:, index:])
-            if index:  # the first pass is the context itself
+            if index:  # The first pass is the context itself.
                 own.append(self.midlayer.self_attn.keys_values(x, rotary))
             q = self.midlayer.self_attn.queries(x, rotary)
             mask = seen[None, :count].expand(len(taps), -1, -1)

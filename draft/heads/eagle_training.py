@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in training: what they begin with, and what they learn.
+"""Training of EAGLE-3 heads: initial weights and loss.
 
 The loop is in draft/training.
 """
@@ -23,7 +23,7 @@ from .common.training import (
 )
 from .eagle_network import EagleConfig, EagleHead
 
-NUM_PASSES = 7  # that EAGLE-3 is unrolled
+NUM_PASSES = 7  # number of unrolled passes
 
 
 class EagleStudent(Student):
@@ -57,7 +57,7 @@ class EagleStudent(Student):
         rows = next_rows(
             taught.rows, torch.arange(1, width).expand(len(taught.rows), -1), self.depth
         )
-        # Pass k of column i decides the token behind place i + 1 + k.
+        # Pass k of column i decides the token after position i + 1 + k.
         fits = (rows >= 0).all(dim=-1)[:, : passes[-1].shape[1]]
         hidden = torch.stack([each[:, : fits.shape[1]][fits] for each in passes], dim=1)
         return self._head.logits(hidden), rows[:, : fits.shape[1]][fits]
@@ -68,10 +68,13 @@ def _new(same: dict[str, Any], layers: int, block: int) -> EagleHead:  # noqa: A
 
 
 def _begin_as_target(head: EagleHead, weights: ReadWeight, num_layers: int) -> None:
-    """The target's last layer on its last tap; the embedding's half begins at random."""
+    """Copy the target's last layer and let it read the last tap.
+
+    The half of the attention's input that reads the embedding keeps random weights.
+    """
     prefix = layer_prefix(num_layers - 1)
     for name, own in head.midlayer.named_parameters():
-        if name != "input_layernorm.weight":  # of the embedding
+        if name != "input_layernorm.weight":  # This norm belongs to the embedding.
             theirs = weights(prefix + name.replace("hidden_norm", "input_layernorm"))
             own[..., -theirs.shape[-1] :] = theirs
     head.norm.weight.copy_(weights(FINAL_NORM))

@@ -1,4 +1,4 @@
-"""JoinedHead: a trained head beside its target, lent what it lacks, and packed."""
+"""JoinedHead: a trained head that is joined to its target: complete with its weights and packed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .common.proposer import HeadProposer
 from .kinds import HeadFolder, head_kind, kind_of, open_head
 
 logger = logging.getLogger(__name__)
-NUM_DRAWN, NUM_SCORED = 32, 64  # tokens that distinguish two readings of tap ids
+NUM_DRAWN, NUM_SCORED = 32, 64  # sampled and scored tokens that compare two readings of tap ids
 
 
 class JoinedHead:
-    """A head that was joined to its target: pools and proposers are made of it.
+    """A head that is joined to its target, which makes pools and proposers.
 
-    Of the module only what is not packed is kept. ``gaps``: the numbers of `HeadFolder`, with which
-    its proposers begin.
+    Only the parts of the module that are not packed are kept. ``gaps``: initial numbers of the gap
+    models of its proposers, by whether tokens are sampled.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class JoinedHead:
 
     @property
     def loaded(self) -> LoadedDrafter:
-        """What is made of it; it has a pool of its own unless its proposers get the target's."""
+        """The drafter, which has its own pool unless its proposers read the target's."""
         return LoadedDrafter(self.proposer, None if self._packed.reads_target else self)
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
-        """A pool for the head's KV, with a page for each of the target's.
+        """Make a pool for the head's KV, with ``num_pages`` pages and the spare ones of its passes.
 
-        Head KV is small and is kept in the target's dtype whatever ``kv_dtype`` says.
+        Head KV is small and keeps the target's dtype for any ``kv_dtype``.
         """
         del kv_dtype
         return KVPool(
@@ -75,7 +75,7 @@ class JoinedHead:
         )
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
-        """Bytes of a page, and of the feature that is kept for it, if there is one."""
+        """Return the bytes of a page, including the feature that may be kept for it."""
         del kv_dtype
         config, dtype = self.config, self.target.dtype
         feature = config.hidden_size * dtype.itemsize if config.keeps_page_features else 0
@@ -83,7 +83,7 @@ class JoinedHead:
         return bytes_per_page(**shape, page_size=page_size, dtype=dtype) + feature
 
     def proposer(self, pool: KVPool) -> HeadProposer:
-        """Make what drafts with it. ``pool``: of the KV that it reads."""
+        """Make a proposer. ``pool``: the pool of the KV that it reads."""
         made = self._packed.make_proposer(pool, self.target)
         made.begin_with(self._gaps)
         return made
@@ -92,15 +92,15 @@ class JoinedHead:
 def join(
     head: Head, target: OwnDecoder, gaps: Mapping[bool, GapNumbers] | None = None
 ) -> JoinedHead:
-    """Pack a head that was lent what it lacks (`lend`). It is for inference only from now on."""
+    """Pack a head after `lend` has completed its weights. It can no longer be trained."""
     return JoinedHead(head.config, target, kind_of(head).pack(head, target), gaps)
 
 
 def lend(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> None:
-    """Move a head beside its target and lend it what it lacks.
+    """Move a head to its target's device and dtype, and lend it the target's weights it lacks.
 
-    ``read_output`` reads the target's output matrix [vocab, hidden], which a head of fewer ids
-    takes rows of; it is called only if the target's embedding does not serve for it.
+    ``read_output`` reads the target's output matrix [vocab, hidden], from which a reduced head
+    takes its rows; it is called only if the output is not tied to the embedding.
     """
     head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     weights, ops = target.weights, target.ops
@@ -122,12 +122,11 @@ def load_head(
     read_output: Callable[[], Tensor],
     on_read: OnRead | None = None,
 ) -> JoinedHead:
-    """The head in a folder, joined to its target; ``read_output``: see `lend`.
+    """Load the head in a folder and join it to its target.
 
-    ``on_read`` is called with every tensor of the head.
-
-    Where the config leaves open which hidden states the head reads, both readings are tried on
-    what the target says, and a warning names the better one, which is used. Raises
+    ``read_output`` reads the target's output matrix [vocab, hidden]. ``on_read`` is called with
+    every tensor of the head. If the config has two possible readings of the tap ids, both are tried
+    on a text that the target generates; the better one is used, and a warning names it. Raises
     `ModelLoadError` for a head that is not supported or does not fit the target.
     """
     if not isinstance(target, OwnDecoder):
@@ -153,7 +152,7 @@ def load_head(
 
 
 def _choose_taps(folder: HeadFolder, head: Head, others: Taps, target: OwnDecoder) -> None:
-    """Give a head the boundaries under which it guesses more of the target's own tokens."""
+    """Set the boundaries of a head with which it predicts more of the target's own tokens."""
     readings = (head.config.taps, others)
     scores = [score_taps(head, taps, target) for taps in readings]
     best = readings[1] if scores[1] > scores[0] else readings[0]
@@ -167,20 +166,23 @@ def _choose_taps(folder: HeadFolder, head: Head, others: Taps, target: OwnDecode
 
 @torch.inference_mode()
 def score_taps(head: Head, taps: Taps, target: OwnDecoder) -> int:
-    """Number of `NUM_SCORED` greedy tokens of the target the head guesses, one at a time.
+    """Return how many of `NUM_SCORED` greedy tokens of the target the head predicts, one by one.
 
-    They follow a text that the target draws at temperature 1. The head was lent what it lacks and
-    is not packed.
+    The tokens follow a text that the target samples at temperature 1. The head must have borrowed
+    its missing weights and must not be packed.
     """
     guess = kind_of(head).guess
-    assert guess is not None  # kinds that leave taps open have one
+    assert guess is not None  # Each kind with ambiguous taps has this function.
     ids, tapped = _own_text(target, taps)
     guessed = guess(head, ids[:, :-1], tapped)
     return int((guessed[0, -NUM_SCORED:] == ids[0, -NUM_SCORED:]).sum())
 
 
 def _own_text(target: OwnDecoder, taps: Taps) -> tuple[Tensor, Tensor]:
-    """Token ids ``[1, T + 1]`` that the target says, and the taps ``[1, T, ..]`` of all but one."""
+    """Generate token ids ``[1, T + 1]`` with the target; return them and taps ``[1, T, ..]``.
+
+    The last token has no taps.
+    """
     tokens = array("q", target.config.eos_token_ids[:1] or (0,))
     num_tokens, page_size = NUM_DRAWN + NUM_SCORED, 16
     pages = array("q", range(-(-num_tokens // page_size)))
@@ -215,7 +217,7 @@ def _load(beside: Beside) -> LoadedDrafter:
 
 
 def _output_matrix(path: Path) -> Tensor:
-    """Read the output layer of a checkpoint, [vocab, hidden]."""
+    """Return the output matrix of a checkpoint, [vocab, hidden]."""
     found = open_model(path).checkpoint.read(LM_HEAD)
     return found if isinstance(found, Tensor) else found.dequantize()
 

@@ -1,6 +1,6 @@
-"""The kinds of heads, and folders that contain a head of any kind.
+"""The table of kinds of heads, and the loading and saving of folders with a head.
 
-A kind is a line of `KINDS`. docs/contributing.md describes how to add one.
+docs/contributing.md describes how to add a kind.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from .eagle import EAGLE
 from .medusa import MEDUSA
 
 AnyKind: TypeAlias = HeadKind[Any, Any]
-# A config that names no kind is of the first one that recognises it.
+# A config that names no kind belongs to the first kind that recognises it.
 KINDS: dict[str, AnyKind] = {kind.name: kind for kind in (BLOCK, MEDUSA, EAGLE)}
 _UNSUPPORTED = ("dflash2", "domino", "lilicorr", "peagle", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFolder:
-    """A folder with a head: its kind, its config and where its tap ids leave a choice.
+    """A folder with a head: its kind and its config.
 
-    ``shifted_taps``: as `ParsedHead`'s. ``gaps``: the numbers of `GapModel` that its training
-    found, by whether tokens are sampled; none where it was trained elsewhere.
+    ``shifted_taps``: the other possible boundaries, if the tap ids are ambiguous. ``gaps``: the
+    numbers of `GapModel` that training fitted, by whether tokens are sampled; empty if the head was
+    trained with another program.
     """
 
     path: Path
@@ -56,18 +57,18 @@ class HeadFolder:
     gaps: Mapping[bool, GapNumbers] = field(default_factory=dict)
 
     def load(self) -> Head:
-        """The module with its weights, float32 or as they are stored. Raises `ModelLoadError`."""
+        """Return the module with its weights, in their stored dtype. Raises `ModelLoadError`."""
         head: Head = self.kind.load(self.path, self.config, normalised(read_tensors(self.path)))
         return head
 
 
 def kind_of(head: Head) -> AnyKind:
-    """The kind of a head."""
+    """Return the kind of a head."""
     return KINDS[head.config.kind]
 
 
 def head_kind(path: Path) -> AnyKind | None:
-    """The kind of head in a folder, by its config; None where something else lies there.
+    """Return the kind of the head in a folder, by its config; None without a head.
 
     Raises `ModelLoadError` for a head that is not supported.
     """
@@ -87,7 +88,7 @@ def head_kind(path: Path) -> AnyKind | None:
 
 
 def open_head(path: Path, target: DecoderConfig) -> HeadFolder:
-    """Read a head's config for a target. Raises `ModelLoadError` naming the key that is wrong."""
+    """Read a head's config for a target. Raises `ModelLoadError` with the key that is wrong."""
     kind = head_kind(path)
     if kind is None:
         raise ModelLoadError(f"{path / CONFIG}: not the config of a known kind of head")
@@ -99,8 +100,8 @@ def open_head(path: Path, target: DecoderConfig) -> HeadFolder:
 def save_head(head: Head, folder: Path, *, extra: Mapping[str, object] | None = None) -> None:
     """Write ``config.json`` and ``model.safetensors`` as docs/heads.md describes them.
 
-    ``extra``: more keys for our own part of the config. Raises ValueError for a kind that is loaded
-    only.
+    ``extra``: more keys for our own part of the config. Raises ValueError for a kind that cannot be
+    saved.
     """
     kind, config = kind_of(head), head.config
     if kind.to_json is None:

@@ -1,8 +1,8 @@
-"""MedusaHead: a few small networks, each of which guesses one token ahead (arXiv 2401.10774).
+"""MedusaHead: a few small networks, each of which predicts one later token (arXiv 2401.10774).
 
-All read the target's hidden state behind its final norm. Head ``i`` guesses the token ``i + 2``
-places behind the state's position, whatever stands between: so a pass yields the candidates of all
-places at once, and a tree is made of the best of each. There is no KV.
+All read the target's hidden state after its final norm. Head ``i`` predicts the token ``i + 2``
+positions after the state's position, independently of the tokens between. So one pass yields the
+candidates of all positions, and a tree combines the best ones. There is no KV.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class MedusaConfig(TapConfig):
 
     kind: ClassVar[str] = "medusa"
 
-    num_heads: int  # tokens that they draft
-    num_blocks: int = 1  # residual blocks of each
+    num_heads: int  # number of heads, each of which drafts one token of a path
+    num_blocks: int = 1  # residual blocks per head
 
     @property
     def tokens_per_pass(self) -> int:
-        """A token of each head."""
+        """Number of heads: each drafts one token of a path."""
         return self.num_heads
 
 
@@ -53,13 +53,13 @@ class ResidualBlock(nn.Module):
         self.linear = nn.Linear(size, size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[.., size] -> [.., size]``."""
+        """Map ``[.., size] -> [.., size]``."""
         out: Tensor = x + F.silu(self.linear(x))
         return out
 
 
 class MedusaHead(Head):
-    """All heads of a target. Token ids are the target's."""
+    """All Medusa heads of a target. Token ids are the target's."""
 
     config: MedusaConfig
 
@@ -75,7 +75,7 @@ class MedusaHead(Head):
         )
 
     def logits(self, hidden: Tensor, index: int) -> Tensor:
-        """Logits ``[.., vocab]`` of head ``index`` for states ``[.., hidden]``."""
+        """Return the logits ``[.., vocab]`` of head ``index`` for states ``[.., hidden]``."""
         found: Tensor = self.medusa_head[index](hidden)
         return found
 
@@ -88,7 +88,7 @@ def _is_medusa(values: Mapping[str, Any], folder: Path) -> bool:  # noqa: ARG001
 
 
 def _parse(fields: Fields, target: DecoderConfig, names: set[str]) -> ParsedHead:  # noqa: ARG001
-    """Medusa-1. All else than the number of heads and of their blocks is the target's."""
+    """Parse a Medusa-1 config, which has only the number of heads and of their blocks."""
     for name, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         value = fields.positive(name, own)
         if value != own:
@@ -118,7 +118,7 @@ def _pack(head: MedusaHead, target: OwnDecoder) -> PackedHead:
 
 
 class MedusaProposer(HeadProposer):
-    """Drafts trees of the best tokens that each head of a `MedusaHead` gives."""
+    """Drafts trees of the best tokens of each head of a `MedusaHead`."""
 
     head: MedusaHead
 
@@ -127,23 +127,23 @@ class MedusaProposer(HeadProposer):
         self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
 
     def write_head_kv(self, written: Written) -> Tensor:
-        """Write no KV; the features are the last layer's output behind the target's final norm."""
+        """Write no KV; return the last layer's output after the target's final norm."""
         return self._final_norm(written.taps.contiguous())
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
-        """Draft from the state before each last token."""
+        """Draft from the target's state at the position before each request's last token."""
         del num_drafted
         return _MedusaDrafting(self.head, features_of(starts))
 
 
 class _MedusaDrafting(Drafting):
-    """``hidden`` [b, hidden]: the state before each anchor."""
+    """Drafts from ``hidden`` [b, hidden], the state before each request's last token."""
 
     def __init__(self, head: MedusaHead, hidden: Tensor) -> None:
         self._head, self._hidden = head, hidden
 
     def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:  # noqa: ARG002
-        """The output of the level's own head; the same behind every token of a request."""
+        """Return the output of the level's head, which is equal for all tokens of a request."""
         requests = sorted({each.request for each in queries})
         found = self._head.logits(self._hidden[requests], queries[0].level)
         if len(requests) == len(queries):

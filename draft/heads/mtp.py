@@ -1,6 +1,6 @@
-"""MTP layers as drafters: the layer of core/model/drafting/mtp.py as columns (`ColumnProposer`).
+"""MTP layers as drafters: a `ColumnProposer` with the layer of core/model/drafting/mtp.py.
 
-A feature is the output of the target's final norm, which the next column's layer reads.
+A feature is the output of the target's final norm, which the layer reads in the next column.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from .common.packing import PassLayout, PassRows, filled
 from .joined import JoinedHead
 
 logger = logging.getLogger(__name__)
-LEAST_ROUGH_BYTES = 32 << 20  # of an output layer: fewer stay in caches
-# Of a vocabulary of more than twice as many ids so many are drafted: the first ones, which in the
-# order of a tokenizer are the most frequent, and the last ones, where chat templates have theirs.
+LEAST_ROUGH_BYTES = 32 << 20  # minimum size of an output layer to round: caches hold smaller ones
+
+# Number of drafted ids of a vocabulary with more than twice as many, and number of last ids among
+# them. The other ids are the first ones: a tokenizer's first ids are the most frequent, and its
+# last ids include the tokens of chat templates.
 NUM_DRAFT_IDS, NUM_LAST_IDS = 32768, 1024
 
 
@@ -69,7 +71,7 @@ class MtpConfig(TapConfig):
 
 
 class MtpProposer(ColumnProposer):
-    """Drafts with the target's own MTP layer, which goes on from its own output."""
+    """Drafts with the target's own MTP layer, which reads its own output for later tokens."""
 
     def __init__(self, layer: MtpLayer, head: Head, pool: KVPool, target: OwnDecoder) -> None:
         super().__init__(head, pool, target)
@@ -83,11 +85,11 @@ class MtpProposer(ColumnProposer):
         self._layer.decoder.warm_up(self.pool, max_len, self.wanted(num_best))
 
     def features(self, taps: Tensor) -> Tensor:
-        """The last layer's output behind the target's final norm."""
+        """Return the last layer's output after the target's final norm."""
         return self._final_norm(taps.contiguous())
 
     def write_columns(self, before: Tensor, written: Written) -> None:
-        """Write keys and values of columns; nothing else of them is computed."""
+        """Write only the keys and values of columns."""
         batch = self._layout.writing(self.pool.page_size, written)
         token_ids = filled(written.token_ids, self._min_rows)
         inputs = self._layer.inputs(token_ids, filled(before, self._min_rows))
@@ -96,7 +98,7 @@ class MtpProposer(ColumnProposer):
     def compute(
         self, features: Tensor, rows: Sequence[PassRows], draws: SamplingPlan | None
     ) -> Columns:
-        """A pass of the layer and the output."""
+        """Run a pass of the layer and the output."""
         batch = self._layout.rows(self.pool.page_size, rows, wants_logits=True)
         before = filled(features, batch.num_rows)
         found = self._layer.forward(batch, self.pool, before, draws)
@@ -106,9 +108,11 @@ class MtpProposer(ColumnProposer):
 def load_mtp(
     path: Path, target: Decoder, *, keeps_packed: bool, on_read: OnRead | None = None
 ) -> JoinedHead:
-    """The MTP layer of a target's checkpoint; see `load_mtp_layer`.
+    """Load the MTP layer of a target's checkpoint and join it to the target.
 
-    Raises `ModelLoadError` where the checkpoint has none, or the target is not an own decoder.
+    ``keeps_packed``: whether quantised matrices keep their stored format. ``on_read`` is called
+    with every tensor. Raises `ModelLoadError` if the checkpoint has no MTP layer, or if the target
+    is not an `OwnDecoder`.
     """
     if not isinstance(target, OwnDecoder):
         raise ModelLoadError(
@@ -132,9 +136,9 @@ def load_mtp(
 
 
 def with_rough_output(layer: MtpLayer, least_bytes: int = LEAST_ROUGH_BYTES) -> MtpLayer:
-    """The layer with an output in 4 bits, where that has ``least_bytes`` and 16 bits a weight.
+    """Round the layer's output matrix to 4 bits, if it has ``least_bytes`` and 16-bit weights.
 
-    It is most of what a pass reads: a vocabulary's rows beside one layer.
+    A pass reads one layer and the rows of the vocabulary, so the output is most of its traffic.
     """
     decoder, output = layer.decoder, layer.decoder.weights.lm_head
     size = output.weight.nbytes
@@ -146,7 +150,7 @@ def with_rough_output(layer: MtpLayer, least_bytes: int = LEAST_ROUGH_BYTES) -> 
 
 
 def join_mtp(layer: MtpLayer, target: OwnDecoder) -> JoinedHead:
-    """An MTP layer as a head that was joined to its target."""
+    """Return an MTP layer as a head that is joined to its target."""
     config, (kv,) = target.config, layer.decoder.shapes
     head = Head(
         MtpConfig(
@@ -163,7 +167,7 @@ def join_mtp(layer: MtpLayer, target: OwnDecoder) -> JoinedHead:
 
 
 def frequent_ids(config: DecoderConfig) -> Tensor | None:
-    """The ids that are drafted, ``[NUM_DRAFT_IDS]``; None: all, of a small vocabulary."""
+    """Return the ids to draft, ``[NUM_DRAFT_IDS]``, or None for all ids of a small vocabulary."""
     if config.vocab_size <= 2 * NUM_DRAFT_IDS:
         return None
     first = torch.arange(NUM_DRAFT_IDS - NUM_LAST_IDS)
@@ -173,7 +177,7 @@ def frequent_ids(config: DecoderConfig) -> Tensor | None:
 def has_mtp(path: Path, target: Decoder) -> bool:
     """Whether `auto` can draft with an MTP layer of the target's checkpoint.
 
-    A layer that is not whole is named in the log.
+    Logs a warning for an incomplete layer.
     """
     if not isinstance(target, OwnDecoder) or target.config.mtp is None:
         return False
@@ -185,7 +189,7 @@ def has_mtp(path: Path, target: Decoder) -> bool:
 
 
 def _load(beside: Beside) -> LoadedDrafter:
-    """Load the MTP layer of the target's checkpoint. Raises `InvalidRequest` where it has none."""
+    """Load the MTP layer of the target's checkpoint. Raises `InvalidRequest` without one."""
     try:
         return load_mtp(
             beside.path, beside.target, keeps_packed=beside.keeps_packed, on_read=beside.on_read

@@ -1,1 +1,1 @@
-"""Guesses with weights."""
+"""Proposers: drafters with weights, which run in the model thread."""

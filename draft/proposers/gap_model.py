@@ -1,16 +1,16 @@
-"""GapModel: how likely the target takes each of a drafter's best tokens, by their scores' gaps.
+"""GapModel: estimates which of a drafter's best tokens the target chooses, from score gaps.
 
 A drafter knows the noise with which the target will choose, so it knows how close its own choice
-was. Of its best tokens, with scores s_0 >= s_1 >= ... and gaps d_j = s_0 - s_j, the target takes
-rank j with the chance
+was. Let its best tokens have the scores s_0 >= s_1 >= ... and the gaps d_j = s_0 - s_j. The model
+assumes that the target chooses the token of rank j with the probability
 
     e^(-B d_j) / (sum_l e^(-B d_l) + e^(a - b d_1)),
 
-and none of them otherwise. Looking at the noise is harmless where the verifier's token does not
-depend on drafts. B, a and b are fitted as positions are judged.
+and otherwise another token. Using the noise is safe because the verifier's token does not depend on
+drafts. B, a and b are fitted online to verified positions.
 
-It judges single tokens, in the model thread, and grows trees by them. What a drafter's nodes bring
-to a step, by source and rank, is learnt in the event loop: see draft/control/estimators.py.
+The model rates single tokens in the model thread, while trees grow. The event loop learns what a
+drafter's nodes bring to a step, by rank: see draft/control/estimators.py.
 """
 
 from __future__ import annotations
@@ -19,31 +19,34 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-MAX_GAP = 8.0  # that one judged position may claim
-RATE = 0.02  # of a gradient step
-LEAST = 0.05  # of B and b
+MAX_GAP = 8.0  # maximum gap that a gradient step uses
+RATE = 0.02  # learning rate
+LEAST = 0.05  # minimum of B and b
 
 GapNumbers: TypeAlias = tuple[float, float, float]
 """B, a and b of a `GapModel`."""
-# Where a fit begins, by whether tokens are sampled: measured with the built-in pair.
+# Initial values of the fit, by whether tokens are sampled: measured with the built-in pair.
 FIRST_NUMBERS: dict[bool, GapNumbers] = {False: (2.4, -1.0, 3.5), True: (1.6, -0.9, 1.4)}
 
 
 class GapModel:
-    """The chances of one drafter's tokens, for greedy or for sampled requests."""
+    """Acceptance probabilities of one drafter's tokens, for either greedy or sampled requests."""
 
     def __init__(self, falloff: float, rest: float, slope: float) -> None:
         self.falloff, self.rest, self.slope = falloff, rest, slope  # B, a and b
-        self.mean_best = 0.7  # chance of the best token behind a node, lately
+        self.mean_best = 0.7  # running mean of the best token's probability after a node
 
     def chances(self, scores: Sequence[float]) -> list[float]:
-        """The chance that the target takes each of the best tokens, by their falling ``scores``."""
+        """Return the probability that the target chooses each token; ``scores`` never rise."""
         weights, rest = self._weights(scores)
         total = sum(weights) + rest
         return [weight / total for weight in weights]
 
     def learn(self, scores: Sequence[float], rank: int | None) -> None:
-        """The target took the token of that rank, or (None) another: a step down the log loss."""
+        """Take a gradient step on the log loss of one verified position.
+
+        The target chose the token of ``rank``, or another token if it is None.
+        """
         if len(scores) < 2:
             return
         weights, rest = self._weights(scores)
@@ -65,5 +68,5 @@ class GapModel:
 
 
 def default_gap_models() -> dict[bool, GapModel]:
-    """A model for greedy and one for sampled requests, by whether tokens are sampled."""
+    """Return a model for greedy and one for sampled requests, by whether tokens are sampled."""
     return {is_sampled: GapModel(*numbers) for is_sampled, numbers in FIRST_NUMBERS.items()}

@@ -1,6 +1,6 @@
-"""ProposerKind: a drafter with weights, as `--draft` names it, and how it is loaded.
+"""ProposerKind: a kind of drafter with weights that `--draft` can select, and its loader.
 
-Each kind is one entry in its own file, and a line in the table of api/build/drafts.py.
+Each kind is defined in its own file and listed in the table of api/build/drafts.py.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from ...core.ops.kv_pool import KVPool
 
 
 class TokenText(Protocol):
-    """Text of token ids and back. Calls come from the model thread."""
+    """Converts token ids to text and back. The model thread calls it."""
 
     @property
     def first_ids(self) -> Sequence[int]:
-        """Ids in front of any text, such as that of BOS."""
+        """Ids at the start of any text, for example BOS."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids that stand for no text."""
+        """Ids without text."""
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of a token, empty where it stands for no text that the other side reads."""
+        """Return the bytes of a token, empty if it has no text that the other model reads."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, as it stands behind other text. Raises `InvalidRequest`."""
+        """Return the token ids of a text that follows other text. Raises `InvalidRequest`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What a drafter is loaded beside, and what its loading may use.
+    """The target that a drafter is loaded for, and the tools to load it with.
 
-    ``path``: the target's folder or file. ``found``: the drafter's; None for one that has no files
-    of its own. ``is_optional``: the engine goes on without it, see `LeftOutError`. ``on_read`` is
-    called with the tensors of a head. ``load_decoder`` loads a model with the engine's options.
-    ``texts_between``: the texts of the tokens of the target and of a model with its path; None
-    where these are the same. It raises `ModelLoadError` for tokens that may not differ.
+    ``path``: folder or file of the target. ``found``: folder or file of the drafter; None if it has
+    no files of its own. ``is_optional``: whether the engine starts without the drafter after a
+    `LeftOutError`. ``on_read`` is called with the tensors of a head. ``load_decoder`` loads a model
+    with the engine's options. ``texts_between`` takes the path and the decoder of a draft model and
+    returns the `TokenText` of the target and of the draft model, or None if both have the same
+    tokens; it raises `ModelLoadError` for a draft model whose tokens must not differ but do.
     """
 
     path: Path
@@ -58,29 +59,32 @@ class Beside:
 
     @property
     def keeps_packed(self) -> bool:
-        """Whether quantised matrices stay as they are stored, as the target's do."""
+        """Whether quantised matrices keep their stored format, like the target's."""
         return self.config.dtype == "auto" and self.config.quantize == "none"
 
 
 class LeftOutError(Exception):
-    """An optional drafter cannot be had or does not pay; the message says why, without subject."""
+    """An optional drafter is unavailable or does not pay.
+
+    The message is the reason, phrased as a predicate without its subject.
+    """
 
 
 class Pooled(Protocol):
     """A model with a KV pool: a decoder or a head."""
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype) -> KVPool:
-        """Make a pool of its shape."""
+        """Make a pool of ``num_pages`` pages for the model's KV."""
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype) -> int:
-        """Bytes of one page."""
+        """Return the bytes of one page."""
 
 
 class LoadedDrafter(NamedTuple):
     """A drafter with its weights.
 
-    ``make_proposer`` makes what drafts, on a pool of ``pooled``, which has a page for each of the
-    target's; without ``pooled`` it gets the target's pool.
+    ``make_proposer`` makes the proposer on a KV pool. The pool is made by ``pooled`` and has as
+    many pages as the target's; without ``pooled`` it is the target's own pool.
     """
 
     make_proposer: Callable[[KVPool], Proposer]
@@ -88,17 +92,18 @@ class LoadedDrafter(NamedTuple):
 
 
 def accept_all(config: EngineConfig) -> None:
-    """Do nothing: every option goes with the drafter."""
+    """Accept every option: do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerKind:
     """One kind of drafter with weights.
 
-    ``name``: a value of `--draft`, unless there is ``recognises``, which says whether a folder or
-    file holds one; it raises `ModelLoadError` for one that is not supported. ``load`` raises
-    `ModelLoadError`, `InvalidRequest`, or `LeftOutError` for one that is optional. ``check`` raises
-    `InvalidRequest` for options that it does not go with.
+    A kind without ``recognises`` is selected by ``name`` in `--draft`. Other kinds are selected by
+    a path: ``recognises`` returns whether the folder or file holds this kind, and raises
+    `ModelLoadError` for an unsupported drafter. ``load`` raises `ModelLoadError`, `InvalidRequest`,
+    or `LeftOutError` for an optional drafter. ``check`` raises `InvalidRequest` for options that
+    the kind does not support.
     """
 
     name: str

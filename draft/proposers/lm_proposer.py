@@ -3,9 +3,9 @@
 Drawing with the verifier's own Gumbel noise makes the two choices agree far more often than
 independent draws would (Daliri, Musco, Suresh, arXiv 2408.07978).
 
-The draft's KV lives in a pool of its own under the *same page ids* as the target's: a prefix hit
-brings the draft's KV along. A page whose draft KV is whole carries a ready mark; what is missing
-is caught up a window at a time in steps that follow the first token, never on the way to it.
+The draft model's KV has its own pool with the *same page ids* as the target's pool, so a prefix hit
+includes the draft KV. A page whose draft KV is complete has a ready mark. Missing KV is computed
+one window per step, after the first token, so it never delays the first token.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ SOURCE = "lm"
 
 @dataclass(slots=True)
 class _DraftKV:
-    """Reach of the draft's KV of one request."""
+    """Extent of one request's draft KV."""
 
-    num_computed: int = 0  # positions below it hold the draft KV of ``tokens``
-    num_marked: int = 0  # whole pages among them that carry the ready mark
+    num_computed: int = 0  # number of leading tokens that have draft KV
+    num_marked: int = 0  # number of leading pages that this request has marked ready
 
 
 class LmProposer(DecoderProposer):
     """Drafts by running ``decoder`` on the request's tokens.
 
-    ``window``: tokens of missing KV that one step may catch up over the whole batch.
+    ``window``: maximum number of tokens whose missing KV one step computes, over the whole batch.
     """
 
     source = SOURCE
@@ -57,7 +57,7 @@ class LmProposer(DecoderProposer):
         self._draft_kvs: dict[str, _DraftKV] = {}
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
-        """Forget the KV of these requests and the ready marks of these pages."""
+        """Forget the KV of ended requests and the ready marks of newly allocated pages."""
         self._grower.forget(request_ids)
         for request_id in request_ids:
             self._draft_kvs.pop(request_id, None)
@@ -65,7 +65,7 @@ class LmProposer(DecoderProposer):
             self._ready[page_id] = 0
 
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
-        """Catch up within the window, then grow the drafts of requests whose KV is whole."""
+        """Compute missing KV within the window, then draft for requests with complete KV."""
         self._grower.begin()
         draft_kvs = [self._follow(scheduled) for scheduled in requests]
         trees = [self._grower.tree(scheduled) for scheduled in requests]
@@ -74,7 +74,10 @@ class LmProposer(DecoderProposer):
         return self._grower.drafts(trees, owed)
 
     def _owed(self, draft_kv: _DraftKV, scheduled: ScheduledRequest) -> int:
-        """Tokens to catch up with; where the context ends nothing ever will be: no backlog."""
+        """Return the number of tokens without draft KV; 0 if the decoder's context has no room.
+
+        Without room the KV is never computed, so it is no backlog.
+        """
         has_room = self._grower.has_room(scheduled)
         return len(scheduled.tokens) - draft_kv.num_computed if has_room else 0
 
@@ -84,7 +87,7 @@ class LmProposer(DecoderProposer):
         output: ForwardOutput,  # noqa: ARG002
         verified: Sequence[VerifiedRequest],
     ) -> None:
-        """Learn from verified trees; move accepted KV to the slots of its positions."""
+        """Learn from verified trees; move the KV of accepted nodes to its positions' slots."""
         moves: list[tuple[int, int]] = []
         for request_id, computed in self._grower.judge(verified):
             self._draft_kvs[request_id].num_computed += len(computed)
@@ -95,13 +98,13 @@ class LmProposer(DecoderProposer):
     # -- cursor ---------------------------------------------------------------------------------
 
     def _follow(self, scheduled: ScheduledRequest) -> _DraftKV:
-        """Bring a request's draft KV up to the pages that are ready since."""
+        """Return the extent of a request's draft KV, advanced over pages that became ready."""
         draft_kv = self._draft_kvs.setdefault(scheduled.request_id, _DraftKV())
         self._skip_ready(scheduled, draft_kv)
         return draft_kv
 
     def _skip_ready(self, scheduled: ScheduledRequest, draft_kv: _DraftKV) -> None:
-        """Move over pages that are ready, but leave the last token: its logits are wanted."""
+        """Advance over ready pages, except for the last token, whose logits are needed."""
         page_size, last = self._pool.page_size, len(scheduled.tokens) - 1
         page = draft_kv.num_computed // page_size
         while (page + 1) * page_size <= last and self._ready[scheduled.page_ids[page]]:
@@ -119,7 +122,7 @@ class LmProposer(DecoderProposer):
     # -- forward passes -------------------------------------------------------------------------
 
     def _catch_up(self, draft_kvs: Sequence[_DraftKV], trees: Sequence[TreeGrowth]) -> Opened:
-        """Compute missing KV; trees that reach their last token get their first level."""
+        """Compute missing KV; return the first level of each tree whose KV is now complete."""
         stops = self._stops(draft_kvs, trees)
         if not stops:
             return Opened((), ())
@@ -133,13 +136,17 @@ class LmProposer(DecoderProposer):
             if is_whole:
                 whole.append((trees[index], ROOT))
         opened = self._grower.run(segments, whole)
-        for index, stop in stops.items():  # not before: a pass that fails computes nothing
+        # The extents are set after the pass, because a pass that fails computes no KV.
+        for index, stop in stops.items():
             draft_kvs[index].num_computed = stop
             self._mark_ready(trees[index].scheduled, draft_kvs[index])
         return opened
 
     def _stops(self, draft_kvs: Sequence[_DraftKV], trees: Sequence[TreeGrowth]) -> dict[int, int]:
-        """Find where each request's catch-up stops, in the window; the shortest ones come first."""
+        """Return the position up to which each request's missing KV is computed, by its index.
+
+        The requests with the least missing KV get the window first.
+        """
         room, stops = self._window + len(trees), {}
         owed = [
             len(t.scheduled.tokens) - draft_kv.num_computed
@@ -157,12 +164,12 @@ class LmProposer(DecoderProposer):
 
 
 def _is_model(found: Path) -> bool:  # noqa: ARG001
-    """Whether a folder or file may hold a draft model: any that no other kind recognises."""
+    """Whether a path may hold a draft model: any path that no other kind recognises."""
     return True
 
 
 def _load(beside: Beside) -> LoadedDrafter:
-    """Load a draft model; one with other tokens than the target's drafts by text."""
+    """Load a draft model; if its tokens differ from the target's, it drafts by text."""
     assert beside.found is not None
     decoder = beside.load_decoder(beside.found)
     texts = beside.texts_between(beside.found, decoder)

@@ -1,10 +1,10 @@
-"""SelfProposer: the target in 4 bits drafts for itself, on the target's own KV pages.
+"""SelfProposer: a 4-bit copy of the target drafts for it, on the target's own KV pages.
 
 The pending token and the nodes of a draft write KV into slots that the verification pass writes
-again: those of their positions, and for a tree's side nodes those of spare pages, all of them the
-request's own. The history is the target's own KV, of full precision. So a draft has no prompt to
-compute, no KV to keep, and nothing to move. Of recurrent layers the same holds for entries of the
-request's log, as long as none of them is folded into its state: drafts end with the page.
+again: the slots of their positions, and slots of spare pages for nodes off the trunk. All belong to
+the request. The context is the target's own KV, in full precision. So the drafter computes no
+prompt, keeps no KV and moves no KV. In recurrent layers the same holds for the entries of the
+request's log, as long as they are not folded into its state; so a draft ends with the page.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .tree_grower import DecoderProposer
 from .tree_growth import ROOT
 
 SOURCE = "self"
-LEAST_BYTES = 64 << 20  # of weights: fewer stay in caches, and 4 bits are read as fast as 16
-MEMORY_SHARE = 0.2  # of the free memory, that `auto` may take for a rough copy
-LIKELY = 0.7  # odds of its tokens: less than any model is known to have
-LEAST_GAIN = 1.05  # over steps without drafts
+LEAST_BYTES = 64 << 20  # minimum size of the weights: in caches, 4 bits are read as fast as 16
+MEMORY_SHARE = 0.2  # maximum share of the free memory for a rough copy with `auto`
+LIKELY = 0.7  # assumed acceptance probability of a token; every measured model exceeds it
+LEAST_GAIN = 1.05  # minimum speed-up over steps without drafts
 NUM_TRIED_PAGES = 5
 
 
@@ -43,7 +43,7 @@ class SelfProposer(DecoderProposer):
     traits = ProposerTraits(tokens_per_pass=1, catches_up=False, weighs=True)
 
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
-        """Grow the drafts of requests of which all but the last token has KV."""
+        """Draft for requests whose tokens all have KV except the last one."""
         self._grower.begin()
         trees = [self._grower.tree(scheduled) for scheduled in requests]
         begun = [tree for tree in trees if self._may_draft(tree.scheduled)]
@@ -61,7 +61,7 @@ class SelfProposer(DecoderProposer):
         output: ForwardOutput,  # noqa: ARG002
         verified: Sequence[VerifiedRequest],
     ) -> None:
-        """Learn from verified trees; the runner has moved the KV, which is the target's."""
+        """Learn from verified trees; the KV is the target's, so the runner has moved it."""
         self._grower.judge(verified)
 
 
@@ -69,7 +69,7 @@ class SelfProposer(DecoderProposer):
 
 
 def _load(beside: Beside) -> LoadedDrafter:
-    """Round the target to 4 bits; one that is optional only where that pays."""
+    """Round the target to 4 bits. Raises `LeftOutError` if it is optional and does not pay."""
     return LoadedDrafter(partial(SelfProposer, _rough_copy(beside)))
 
 
@@ -96,11 +96,13 @@ def _rough_copy(beside: Beside) -> Decoder:
 
 
 def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
-    """Price of a pass of a rough copy as a share of a step; and gain of chains at `LIKELY` odds.
+    """Return the time of a rough copy's pass as a share of the target's, and the speed-up.
 
-    Measured for one request, with few tokens behind it.
+    The speed-up assumes chains whose tokens have the acceptance probability `LIKELY`. Both are
+    measured for one request with a short context.
     """
-    page_size = EngineConfig().sizes(target.device.type).page_size  # has kernels of its own
+    # The default page size has specialised kernels.
+    page_size = EngineConfig().sizes(target.device.type).page_size
     pool = sequence_pool(target, NUM_TRIED_PAGES, 1, page_size=page_size)
     forward, _ = guess_pass(target, pool)
     draft = profile_proposer(SelfProposer(copy, pool), (1,))

@@ -1,8 +1,8 @@
 """StepTrees: the trees of a step, whose nodes share the rows of one pass of the target.
 
-What a row costs depends on all rows of the pass: where a tile begins, one is dear and the next ones
-cost nothing. So the nodes of all trees are ranked together, and the best are taken as long as they
-bring more than their rows cost.
+The cost of a row depends on all rows of the pass: the first row of a tile costs much, and the rows
+that fill the tile cost nothing. So the nodes of all trees are ranked together, and the best are
+taken as long as they bring more than their rows cost.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _Offered: TypeAlias = dict[TreeGrowth, list[Growing]]
 
 
 class StepTrees:
-    """Trees that are grown together, with prices in their plans or without.
+    """Trees that grow together, with or without prices in their plans.
 
-    Without prices all ``max_draft`` nodes of a plan are grown.
+    Without prices, all ``max_draft`` nodes of a plan are grown.
     """
 
     def __init__(self, trees: Sequence[TreeGrowth]) -> None:
@@ -34,15 +34,16 @@ class StepTrees:
         self._groups = [_Group(each) for each in (weighed, others) if each]
 
     def open(self, level: int | None = None, *, takes_pass: bool = True) -> TreeNodes:
-        """Give slots to the nodes that `frontiers` finds; return those that are to be computed."""
+        """Give slots to the nodes that `frontiers` returns; return the nodes to compute."""
         found = self.frontiers(level, takes_pass=takes_pass)
         pairs = zip(self._trees, found, strict=True)
         return [(tree, node) for tree, nodes in pairs for node in tree.open(nodes)]
 
     def frontiers(self, level: int | None = None, *, takes_pass: bool = True) -> list[list[int]]:
-        """The nodes of each tree to compute next; none where a pass would not pay for itself.
+        """Return the nodes of each tree to compute next; no nodes if a pass would not pay.
 
-        ``level``: those of one level alone. ``takes_pass``: they take another pass.
+        ``level``: return nodes of this level only. ``takes_pass``: whether computing them takes
+        another pass.
         """
         found: _Offered = {}
         for group in self._groups:
@@ -52,7 +53,7 @@ class StepTrees:
         return [[node for each in found[tree] for node in each.nodes] for tree in self._trees]
 
     def drafts(self, owed: Sequence[int] | None = None) -> list[Draft]:
-        """The draft of each tree. ``owed``: tokens of each whose KV the proposer lacks."""
+        """Return the draft of each tree. ``owed``: tokens of each whose KV the proposer lacks."""
         counts: dict[TreeGrowth, int] = {}
         for group in self._groups:
             group.rank()
@@ -62,21 +63,21 @@ class StepTrees:
 
 
 class _Group:
-    """Trees whose nodes are paid by one list of prices, as they were when `rank` was called."""
+    """Trees that share one list of row prices. `rank` must be called after the trees grow."""
 
     def __init__(self, trees: Sequence[TreeGrowth]) -> None:
         self.trees = trees
         most = sum(tree.plan.max_draft for tree in trees)
-        self._prices = _prices(trees[0].plan.row_prices, most)  # of 0, 1, ... nodes of all
+        self._prices = _prices(trees[0].plan.row_prices, most)  # price of 0, 1, ... nodes in all
         self._worths, self._count, self._gain = list[list[float]](), 0, 0.0
 
     def rank(self) -> None:
-        """Rank the nodes that the trees have now."""
+        """Rank the current nodes of the trees."""
         self._worths = [tree.worths() for tree in self.trees]
         self._count, self._gain = self._best(_ranked(self._worths))
 
     def least(self) -> float:
-        """Return what one more node must bring, beyond the price of its keys."""
+        """Return the tokens that one more node must bring beyond the price of its keys."""
         prices, count, most = self._prices, self._count, len(self._prices) - 1
         worst = float(_ranked(self._worths)[count - 1]) if count else np.inf
         if count == most:
@@ -85,15 +86,15 @@ class _Group:
         return min(worst, float(ahead.min()))
 
     def frontiers(self, level: int | None) -> _Offered:
-        """Nodes whose followers may be among the best, by tree."""
+        """Return the nodes whose children may be among the best of the step, by tree."""
         least = self.least()
         return {tree: tree.frontier(least, level) for tree in self.trees}
 
     def paying(self, offered: _Offered) -> _Offered:
-        """Keep the offered nodes for which a pass pays best; none where it does not pay.
+        """Return the offered nodes for which a pass pays best; no nodes if it does not pay.
 
-        Each row of the pass has a price, too: a node is computed if what is expected behind it is
-        worth that and a row of the target's pass.
+        Each row of the proposer's pass has a price, too. A node is computed if its expected child
+        is worth that price and a row of the target's pass.
         """
         known = self.trees[0].plan.pass_prices
         if not known or not any(offered.values()):
@@ -109,14 +110,18 @@ class _Group:
         return found
 
     def _by_gain(self, offered: _Offered) -> tuple[list[_Placed], FloatArray]:
-        """Sort all, the best for a row first, with the tree's place; and what each brings."""
+        """Sort the offered nodes by gain per row, in descending order.
+
+        Returns them as (index of the tree, nodes), and the gain of each in tokens.
+        """
         placed, gains, for_a_row = list[_Placed](), list[float](), list[float]()
         least = self.least()
         for at, tree in enumerate(self.trees):
             last = np.inf
             for each in offered[tree]:
                 gain = sum(max(0.0, worth - least) for worth in each.followers)
-                last = min(last, gain / len(each.nodes))  # it may need those before it
+                # A node may need those before it, so it must not be sorted ahead of them.
+                last = min(last, gain / len(each.nodes))
                 placed.append((at, each))
                 gains.append(gain)
                 for_a_row.append(last)
@@ -124,7 +129,7 @@ class _Group:
         return [placed[at] for at in order], np.array(gains)[order]
 
     def _more(self, placed: Sequence[_Placed]) -> float:
-        """Tokens that a pass over these would bring, beyond the price of the target's rows."""
+        """Return the tokens that a pass over these nodes would bring, minus the target's rows."""
         worths = [[*each] for each in self._worths]
         for at, each in placed:
             worths[at] += each.followers
@@ -134,16 +139,17 @@ class _Group:
         return self._best(_ranked(worths))[1] - self._gain
 
     def counts(self) -> dict[TreeGrowth, int]:
-        """The nodes of each tree that are among the best of all, above their rows' price."""
+        """Return how many nodes of each tree are among the best of all that pay for their rows."""
         order = np.argsort(-np.concatenate(self._worths), kind="stable")
         owners = np.repeat(np.arange(len(self.trees)), [len(each) for each in self._worths])
         numbers = np.bincount(owners[order[: self._count]], minlength=len(self.trees))
         return dict(zip(self.trees, numbers.tolist(), strict=True))
 
     def _best(self, worths: FloatArray) -> tuple[int, float]:
-        """Count the best nodes, by falling ``worths``, that bring most beyond their rows' price.
+        """Return the number of best nodes with the highest net gain, and that gain in tokens.
 
-        Returns that count and gain. A row may cost nothing, and the next one a tile's price.
+        ``worths`` is in descending order. The net gain may have several peaks, because a row may
+        cost nothing and the next one the price of a tile.
         """
         net = worths.cumsum() - self._prices[1 : len(worths) + 1]
         if not len(net) or net.max() <= 0.0:
@@ -152,14 +158,14 @@ class _Group:
 
 
 def _ranked(parts: Sequence[Sequence[float]]) -> FloatArray:
-    """All of these, the greatest first."""
+    """Return the values of all parts in descending order."""
     return np.sort(np.concatenate(parts))[::-1]
 
 
 def _prices(known: Sequence[float], most: int) -> FloatArray:
-    """Tokens that 0, 1, ... ``most`` rows must bring; beyond the known ones as the last one.
+    """Return the price of 0, 1, ... ``most`` rows in tokens, [most + 1].
 
-    Nothing where no prices are known.
+    Rows beyond the known prices cost as much as the last known row. All are 0 without known prices.
     """
     if not known:
         return np.zeros(most + 1)

@@ -1,14 +1,14 @@
-"""TextProposer: a draft model with another tokenizer; it and the target meet in text.
+"""TextProposer: a draft model with another tokenizer, which exchanges text with the target.
 
-The draft model keeps token ids, pages and a prefix cache of its own for each request: its positions
-are not the target's. Text up to the last word is *settled*: its ids are kept, so they alone are
-cached. The last word is encoded anew in each step, for it may have grown. A tokenizer that merges
-across words would give other ids, which can cost accepted tokens and nothing else.
+The draft model has its own token ids, pages and prefix cache, because its positions differ from the
+target's. Text up to the last word is *settled*: its ids are final, and only they are cached. The
+last word may still grow, so it is encoded again in each step. A tokenizer that merges across words
+would give other ids, which can only cost accepted tokens.
 
-A draft is a greedy chain. Its text, behind the target's last tokens, is encoded by the target's
-tokenizer; what follows the tokens that are known is the draft. Noise is keyed by the target's ids,
-which the draft model does not have, so at temperature 1 fewer tokens are accepted than of a model
-with the target's tokenizer.
+A draft is a greedy chain. The target's tokenizer encodes the text of the target's last tokens and
+of the chain together; the tokens after the known ones are the draft. Noise is keyed by the target's
+ids, which the draft model does not have, so at temperature 1 fewer tokens are accepted than from a
+model with the target's tokenizer.
 """
 
 from __future__ import annotations
@@ -38,37 +38,39 @@ from .tree_grower import DecoderProposer, Opened
 from .tree_growth import ROOT, TreeGrowth
 
 SOURCE = "text"
-READ_TOKENS = 1024  # of the target, whose text one step encodes at most over the whole batch
-MOST_OPEN = 256  # characters that may be encoded anew in each step: text without spaces is settled
-NUM_KNOWN = 8  # tokens of the target in front of a draft that are encoded along with it
+READ_TOKENS = 1024  # maximum number of the target's tokens that one step reads, over the batch
+MOST_OPEN = 256  # maximum characters to encode again in each step; longer text is settled anyway
+NUM_KNOWN = 8  # maximum number of the target's last tokens that are encoded along with a draft
 WORD_START = re.compile(r"(?<=\S) (?=\w)")  # most tokenizers begin a token there
-PRIOR, PRIOR_WEIGHT, MOST_WEIGHT = 0.6, 8.0, 200.0  # chance of a token; tokens that it counts for
+# Acceptance probability of a token before any is observed; weight of this prior and maximum weight
+# of all observations, in tokens.
+PRIOR, PRIOR_WEIGHT, MOST_WEIGHT = 0.6, 8.0, 200.0
 GREEDY = SamplingMetadata(params=TokenSamplingParams(temperature=0.0), seed=0, prompt_len=1)
 
 
 @dataclass(slots=True)
 class _Reading:
-    """One request as the draft model reads it."""
+    """One request in the draft model's tokens."""
 
-    space: str  # namespace in the cache
-    ids: array[int]  # of settled text
+    space: str  # namespace in the draft model's cache
+    ids: array[int]  # token ids of settled text
     num_read: int = 0  # tokens of the target whose bytes are settled or in ``open``
-    open: bytes = b""  # behind the settled text; may end inside a character
-    last_ids: Sequence[int] = ()  # of ``open``
+    open: bytes = b""  # text after the settled text; it may end inside a character
+    last_ids: Sequence[int] = ()  # token ids of ``open``
     lease: KVLease | None = None
     computed: array[int] = field(default_factory=lambda: array("q"))  # ids that have KV
 
     @property
     def tokens(self) -> array[int]:
-        """All ids."""
+        """Token ids of the settled and the open text."""
         return self.ids + array("q", self.last_ids)
 
 
 class TextProposer(DecoderProposer):
     """Drafts by running ``decoder`` on the text of requests.
 
-    ``target`` and ``own``: the texts of the target's tokens and of the decoder's. ``window``:
-    tokens of missing KV that one step may catch up over the whole batch.
+    ``target`` and ``own``: the texts of the target's tokens and of the decoder's tokens.
+    ``window``: maximum number of tokens whose missing KV one step computes, over the whole batch.
     """
 
     source = SOURCE
@@ -88,16 +90,16 @@ class TextProposer(DecoderProposer):
         self._target, self._own = target, own
         self._window = window
         self.cache = PrefixCache(pool.num_pages, pool.page_size)
-        self._readings: dict[str, _Reading] = {}  # by request
-        self._spaces: dict[int, str] = {}  # by the first page of the requests that share one
-        self._num_spaces = 0  # ever, for their names
-        self._chances = {False: _Chance(), True: _Chance()}  # by whether tokens are sampled
+        self._readings: dict[str, _Reading] = {}  # readings by request id
+        self._spaces: dict[int, str] = {}  # namespaces by the requests' first page in the target
+        self._num_spaces = 0  # number of namespaces ever made, for unique names
+        self._chances = {False: _Chance(), True: _Chance()}  # chances by whether tokens are sampled
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
-        """End the leases of these requests; drop what is cached behind these pages of the target.
+        """End the leases of ended requests; flush namespaces of newly allocated target pages.
 
-        Requests share KV where their first page in the target's pool is the same, and so never
-        across the target's namespaces.
+        Requests share draft KV if they have the same first page in the target's pool, so they never
+        share it across the target's namespaces.
         """
         for request_id in request_ids:
             reading = self._readings.pop(request_id, None)
@@ -115,13 +117,16 @@ class TextProposer(DecoderProposer):
         return self._spaces[page_id]
 
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
-        """Encode new text, catch up within the window, then draft where all KV is there."""
+        """Encode new text, compute missing KV within the window, then draft.
+
+        Only requests with complete KV are drafted for.
+        """
         readings, room = [], READ_TOKENS
         for scheduled in requests:
             reading = self._reading(scheduled)
             room -= self._read(reading, scheduled.tokens, room)
             readings.append(reading)
-        self.cache.take_newly_allocated_pages()  # nothing of this pool is marked by page
+        self.cache.take_newly_allocated_pages()  # Discard the list: this pool has no marks by page.
         trees = [
             self._tree(*each) if each[1].num_read == len(each[0].tokens) else None
             for each in zip(requests, readings, strict=True)
@@ -137,7 +142,7 @@ class TextProposer(DecoderProposer):
         output: ForwardOutput,  # noqa: ARG002
         verified: Sequence[VerifiedRequest],
     ) -> None:
-        """Learn how often its tokens are accepted."""
+        """Learn how often the proposer's tokens are accepted."""
         for each in verified:
             draft = each.output.draft
             if SOURCE in draft.sources and each.output.error is None:
@@ -155,9 +160,9 @@ class TextProposer(DecoderProposer):
         return reading
 
     def _read(self, reading: _Reading, tokens: array[int], room: int) -> int:
-        """Encode at most ``room`` more of the target's tokens; returns how many it tried.
+        """Encode at most ``room`` more of the target's tokens; return the number attempted.
 
-        Text that the tokenizer refuses stays unread, and the request without drafts.
+        If the tokenizer refuses the text, it stays unread, and the request gets no drafts.
         """
         new = tokens[reading.num_read : reading.num_read + max(0, room)]
         if not new:
@@ -172,7 +177,7 @@ class TextProposer(DecoderProposer):
             last_ids = self._own.encode(text[cut:]) if cut < len(text) else []
         except InvalidRequest:
             return len(new)
-        # Not before: an encoder that fails has read nothing.
+        # The state changes only after both encodings have succeeded.
         num_same = min(len(reading.computed), len(reading.ids))
         reading.ids.extend(settled)
         reading.last_ids, reading.open = last_ids, text[cut:].encode() + pending
@@ -184,7 +189,10 @@ class TextProposer(DecoderProposer):
     # -- pages and passes -----------------------------------------------------------------------
 
     def _tree(self, scheduled: ScheduledRequest, reading: _Reading) -> TreeGrowth | None:
-        """The chain of a request whose text is read; None where context or pool has no room."""
+        """Return an empty chain for a request whose text is read.
+
+        None if the request has no tokens, or if the context or the pool has no room.
+        """
         tokens = reading.tokens
         if not tokens:
             return None
@@ -210,7 +218,10 @@ class TextProposer(DecoderProposer):
     def _catch_up(
         self, readings: Sequence[_Reading], trees: Sequence[TreeGrowth | None]
     ) -> Opened | None:
-        """Compute missing KV; chains that reach their last token get their first one."""
+        """Compute missing KV; return the first token of each chain whose KV is now complete.
+
+        None without a chain. Requests with the least missing KV get the window first.
+        """
         room = self._window + len(trees)
         segments: list[Segment] = []
         computed: list[tuple[_Reading, array[int]]] = []
@@ -218,7 +229,8 @@ class TextProposer(DecoderProposer):
         pairs = [(r, tree) for r, tree in zip(readings, trees, strict=True) if tree is not None]
         for reading, tree in sorted(pairs, key=lambda pair: _num_owed(*pair)):
             tokens = tree.scheduled.tokens
-            start = min(len(reading.computed), len(tokens) - 1)  # the last one's logits are wanted
+            # The last token is always computed, because its logits are needed.
+            start = min(len(reading.computed), len(tokens) - 1)
             stop = min(len(tokens), start + room)
             if stop <= start:
                 continue
@@ -233,7 +245,8 @@ class TextProposer(DecoderProposer):
         if not segments:
             return None
         opened = self._grower.run(segments, whole)
-        for reading, tokens in computed:  # not before: a pass that fails computes nothing
+        # The readings change after the pass, because a pass that fails computes no KV.
+        for reading, tokens in computed:
             reading.computed = tokens
         return opened
 
@@ -243,7 +256,7 @@ class TextProposer(DecoderProposer):
         trees: Sequence[TreeGrowth | None],
         whole: Opened | None,
     ) -> None:
-        """Grow the chains that have begun; their nodes have KV, but for the last ones."""
+        """Grow the chains of requests with complete KV; record the nodes that have KV."""
         if whole is None or not whole.nodes:
             return
         self._grower.grow([tree for tree, _ in whole.nodes], whole)
@@ -257,10 +270,11 @@ class TextProposer(DecoderProposer):
     def _draft(
         self, scheduled: ScheduledRequest, reading: _Reading, tree: TreeGrowth | None
     ) -> Draft:
-        """The chain in the target's tokens, or the tokens looked up where these are likelier."""
+        """Return the chain in the target's tokens, or the looked-up chain if it is likelier."""
         chain = [] if tree is None else [node.token_id for node in tree.nodes]
         owed = len(scheduled.tokens) - reading.num_read
-        if not owed and tree is not None and not chain:  # without room nothing is caught up
+        # A request without room has no tree: its KV is never computed, so it is no backlog.
+        if not owed and tree is not None and not chain:
             owed = _num_owed(reading, tree)
         note = DraftNote(() if tree is None else tuple(tree.pass_rows), owed)
         token_ids = self._allowed(scheduled, self._translated(scheduled, reading, chain))
@@ -277,7 +291,7 @@ class TextProposer(DecoderProposer):
     def _translated(
         self, scheduled: ScheduledRequest, reading: _Reading, chain: Sequence[int]
     ) -> list[int]:
-        """The target's tokens for the text of a chain; none where its tokenizer refuses that."""
+        """Return the target's tokens for the text of a chain; empty if its tokenizer refuses it."""
         text = _whole_characters(self._text_of(chain))[0].encode()
         pending = _whole_characters(reading.open)[1]
         if len(text) <= len(pending):
@@ -295,15 +309,16 @@ class TextProposer(DecoderProposer):
             return []
 
     def _text_of(self, chain: Sequence[int]) -> bytes:
-        """The bytes of a chain up to its first token that stands for no text."""
+        """Return the bytes of a chain up to its first special token."""
         end = next((i for i, each in enumerate(chain) if each in self._own.special_ids), len(chain))
         return b"".join(map(self._own.piece, chain[:end]))
 
     def _known(self, tokens: array[int], num_pending: int) -> list[int]:
-        """The target's last tokens, a few, from where its tokenizer is likely to begin a token.
+        """Return a few of the target's last tokens, from a position that likely begins a token.
 
-        That is a word, or the text behind a special token. Without one there are none; or those
-        that reach back to the character whose first ``num_pending`` bytes are at the end.
+        The position is the start of a word, or follows a special token. Without such a position,
+        the result is empty if ``num_pending`` is 0; otherwise it is the tokens that contain the
+        last ``num_pending`` bytes, which begin a character.
         """
         last, special = list(tokens[-NUM_KNOWN:]), self._target.special_ids
         pieces = [self._target.piece(each) for each in last]
@@ -319,19 +334,19 @@ class TextProposer(DecoderProposer):
         return last[start:]
 
     def _allowed(self, scheduled: ScheduledRequest, token_ids: Sequence[int]) -> Sequence[int]:
-        """Cut a draft to its plan's length, and before a token that the constraint forbids."""
+        """Cut a draft to its plan's length and before the first token the constraint forbids."""
         token_ids = token_ids[: scheduled.draft_plan.max_draft]
         constraint, start = scheduled.sampling.constraint, scheduled.sampling.prompt_len
         if constraint is None or not token_ids:
             return token_ids
         try:
             return token_ids[: constraint.count_allowed(scheduled.tokens, start, token_ids)]
-        except ConstraintFailed:  # the verifier finds it, too, and ends the request
+        except ConstraintFailed:  # The verifier meets the failure, too, and ends the request.
             return ()
 
 
 class _Chance:
-    """The chance that a token is accepted where those before it were; recent tokens count more."""
+    """Acceptance probability of a token after accepted ones; recent tokens weigh more."""
 
     def __init__(self) -> None:
         self._hits, self._tries = PRIOR * PRIOR_WEIGHT, PRIOR_WEIGHT
@@ -343,7 +358,7 @@ class _Chance:
         self._tries = (self._tries + num_tried) * fade
 
     def survival(self, num_tokens: int) -> list[float]:
-        """The chance of each token of a chain and all before it, [num_tokens]."""
+        """Return the probability that each token of a chain and all before it are accepted."""
         chance = self._hits / self._tries
         return [chance**level for level in range(1, num_tokens + 1)]
 
@@ -353,10 +368,13 @@ def _num_owed(reading: _Reading, tree: TreeGrowth) -> int:
 
 
 def _whole_characters(text: bytes) -> tuple[str, bytes]:
-    """Split off the beginning of a character at the end; bytes that are no text are replaced."""
+    """Decode UTF-8, except for an incomplete character at the end; return text and those bytes.
+
+    Invalid bytes are replaced.
+    """
     for size in range(1, min(3, len(text)) + 1):
         lead = text[-size]
-        if lead >= 0xC0:  # the first byte of a character of 2 to 4
+        if lead >= 0xC0:  # first byte of a character of 2 to 4 bytes
             length = 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
             if lead < 0xF8 and length > size:
                 return text[:-size].decode("utf-8", "replace"), text[-size:]

@@ -1,7 +1,7 @@
 """TreeGrower: grows the draft trees of requests together, pass by pass.
 
-It chooses tokens with the target's noise. A drafter says what a pass computes: `DecoderGrower` is
-that of drafters with a decoder; trained heads have their own (draft/heads/common/proposer.py).
+It chooses tokens with the target's noise. A subclass runs the passes: `DecoderGrower` serves
+drafters with a decoder; trained heads have their own (draft/heads/common/proposer.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .tree_growth import ANY_LEVEL, ROOT, TreeGrowth, TreeNodes
 
 
 class Scored(NamedTuple):
-    """Logits of what follows some nodes, and the tokens, where the pass chose them itself."""
+    """Logits after some nodes, and the next tokens if the pass itself chose them."""
 
     logits: Tensor  # [num_nodes, draft_vocab]
     tokens: PendingTokens | None = None
@@ -49,34 +49,37 @@ class Scored(NamedTuple):
 
     @classmethod
     def of(cls, output: ForwardOutput) -> Scored:
-        """Take them from a decoder's pass with a row of logits for each node."""
+        """Take the logits and tokens of a decoder's pass with a row of logits for each node."""
         return cls(output.logits, output.tokens, output.best)
 
 
 class Opened(NamedTuple):
-    """Nodes that a pass computed, and what may follow each, which may be on the device still."""
+    """Nodes that a pass computed, and candidates for the next token of each.
+
+    The candidates may still be on the device.
+    """
 
     nodes: TreeNodes
     found: PendingTokens | Sequence[Best]  # [len(nodes)]
 
     def read(self) -> None:
-        """Give the tokens to the trees; waits for the device if they are there still."""
+        """Add the candidates to the trees; wait for the device if they are still there."""
         for (tree, node), best in zip(self.nodes, self.bests(), strict=True):
             tree.expand(node, best)
 
     def bests(self) -> Sequence[Best]:
-        """Return what may follow each node, as `read` gives it to the trees."""
+        """Return the candidates for each node; wait for the device if they are still there."""
         found = self.found
         return found if isinstance(found, Sequence) else _drawn_alone(found.choices())
 
 
 class TreeGrower(ABC):
-    """Grows trees, and keeps those of the step under way until their step is verified.
+    """Grows trees, and keeps the trees of the current step until they are verified.
 
-    ``source``: the drafter's name. ``page_size``: of the pool where nodes have KV; 0 if they have
-    none. ``tokens_per_pass``: levels that one pass finds, of a drafter that goes from level to
-    level; 0: each pass computes nodes of any level. ``draft_vocab``: the tokens that logits are of,
-    unless they are the whole vocabulary.
+    ``source``: the drafter's name. ``page_size``: page size of the pool that holds the nodes' KV,
+    in tokens; 0 if nodes have no KV. ``tokens_per_pass``: levels that one pass yields, for a
+    drafter that grows level by level; 0 if a pass may compute nodes of any level.
+    ``draft_vocab``: the tokens that the logits cover, unless they cover the whole vocabulary.
     """
 
     def __init__(
@@ -90,42 +93,43 @@ class TreeGrower(ABC):
     ) -> None:
         self._source, self._page_size, self._sampler = source, page_size, sampler
         self._tokens_per_pass, self._draft_vocab = tokens_per_pass, draft_vocab
-        # Asked once: whether an object keeps a protocol takes as long as a small matrix.
+        # The check runs once, because `isinstance` with a protocol takes as long as a small matrix
+        # product.
         self._device_sampler = sampler if isinstance(sampler, DeviceSampler) else None
-        self.gap_models = default_gap_models()  # by whether tokens are sampled
-        self._num_best = 1  # tokens that the last pass with nodes chose of each
-        self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
+        self.gap_models = default_gap_models()  # gap models by whether tokens are sampled
+        self._num_best = 1  # candidates per node in the last pass with nodes
+        self._trees: dict[str, TreeGrowth] = {}  # trees of the current step, by request id
 
-    # -- what drafters do -----------------------------------------------------------------------
+    # -- methods of drafters --------------------------------------------------------------------
 
     def most_levels(self, scheduled: ScheduledRequest) -> int:  # noqa: ARG002
-        """Return how many tokens a path of a request's draft has at most."""
+        """Return the maximum number of tokens on a path of a request's draft."""
         return ANY_LEVEL
 
     @abstractmethod
     def compute(self, nodes: TreeNodes) -> Opened:
-        """Compute what may follow nodes, which come in the order of their trees.
+        """Compute the candidates that may follow ``nodes``, which come in the order of their trees.
 
-        Each stands behind a node that was computed. With ``tokens_per_pass`` all are of one level,
-        one deeper than those of the call before.
+        The parent of each node was computed before. With ``tokens_per_pass`` all nodes are at one
+        level, which is one deeper than in the previous call.
         """
 
     # -- trees ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a step: trees of a step that failed are void."""
+        """Begin a step: drop trees that a failed step left."""
         self._trees = {}
 
     def tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
-        """Return the draft of a request, still empty."""
+        """Return a tree for a request, with its looked-up tokens but without the drafter's."""
         gap_model = self.gap_models[scheduled.sampling.params.temperature > 0.0]
         most = self.most_levels(scheduled)
         return TreeGrowth(scheduled, gap_model, self._source, self._page_size, most_levels=most)
 
     def grow(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
-        """Grow trees behind their ``first`` pass until no other pass pays for itself.
+        """Grow trees after their ``first`` pass until another pass would not pay for itself.
 
-        Whether one does is decided for all of them at once.
+        The decision is made for all trees together.
         """
         first.read()
         together = StepTrees(trees)
@@ -141,18 +145,18 @@ class TreeGrower(ABC):
         return trees.open(level, takes_pass=level % self._tokens_per_pass == 0)
 
     def drafts(self, trees: Sequence[TreeGrowth], owed: Sequence[int] | None = None) -> list[Draft]:
-        """Return the draft of each grown tree, for `judge` to learn from when it is verified.
+        """Return the draft of each grown tree, and keep the trees for `judge`.
 
-        ``owed``: tokens of each whose KV the drafter lacks.
+        ``owed``: tokens of each request whose KV the drafter lacks.
         """
         self._trees = {tree.scheduled.request_id: tree for tree in trees if tree.rankings}
         return StepTrees(trees).drafts(owed)
 
     def judge(self, verified: Sequence[VerifiedRequest]) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Let the trees of a step learn from its outcome.
+        """Learn from the outcome of a step.
 
-        Returns, for each request with a tree that was verified, its id and what `TreeGrowth.judge`
-        found.
+        Returns the id of each request whose tree was verified, and the (slot, slot of its position)
+        pairs that `TreeGrowth.judge` returns.
         """
         judged = []
         for each in verified:
@@ -163,31 +167,32 @@ class TreeGrower(ABC):
         return judged
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Forget the trees of requests that ended."""
+        """Forget the trees of ended requests."""
         for request_id in request_ids:
             self._trees.pop(request_id, None)
 
-    # -- what a pass chooses --------------------------------------------------------------------
+    # -- candidates -----------------------------------------------------------------------------
 
     def draws(self, rows: Sequence[DraftedRow], num_best: int) -> SamplingPlan | None:
-        """Describe the tokens that a pass chooses itself; None: its backend leaves that to us."""
+        """Return a plan for the pass to choose tokens itself; None without a device sampler."""
         if self._device_sampler is None:
             return None
         return SamplingPlan(rows, [1] * len(rows), num_best, self._draft_vocab)
 
     def draws_of(self, nodes: TreeNodes, rows: Sequence[DraftedRow]) -> SamplingPlan | None:
-        """Describe the tokens that a pass with a row for each node chooses, as `choose` would.
+        """Return a plan for a pass with a row for each node to choose the tokens of `choose`.
 
-        A pass without nodes has the graph of the one before.
+        A pass without nodes repeats the number of candidates of the previous pass, so that it can
+        use the same graph.
         """
         if nodes:
             self._num_best = NUM_BEST if _wants_best(nodes) else 1
         return self.draws(rows, self._num_best)
 
     def choose(self, nodes: TreeNodes, rows: Sequence[DraftedRow], scored: Scored) -> Opened:
-        """Choose what may follow each node, unless the pass has; none where logits are not sound.
+        """Choose the candidates that may follow each node, unless the pass has chosen them.
 
-        It may be on the device still.
+        A node with invalid logits gets no candidates. The result may still be on the device.
         """
         if scored.tokens is not None or not nodes:
             return Opened(nodes, scored.tokens or ())
@@ -205,7 +210,10 @@ class TreeGrower(ABC):
 
 
 def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[DraftedRow]:
-    """Return the rows that the logits behind each node decide."""
+    """Return the row to sample after each node.
+
+    ``num_ahead``: tokens between the request's tokens and the node that only the device knows.
+    """
     return [
         DraftedRow(tree.scheduled.tokens, tree.scheduled.sampling, tree.tail(node), (), num_ahead)
         for tree, node in nodes
@@ -221,12 +229,12 @@ def _without_scores(found: Sequence[Best]) -> list[Best]:
 
 
 def _drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:
-    """Tokens that were drawn alone, without others to compare them with."""
+    """Return candidates of one token each, without scores; no candidate after an error."""
     return [Best((each.token_id,) if each.error is None else (), ()) for each in choices]
 
 
 class DecoderGrower(TreeGrower):
-    """Passes of ``decoder`` over ``pool``, which has the KV of what stands before each draft."""
+    """Grows trees by passes of ``decoder`` over ``pool``, which holds the KV of the context."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, source: str) -> None:
         super().__init__(source, decoder.sampler, page_size=pool.page_size)
@@ -236,7 +244,8 @@ class DecoderGrower(TreeGrower):
 
     @override
     def most_levels(self, scheduled: ScheduledRequest) -> int:
-        # A row behind a page's end folds the page's log into the state: drafts must not be in it.
+        # A row after the end of a page folds the page's log into the state, which must not contain
+        # draft tokens. So drafts end with the page.
         in_page = (len(scheduled.tokens) - 1) % self._page_size
         return ANY_LEVEL if self._pool.states is None else self._page_size - in_page
 
@@ -248,7 +257,7 @@ class DecoderGrower(TreeGrower):
         return RowExtras(state=SegmentState(state.slot, state.log, position + 1))
 
     def has_room(self, scheduled: ScheduledRequest) -> bool:
-        """Whether the longest draft of a request is within the decoder's context."""
+        """Whether the longest draft of a request fits into the decoder's context."""
         longest = len(scheduled.tokens) + scheduled.draft_plan.max_draft
         return longest <= self._decoder.config.max_model_len
 
@@ -273,25 +282,26 @@ class DecoderGrower(TreeGrower):
         needs_history = any(tree.scheduled.sampling.needs_history for tree, _ in first.nodes)
         if isinstance(first.found, Sequence) or needs_history:
             super().grow(trees, first)
-        else:  # chains of a given length
+        else:  # Only chains of a fixed length leave their tokens on the device.
             self._grow_ahead(first)
 
     def _grow_ahead(self, first: Opened) -> None:
-        """Launch all passes of chains, each with the tokens of the one before it.
+        """Launch all passes of the chains; each reads the previous pass's tokens on the device.
 
-        The host waits once: when it has read the last pass, the others are over.
+        The host reads the results only after the last launch, so it never delays a pass.
         """
         passes = [first]
         while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.most_levels]:
             passes.append(self._compute_ahead(trees, passes[-1], len(passes)))
         for level, each in enumerate(passes):
             for (tree, _), best in zip(each.nodes, each.bests(), strict=True):
-                if len(tree.nodes) == level:  # else a token before could not be drawn
+                # The tree has fewer nodes if an earlier token could not be drawn.
+                if len(tree.nodes) == level:
                     tree.open(range(level - 1, level) if level else ())
-                    tree.expand(level - 1, best)  # ROOT, then each token behind the one before
+                    tree.expand(level - 1, best)  # At level 0 the node is ROOT (-1).
 
     def _compute_ahead(self, trees: Sequence[TreeGrowth], before: Opened, num_ahead: int) -> Opened:
-        """Draw one more token for each chain, of which the device alone knows ``num_ahead``."""
+        """Draw one more token for each chain, whose last ``num_ahead`` tokens are on the device."""
         segments = [self._segment_ahead(tree.scheduled, num_ahead) for tree in trees]
         assert not isinstance(before.found, Sequence)
         rows_before = {tree: row for row, (tree, _) in enumerate(before.nodes)}
@@ -311,7 +321,7 @@ class DecoderGrower(TreeGrower):
         device_tokens: DeviceTokens | None = None,
         num_ahead: int = 0,
     ) -> Opened:
-        """Run a pass with a row of logits for each node, and choose what may follow these."""
+        """Run a pass with a row of logits for each node; return the candidates for each node."""
         rows = sample_rows(nodes, num_ahead)
         if self._row_passes is not None and len(nodes) == len(segments) == _num_rows(segments):
             has_scores = _wants_best(nodes)
@@ -324,7 +334,10 @@ class DecoderGrower(TreeGrower):
         return self.choose(nodes, rows, Scored.of(output))
 
     def try_draft(self, num_requests: int, num_tokens: int) -> None:
-        """Run the first pass of so many drafts, behind ``num_tokens`` tokens of void KV each."""
+        """Run the first pass of ``num_requests`` drafts, to time it.
+
+        Each has a context of ``num_tokens`` tokens with arbitrary KV.
+        """
         if self._tried is None or self._tried[0] != (num_requests, num_tokens):
             roots = [(self.tree(each), ROOT) for each in self._tries(num_requests, num_tokens)]
             segments = [self._segment(*root) for root in roots]
@@ -336,10 +349,10 @@ class DecoderGrower(TreeGrower):
         self.run(segments, nodes).bests()
 
     def _tries(self, num_requests: int, num_tokens: int) -> Iterator[ScheduledRequest]:
-        """Make requests for `try_draft`, with less text where the pool is small.
+        """Yield requests for `try_draft`, with a shorter context if the pool is small.
 
-        Each has pages of its own, where there are enough: read twice they would come from a near
-        cache. Their last tokens differ: equal ones would choose the same experts.
+        Each has its own pages if the pool has enough: a page that is read twice would come from a
+        processor cache. Their last tokens differ, because equal tokens would use the same experts.
         """
         pool, config, rng = self._pool, self._decoder.config, random.Random(0)
         most = min(pool.num_pages * pool.page_size, config.max_model_len)
@@ -364,7 +377,7 @@ def _num_rows(segments: Sequence[Segment]) -> int:
 
 
 class DecoderProposer(Proposer):
-    """A proposer that drafts by passes of ``decoder`` over ``pool``."""
+    """Base of proposers that draft by passes of ``decoder`` over ``pool``."""
 
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:
         self._grower = DecoderGrower(decoder, pool, self.source)

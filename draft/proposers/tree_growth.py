@@ -1,10 +1,11 @@
-"""TreeGrowth: a draft tree as a model grows it, the nodes that survive most likely first.
+"""TreeGrowth: a draft tree that a model grows, from the nodes with the highest survival on.
 
-The *survival* of a node is the chance that it and all before it come true. A `GapModel` says how
-likely each of the best tokens behind a node is.
+The *survival* of a node is the probability that it and all nodes before it on its path are
+accepted. A `GapModel` estimates the probability of each of the best tokens after a node.
 
-A tree may begin with tokens that were looked up. Where the drafter guesses the same token, the
-greater survival holds; where it guesses others, the less likely side has what the other one leaves.
+A tree may begin with looked-up tokens. If the drafter guesses the same token, the higher survival
+counts. If it guesses other tokens, the likelier of the two sides keeps its survival, and the other
+side shares the probability that is left.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from ...core.sampling.verifier import Best
 from ..control.outcome import DraftNote
 from .gap_model import GapModel
 
-MOST_EXPANDED = 6  # nodes of one tree that a pass computes
-ROOT = -1  # the last of the request's tokens
-ANY_LEVEL = 1 << 30
+MOST_EXPANDED = 6  # maximum number of nodes of one tree that a pass computes
+ROOT = -1  # node number of the request's last token
+ANY_LEVEL = 1 << 30  # value of ``most_levels`` without a limit
 
 
 @dataclass(slots=True)
@@ -33,28 +34,28 @@ class _Node:
 
     token_id: int
     parent: int
-    level: int  # 1 for those behind the request's last token
+    level: int  # 1 for a node that follows the request's last token
     source: str
-    survival: float  # the chance that it and all before it come true
-    own_survival: float  # the same, as the drafter alone would say; 0: it found other tokens
-    is_first: bool  # whether it and all before it lie in the slots of their positions
+    survival: float  # probability that it and all nodes before it are accepted
+    own_survival: float  # the drafter's own estimate of ``survival``; 0 if it found other tokens
+    is_first: bool  # whether it and all nodes before it have the slots of their positions
     children: list[int] = field(default_factory=list)
-    is_open: bool = False  # a pass computes it, or has
-    slot: int | None = None  # of its KV, if the drafter keeps any
+    is_open: bool = False  # whether a pass computes it or has computed it
+    slot: int | None = None  # slot of its KV, if the drafter keeps any
 
 
 class _Ranking(NamedTuple):
-    """The tokens that a pass found behind a node."""
+    """The candidates that a pass found after a node."""
 
     ranked: list[int]  # nodes, the best first
-    scores: tuple[float, ...]  # of these; none where a token was drawn alone
+    scores: tuple[float, ...]  # scores of the nodes; empty if the pass returned a single token
 
 
 class Growing(NamedTuple):
-    """Nodes that may be computed together, each behind those before it on its path.
+    """Nodes of one path that may be computed together, in the order of the path.
 
-    ``followers``: what the node that is expected behind each brings beyond the price of its keys;
-    where levels are computed one by one, behind the best of those that it leads to.
+    ``followers``: expected tokens of the best child of each node, minus the price of its keys. For
+    a drafter that grows level by level, the best descendant of a node counts if it is better.
     """
 
     nodes: list[int]
@@ -63,11 +64,11 @@ class Growing(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TreeGrowth:
-    """One request's draft as it grows.
+    """One request's growing draft tree.
 
-    A chain where the request has no spare page. `StepTrees` decides which nodes pay for their rows.
-    ``source``: the drafter's name. ``page_size``: of its pool, where the KV of nodes lies; 0 if it
-    keeps none. ``most_levels``: tokens of a path at most.
+    It is a chain if the request has no spare page. `StepTrees` decides which nodes pay for their
+    rows. ``source``: the drafter's name. ``page_size``: page size of the pool that holds the nodes'
+    KV, in tokens; 0 if nodes have no KV. ``most_levels``: maximum number of tokens on a path.
     """
 
     scheduled: ScheduledRequest
@@ -76,15 +77,15 @@ class TreeGrowth:
     page_size: int = 0
     most_levels: int = ANY_LEVEL
     nodes: list[_Node] = field(default_factory=list)
-    rankings: dict[int, _Ranking] = field(default_factory=dict)  # by expanded node, ROOT among them
-    pass_rows: list[int] = field(default_factory=list)  # of each level computed, one after another
+    rankings: dict[int, _Ranking] = field(default_factory=dict)  # rankings by node, with ROOT
+    pass_rows: list[int] = field(default_factory=list)  # rows of each pass or level, in order
     plan: DraftPlan = field(init=False)
     _root: _Node = field(init=False)
     _spare: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.plan = self.scheduled.draft_plan
-        # What follows a node of the last level could not be verified, and has no slot.
+        # A child of a node at the last level could not be verified, and has no slot.
         self.most_levels = min(self.most_levels, self.plan.max_draft)
         self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, is_first=True)
         self._spare = spare_slots(self.scheduled, self.page_size)[::-1]
@@ -92,7 +93,7 @@ class TreeGrowth:
             self._begin_with(self.plan.draft)
 
     def _begin_with(self, known: Draft) -> None:
-        """The tokens that were looked up."""
+        """Add the looked-up tokens."""
         parents = known.parents or range(-1, len(known.token_ids) - 1)
         fields = (known.token_ids, parents, known.sources, known.survival)
         for token_id, parent, source, survival in zip(*fields, strict=True):
@@ -110,7 +111,7 @@ class TreeGrowth:
         return index
 
     def at(self, node: int) -> _Node:
-        """Return a node, or what stands for the request's last token."""
+        """Return a node; ROOT is the request's last token."""
         return self._root if node == ROOT else self.nodes[node]
 
     @property
@@ -120,14 +121,14 @@ class TreeGrowth:
 
     @property
     def wants_best(self) -> bool:
-        """Whether the best few tokens behind a node are wanted, with their scores.
+        """Whether passes must return several candidates per node, with scores.
 
-        A known chain is compared with the grown one by survival, which needs scores.
+        A looked-up chain needs scores, too: it is compared with the grown one by survival.
         """
         return bool(self.plan.row_prices or self.is_tree or self.plan.draft.survival)
 
     def expand(self, node: int, best: Best) -> None:
-        """Note what a pass found behind ``node``."""
+        """Add the candidates that a pass found after ``node``."""
         if not best.token_ids:
             return
         if node == ROOT:
@@ -151,7 +152,11 @@ class TreeGrowth:
             self._share(before, set(known.values()), set(ranked))
 
     def _share(self, before: _Node, known: set[int], ranked: set[int]) -> None:
-        """Give the less likely side of tokens looked up and others what the likelier leaves."""
+        """Scale the survival of one side of a node's children to what the other side leaves.
+
+        The sides are the looked-up and the drafter's children. The side with the likeliest child
+        keeps its survival.
+        """
         if before.survival <= 0.0:
             return
         foreign, own = known - ranked, ranked - known
@@ -167,11 +172,12 @@ class TreeGrowth:
             self._scale(child, factor)
 
     def frontier(self, least: float, level: int | None = None) -> list[Growing]:
-        """The nodes worth expanding: their children may be among the best of the step.
+        """Return the nodes to expand: their children may be among the best of the step.
 
-        ``least``: what one more node must bring, beyond the price of its keys. ``level``: those of
-        one level alone. The best come first, each with those before it on its path that must be
-        computed, too. None before the first pass: KV of the request itself may be missing.
+        ``least``: tokens that one more node must bring beyond the price of its keys. ``level``:
+        return nodes of this level only. The best come first, each with the uncomputed nodes before
+        it on its path. The list is empty before the first pass, because KV of the request itself
+        may be missing.
         """
         least, chosen, found = least + self.plan.key_price, set[int](), list[Growing]()
         if ROOT not in self.rankings:
@@ -181,7 +187,8 @@ class TreeGrowth:
             least = max(least, survival[self.plan.max_draft - 1])
         left = self._left()
         if level is not None:
-            for index in range(len(self.nodes) - 1, -1, -1):  # what lies behind must be reached
+            # A node counts as much as its best descendant, which is reached through it.
+            for index in range(len(self.nodes) - 1, -1, -1):
                 parent = self.nodes[index].parent
                 if parent != ROOT:
                     left[parent] = max(left[parent], left[index])
@@ -199,7 +206,10 @@ class TreeGrowth:
         return found
 
     def _left(self) -> list[float]:
-        """The chance that each node comes true and no token is known for what follows it."""
+        """Return the probability that each node is accepted and its known children are not.
+
+        It is 0 for computed nodes. [number of nodes]
+        """
         left = [node.survival for node in self.nodes]
         for node in self.nodes:
             if node.parent != ROOT:
@@ -213,7 +223,7 @@ class TreeGrowth:
         return has_slot and node.level < self.most_levels
 
     def open(self, nodes: Sequence[int]) -> list[int]:
-        """Give nodes of the frontier slots for their KV; returns those that are computed."""
+        """Give nodes of the frontier slots for their KV; return the nodes to compute."""
         for index in nodes:
             node = self.nodes[index]
             is_reached = node.parent == ROOT or self.nodes[node.parent].is_open
@@ -231,16 +241,16 @@ class TreeGrowth:
         return opened
 
     def worths(self) -> list[float]:
-        """Return what each of the best ``max_draft`` nodes brings beyond the price of its keys.
+        """Return the expected tokens of the best ``max_draft`` nodes, minus their keys' price.
 
-        The greatest first.
+        The values are in descending order.
         """
         price = self.plan.key_price
         found = [node.survival - price for node in self.nodes if node.survival]
         return sorted(found, reverse=True)[: self.plan.max_draft]
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the first level down to ``node``."""
+        """Return the nodes from the first level down to ``node``."""
         path = []
         while node != ROOT:
             path.append(node)
@@ -248,24 +258,25 @@ class TreeGrowth:
         return path[::-1]
 
     def tail(self, node: int) -> list[int]:
-        """Token ids down to ``node``."""
+        """Return the token ids from the first level down to ``node``."""
         return [self.nodes[index].token_id for index in self.path(node)]
 
     def slots(self, node: int) -> list[int]:
-        """Slots of the nodes on the path to ``node`` from the first on that is not at home."""
+        """Return the slots of the path to ``node``, from the first slot not at its position on."""
         path = [self.nodes[index] for index in self.path(node)]
         away = next((at for at, each in enumerate(path) if not each.is_first), len(path))
         return [each.slot for each in path[away:] if each.slot is not None]
 
     def path_slots(self, node: int) -> list[int]:
-        """Slots of all nodes on the path to ``node``, where the drafter keeps their KV."""
+        """Return the KV slots of all nodes on the path to ``node``; empty without KV."""
         slots = [self.nodes[index].slot for index in self.path(node)]
         return [slot for slot in slots if slot is not None]
 
     def draft(self, most: int, num_uncached: int = 0) -> Draft:
-        """The best ``most`` nodes, depth first, the best child first.
+        """Return a draft of the best ``most`` nodes, depth first, the best child first.
 
-        Where there is room for a chain alone: the better of the drafter's and the one looked up.
+        If only a chain is possible, return the better of the drafter's and the looked-up chain.
+        ``num_uncached``: tokens of the request whose KV the drafter lacks.
         """
         note = DraftNote(tuple(self.pass_rows), num_uncached)
         known = NO_DRAFT if self.is_tree else self.plan.draft.trunk()
@@ -289,14 +300,14 @@ class TreeGrowth:
         )
 
     def _kept_children(self, node: _Node, kept: set[int]) -> list[int]:
-        """The least likely first, for a stack."""
+        """Return the children in ``kept``, the least likely first, to be pushed on a stack."""
         children = [child for child in node.children if child in kept]
         return sorted(children, key=lambda child: self.nodes[child].survival)
 
     def judge(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Learn from the tokens that the target chose.
 
-        Returns (slot of its KV, slot that its position has) of each of these that was computed.
+        Returns (slot of its KV, slot of its position) for each accepted node that has KV.
         """
         found, node = list[tuple[int, int]](), ROOT
         for at, token_id in enumerate(token_ids, len(self.scheduled.tokens)):
@@ -315,4 +326,4 @@ class TreeGrowth:
 
 
 TreeNodes: TypeAlias = Sequence[tuple[TreeGrowth, int]]
-"""Nodes of trees, ROOT for the last of a request's tokens."""
+"""Nodes of trees; ROOT is the last token of a request."""

@@ -1,8 +1,9 @@
-"""Checks that a draft model has the target's vocabulary: each id must be the same text in both.
+"""Checks that a draft model has the target's vocabulary: each id must have the same text in both.
 
-Another vocabulary would change no output, but hardly a draft would be accepted. How text is cut
-into tokens (merges, normaliser, pre-tokeniser) does not matter: the draft model reads and writes
-ids. Special tokens may exist in one of the two only; an ordinary token must exist in both.
+Another vocabulary would not change any output, but hardly any draft token would be accepted. The
+rules that split text into tokens (merges, normaliser, pre-tokeniser) do not matter, because the
+draft model reads and writes ids. A special token may exist in one of the two models only; an
+ordinary token must exist in both.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from ...core.errors import ModelLoadError
 
 
 class OtherTokensError(ModelLoadError):
-    """The tokens of a draft model are not those of its target."""
+    """A draft model has other tokens than its target."""
 
 
 def check_same_tokens(draft: Path, target: Path, *, read: Callable[[Path], str | None]) -> None:
     """Compare the tokenizers of two models.
 
-    Raises `OtherTokensError` where they differ, and `ModelLoadError` where one cannot be read.
+    ``read`` returns the text of a model's tokenizer.json, or None if there is no such file. Two
+    models without a tokenizer.json are assumed to agree.
 
-    ``read`` gives the text of a model's tokenizer.json, or None where it has none. Two models
-    without any tokenizer are taken at their word.
+    Raises `OtherTokensError` if they differ, and `ModelLoadError` if one cannot be read.
     """
     contents = {path: read(path) for path in (draft, target)}
     if not any(contents.values()):
@@ -44,7 +45,10 @@ def check_same_tokens(draft: Path, target: Path, *, read: Callable[[Path], str |
 
 
 def _texts(path: Path, text: str | None) -> tuple[dict[int, str], set[int]]:
-    """The text of each id, and which ids were added to the model's own vocabulary."""
+    """Return the text of each id, and the ids that were added to the model's own vocabulary.
+
+    Raises `ModelLoadError`.
+    """
     if text is None:
         raise ModelLoadError(f"{path}: no tokenizer.json to compare draft and target by")
     try:
@@ -57,6 +61,6 @@ def _texts(path: Path, text: str | None) -> tuple[dict[int, str], set[int]]:
 
 
 def _own_texts(vocab: Mapping[str, int] | list[tuple[str, float]]) -> dict[int, str]:
-    if isinstance(vocab, list):  # SentencePiece's unigram model: [text, score] by id
+    if isinstance(vocab, list):  # SentencePiece's unigram model is a list of [text, score] by id.
         return {token_id: text for token_id, (text, _) in enumerate(vocab)}
     return {token_id: text for text, token_id in vocab.items()}

@@ -1,1 +1,1 @@
-"""Guesses from token ids alone: look-ups in earlier tokens, predictions, grammars."""
+"""Draft sources that need token ids only: look-ups in earlier tokens, predictions, grammars."""

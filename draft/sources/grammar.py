@@ -16,17 +16,17 @@ from .source import Guess, Priors, Source
 class _Follower:
     """The event loop's own matcher of one request, and its last forced run."""
 
-    constraint: Constraint | None  # None: it failed; the model thread's fails, too
-    num_tokens: int = 0  # of the request, when ``run`` was computed
-    most: int = 0
-    run: array[int] | None = None
+    constraint: Constraint | None  # None after a failure, which the model thread meets as well
+    num_tokens: int = 0  # length of the request in tokens when ``run`` was computed
+    most: int = 0  # maximum length of ``run`` when it was computed
+    run: array[int] | None = None  # token ids that the constraint forces
 
 
 class GrammarSource(Source):
     """Drafts runs of forced tokens, for requests with a constraint.
 
-    Where the constraint allows one token only, the target must choose it: such a run is accepted to
-    its end. `trim` cuts the guesses of other sources at the first token that is not allowed.
+    If the constraint allows one token only, the target must choose it, so a run of such tokens is
+    accepted whole. `trim` cuts the guesses of other sources before the first forbidden token.
     """
 
     name = "grammar"
@@ -36,14 +36,17 @@ class GrammarSource(Source):
         self._followers: dict[Request, _Follower] = {}
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """O(new tokens + the run)."""
+        """Return the forced run of at most ``most`` tokens as the only guess, if there is one.
+
+        O(new tokens + length of the run).
+        """
         if request.sampling.constraint is None:
             return ()
         run = self._forced(request, most)
         return (Guess(run, self.name, 0),) if run else ()
 
     def trim(self, request: Request, guess: Guess) -> Guess | None:
-        """Cut a guess before its first token that is not allowed; None if nothing is left."""
+        """Cut a guess before its first forbidden token; return None if no token is left."""
         length = self._count_allowed(request, guess.token_ids)
         if length == len(guess.token_ids):
             return guess
@@ -62,7 +65,10 @@ class GrammarSource(Source):
         return self._followers[request]
 
     def _forced(self, request: Request, most: int) -> array[int]:
-        """The forced run behind the request; computed once for each length."""
+        """Return the forced run after the request's tokens; cached while the request is unchanged.
+
+        It has at most ``most`` tokens and is empty if the constraint failed.
+        """
         follower = self._follower(request)
         if follower is None or follower.constraint is None:
             return array("q")

@@ -1,8 +1,8 @@
-"""Merges the guesses of several sources for one request into a tree, kept as paths.
+"""Merges the guesses of several sources for one request into a tree, stored as paths.
 
-The most promising guess is the main path. A guess that agrees with it to its end only raises its
-survival. A guess that differs is a branch from the fork on, which can be accepted only if the main
-path is rejected there.
+The most promising guess becomes the trunk. A guess that is a prefix of the trunk only raises the
+survival of the shared tokens. A guess that differs becomes a branch from its first different token
+on; it can be accepted only if the trunk's token at that level is rejected.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from ...core.interface.draft import Draft
 from .source import Guess
 
 Survival = NDArray[np.float64]
-"""[num_tokens] probability that a draft token and all before it are accepted; never rising."""
+"""[num_tokens] probability that a draft token and all tokens before it on its path are accepted.
+
+Values never rise from one token to the next."""
 
 
 @dataclass(slots=True, eq=False)
 class GuessPath:
-    """A run of tokens, the first of them at level ``start``, and their survival."""
+    """A run of tokens, whose first one is at level ``start``, and their survival."""
 
     token_ids: array[int]
     source: str
     survival: Survival  # [len(token_ids)]
-    start: int = 0  # tokens before it, on the paths that it leaves
-    branches: list[GuessPath] = field(default_factory=list)  # from one of its tokens, or its end
+    start: int = 0  # number of tokens before it, on the paths that lead to it
+    branches: list[GuessPath] = field(default_factory=list)  # paths that fork off it or continue it
 
     @property
     def stop(self) -> int:
-        """Level behind its last token."""
+        """Level after its last token."""
         return self.start + len(self.token_ids)
 
 
@@ -42,25 +44,28 @@ class GuessTree:
 
     def __init__(self, trunk: GuessPath) -> None:
         self.trunk = trunk
-        self._paths = [trunk]  # each behind the one that it leaves
+        self._paths = [trunk]  # each path after its parent path
 
     @property
     def survival(self) -> Survival:
-        """Survival of all tokens, falling, [num_tokens]; a tree of n nodes has the first n."""
+        """Survival of all tokens, in descending order, [num_tokens].
+
+        The tree of the n best nodes has the first n values.
+        """
         if len(self._paths) == 1:
             return self.trunk.survival
         survival = np.concatenate([path.survival for path in self._paths])
         return -np.sort(-survival)
 
     def draft(self, count: int) -> Draft:
-        """The tree of the ``count`` best tokens, with their survival."""
+        """Return the tree of the ``count`` tokens with the highest survival."""
         if len(self._paths) == 1 or count < 1:
             return self.chain(count)
         survival = np.concatenate([path.survival for path in self._paths])
         owners = np.repeat(np.arange(len(self._paths)), [len(p.survival) for p in self._paths])
         best = (-survival).argsort(kind="stable")[
             :count
-        ]  # of equals those that stand before others
+        ]  # The stable sort keeps a parent before a child with the same survival.
         counts = np.bincount(owners[best], minlength=len(self._paths)).tolist()
         if counts[0] == len(best):
             return self.chain(count)
@@ -68,13 +73,13 @@ class GuessTree:
         return _laid_out(self.trunk, kept)
 
     def chain(self, count: int) -> Draft:
-        """Make a chain of the first ``count`` tokens of the most promising guess."""
+        """Return a chain of the first ``count`` tokens of the trunk."""
         token_ids = self.trunk.token_ids[:count]
         sources = (self.trunk.source,) * len(token_ids)
         return Draft(token_ids, sources, survival=self.trunk.survival[:count].tolist())
 
     def add(self, guess: Guess, survival: Survival) -> None:
-        """Add a guess that is less promising than the trunk."""
+        """Add a guess that is less promising than the trunk, with its survival [num_tokens]."""
         path, at = self.trunk, 0
         while True:
             here = at - path.start
@@ -101,7 +106,11 @@ class GuessTree:
         guess: Guess,
         survival: Survival,
     ) -> None:
-        """Add a branch; its chance is what the other tokens at its level leave."""
+        """Add the guess's tokens from level ``at`` on as a branch of ``path``.
+
+        The branch gets the probability that its siblings leave: the survival of the token before
+        the fork, minus the survival of the other tokens at the level.
+        """
         before, own_before = 1.0, 1.0
         if at:
             before, own_before = float(path.survival[at - 1 - path.start]), float(survival[at - 1])
@@ -115,9 +124,9 @@ class GuessTree:
 
 
 def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> GuessTree:
-    """Make a tree of guesses: the most promising is the trunk, the others branch off it.
+    """Merge guesses into a tree: the most promising is the trunk, the others branch off it.
 
-    ``survivals[i]`` belongs to ``guesses[i]``, of which there is at least one.
+    ``guesses`` must not be empty; ``survivals[i]`` is the survival of ``guesses[i]``.
     """
     order = [0]
     if len(guesses) > 1:
@@ -130,7 +139,7 @@ def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> GuessTree:
 
 
 def _laid_out(trunk: GuessPath, kept: dict[int, int]) -> Draft:
-    """The first ``kept`` tokens of each path (by its `id`), depth first."""
+    """Return a draft of the first ``kept`` tokens of each path (by its `id`), depth first."""
     token_ids, sources, parents = array("q"), list[str](), list[int]()
     survival = list[float]()
 
@@ -142,7 +151,7 @@ def _laid_out(trunk: GuessPath, kept: dict[int, int]) -> Draft:
         parents.extend([parent, *range(first, first + count - 1)][:count])
         for branch in sorted(path.branches, key=lambda each: -each.start):
             if kept[id(branch)]:
-                level = branch.start - path.start  # tokens of the path before it
+                level = branch.start - path.start  # number of the path's tokens before the branch
                 lay_out(branch, first + level - 1 if level else parent)
 
     lay_out(trunk, -1)
@@ -152,7 +161,9 @@ def _laid_out(trunk: GuessPath, kept: dict[int, int]) -> Draft:
 def common_len(first: Sequence[int], second: Sequence[int]) -> int:
     """Count the leading items that two sequences share."""
     length = min(len(first), len(second))
-    if first[:length] == second[:length]:  # arrays compare at once, but are equal to arrays alone
+    # One comparison is fast for two arrays; an array and a list are never equal, so they take
+    # the loop.
+    if first[:length] == second[:length]:
         return length
     for index in range(length):
         if first[index] != second[index]:

@@ -1,4 +1,4 @@
-"""The names of all drafters, as usage, metrics and the live page have them."""
+"""Names of all drafters in usage, metrics and the live page."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ DRAFTERS: Mapping[str, str] = {
     "block": "a trained head",
     "medusa": "a trained head",
 }
-"""The origin of each drafter's tokens, in words."""
+"""Origin of each drafter's tokens, as the live page describes it."""

@@ -1,4 +1,4 @@
-"""PredictionSource: the caller's own guess at the answer, as in OpenAI's Predicted Outputs."""
+"""PredictionSource: drafts from the client's prediction, like OpenAI's Predicted Outputs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ...core.interface.request import Request
 from .merge import common_len
 from .source import Guess, Priors, Source
 
-IN_SYNC, RESYNCED = 0, 1  # kinds
-MAX_ASKEW = 64  # places where the bytes of some tokens are found between tokens
-ORDERS = (8, 4, 3, 2)  # last tokens to find the place again by, the surest first
-STEADY = 16  # tokens that came true since the place was found again: trusted as before
+IN_SYNC, RESYNCED = 0, 1  # kinds of guesses
+MAX_ASKEW = 64  # number of matches not aligned to a token after which a search gives up
+ORDERS = (8, 4, 3, 2)  # numbers of last tokens to relocate by, the most reliable first
+STEADY = 16  # correct tokens after a relocation that make the prediction count as in sync again
 
 
 @dataclass(slots=True)
@@ -21,23 +21,23 @@ class _PredictionCursor:
     """The position of an answer in its prediction."""
 
     prediction: array[int]
-    data: bytes  # of the prediction
-    num_seen: int = 0  # tokens of the answer
-    at: int = 0  # the prediction's token that comes next, or where the answer left it
-    lost: bool = False
-    num_right: int = STEADY  # tokens that came true since the place was last found
+    data: bytes  # bytes of ``prediction``, for searches
+    num_seen: int = 0  # tokens of the answer that were followed
+    at: int = 0  # index of the next predicted token, or of the one at which the answer departed
+    lost: bool = False  # whether the last relocation found no position
+    num_right: int = STEADY  # correctly predicted tokens since the last relocation
 
     def follow(self, new: array[int]) -> bool:
-        """Advance over the tokens that are as predicted; return whether all of ``new`` are."""
+        """Advance over correctly predicted tokens; return whether all tokens of ``new`` are."""
         same = common_len(new, self.prediction[self.at : self.at + len(new)])
         self.at += same
         self.num_right += same
         return same == len(new)
 
     def relocate(self, last: array[int]) -> None:
-        """Move behind the answer's last tokens: to their next occurrence, else to the first.
+        """Move to the position after the answer's last tokens: their next occurrence, or the first.
 
-        One scan of the bytes if the prediction lacks the last two tokens.
+        Sets ``lost`` if the prediction lacks the last two tokens, after one scan of its bytes.
         """
         self.lost, self.num_right = True, 0
         if _find(self.data, last[-ORDERS[-1] :], 0) is None:
@@ -51,7 +51,11 @@ class _PredictionCursor:
 
 
 class PredictionSource(Source):
-    """Follows ``request.prediction``; if the answer departs from it, it finds the place again."""
+    """Drafts from ``request.prediction``.
+
+    When the answer departs from the prediction, the source searches for the answer's last tokens
+    in it and continues there.
+    """
 
     name = "prediction"
     priors = Priors.constant(0.9, 0.6)
@@ -60,7 +64,10 @@ class PredictionSource(Source):
         self._cursors: dict[Request, _PredictionCursor] = {}
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """O(new tokens + most) in sync; a scan of the prediction for each call when lost."""
+        """Return the next ``most`` predicted tokens as the only guess; no guess while lost.
+
+        O(new tokens + most) in sync; while lost, each call scans the prediction.
+        """
         if not request.prediction:
             return ()
         cursor = self._follow(request, request.prediction)
@@ -87,9 +94,10 @@ class PredictionSource(Source):
 
 
 def _find(data: bytes, tokens: array[int], start: int) -> int | None:
-    """Index of the first place of ``tokens`` from ``start`` on, in items of ``data``.
+    """Return the index, in tokens, of the first match of ``tokens`` from ``start`` on, or None.
 
-    Bytes may agree where tokens do not: after `MAX_ASKEW` such places the search ends.
+    Bytes may match at a position that is not aligned to a token: after `MAX_ASKEW` such matches
+    the search gives up.
     """
     size, needle = tokens.itemsize, tokens.tobytes()
     at = data.find(needle, start * size)

@@ -1,6 +1,6 @@
-"""PrefixSource: continues an earlier request that began with all tokens of this one.
+"""PrefixSource: drafts from an earlier request that began with all tokens of this one.
 
-Its name in ``--draft``, usage and metrics is ``radix``, after the tree in which it looks up.
+Its name in ``--draft``, usage and metrics is ``radix``, after the radix tree that it searches.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from ...radix_cache import Node, RadixTree
 from .merge import common_len
 from .source import Guess, Priors, Source
 
-SINGLE, FORKED = 0, 1  # kinds: one continuation was ever seen, or several
-FIRST_WAIT = 16  # tokens until a request that left the tree searches again
-KEEP_SHARE = 15 / 16  # is kept once a bound is exceeded: an eviction repairs all cursors
-MAX_NODES = 2**15  # each takes some 450 bytes beside its tokens (measured)
+SINGLE, FORKED = 0, 1  # kinds of guesses: one continuation was ever seen, or several
+FIRST_WAIT = 16  # tokens until a request that left the tree searches it again
+KEEP_SHARE = 15 / 16  # share kept by an eviction; evictions must be rare: each repairs all cursors
+MAX_NODES = 2**15  # maximum number of nodes, of about 450 bytes each without tokens (measured)
 
 
 @dataclass(slots=True)
 class _TreeCursor:
-    """Place in the tree up to which a request's tokens run.
+    """Position in the tree up to which it matches a request's tokens.
 
-    Nodes grow at their ends without notice; when one was cut or dropped the tree's epoch differs.
+    A node may grow at its end at any time; cutting or dropping a node changes the tree's epoch.
     """
 
-    node: Node | None  # None: what was here is gone, or nothing was ever kept in the namespace
-    offset: int  # tokens of ``node.key`` that are equal
-    length: int  # tokens of the request that are equal
-    epoch: int  # of the tree
-    wait: int  # tokens of the request between two searches in vain
-    retry_at: int  # tokens of the request
+    node: Node | None  # None: the node was dropped, or the namespace has no tokens in the tree
+    offset: int  # number of matching tokens in ``node.key``
+    length: int  # number of matching tokens of the request
+    epoch: int  # epoch of the tree for which ``node`` and ``offset`` are right
+    wait: int  # tokens between the last search and the next one
+    retry_at: int  # length of the request, in tokens, at which the next search is due
     forked: bool = False  # whether the answer has passed a fork
 
 
 class PrefixSource(Source):
-    """Continues the most recent request that began with all of this one's tokens.
+    """Drafts from the most recent request that began with all of this one's tokens.
 
-    It has a radix tree of token ids without KV, so tokens outlive their KV: ``max_tokens`` in all,
-    in ``max_nodes``; the least recently used are dropped first. Requests are inserted when they
-    end.
+    Its radix tree holds token ids without KV, so tokens outlive their KV. Requests are inserted
+    when they end. The tree keeps at most ``max_tokens`` tokens and ``max_nodes`` nodes; the least
+    recently used are dropped first.
     """
 
     name = "radix"
@@ -54,7 +54,10 @@ class PrefixSource(Source):
         self._cursors: dict[Request, _TreeCursor] = {}
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """O(new tokens + most), and O(depth) more where the tree was cut since."""
+        """Return up to ``most`` tokens of the earlier request as the only guess, if there is one.
+
+        O(new tokens + most), and O(depth) more after the tree was cut.
+        """
         if request.cache.is_private:
             return ()
         draft, forked = self._draft(request, most)
@@ -64,7 +67,7 @@ class PrefixSource(Source):
         return (Guess(draft, self.name, kind),)
 
     def leave(self, request: Request) -> None:
-        """Insert the request's tokens. O(len(tokens)), by memcmp where the tree has them."""
+        """Insert the request's tokens. O(len(tokens)); tokens already in the tree cost a memcmp."""
         self._cursors.pop(request, None)
         if not request.num_output or request.cache.is_private:
             return
@@ -76,20 +79,23 @@ class PrefixSource(Source):
             tree.evict(tree.num_pages - int(tree.num_pages * KEEP_SHARE))
 
     def flush(self, *namespaces: str | None) -> None:
-        """Drop the tokens of ended requests in these namespaces, in all when none is named."""
+        """Drop the tokens of ended requests in these namespaces; without an argument, in all."""
         self._tree.flush(*namespaces)
 
     # -- the cursor
 
     def _draft(self, request: Request, most: int) -> tuple[array[int], bool]:
-        """The tokens behind the request, and whether past a fork; empty if it left the tree."""
+        """Return up to ``most`` tokens after the request's, and whether the draft passes a fork.
+
+        No tokens if the request has left the tree.
+        """
         cursor = self._follow(request)
         if cursor.node is None or cursor.length < len(request.tokens):
             return array("q"), False
         return _run_on(cursor.node, cursor.offset, most)
 
     def _follow(self, request: Request) -> _TreeCursor:
-        """Bring the request's cursor up to the tree and to the newest token."""
+        """Return the request's cursor, updated to the tree's epoch and to the newest token."""
         cursor = self._cursors.get(request)
         if cursor is None:
             return self._search(request, FIRST_WAIT)
@@ -102,7 +108,10 @@ class PrefixSource(Source):
         return cursor
 
     def _search(self, request: Request, wait: int) -> _TreeCursor:
-        """Match from the root. O(len(tokens)); so every search in vain doubles the wait."""
+        """Match the request's tokens from the root; search again only after ``wait`` more tokens.
+
+        O(len(tokens)), so the caller doubles the wait after each failed search.
+        """
         match = self._tree.match(request.tokens, namespace=request.namespace)
         retry_at = len(request.tokens) + wait
         cursor = _TreeCursor(
@@ -114,9 +123,10 @@ class PrefixSource(Source):
 
 
 def _repair(cursor: _TreeCursor) -> Node | None:
-    """The cursor's node after nodes were cut or dropped, None if it was; sets the offset. O(depth).
+    """Return the cursor's node after nodes were cut or dropped, and set the cursor's offset.
 
-    A cut leaves a node its lower half, so the place may now be at the end of a node above.
+    None if the node was dropped. A cut leaves the lower half to the node, so the position may now
+    be at the end of a node above. O(depth).
     """
     node = cursor.node
     if node is None or not _is_attached(node):
@@ -135,7 +145,7 @@ def _is_attached(node: Node) -> bool:
 
 
 def _advance(cursor: _TreeCursor, request: Request) -> None:
-    """Go on along the tree for as long as the request's tokens do. O(new tokens)."""
+    """Advance the cursor while the tree matches the request's new tokens. O(new tokens)."""
     tokens, node = request.tokens, cursor.node
     while node is not None and cursor.length < len(tokens):
         if cursor.offset == len(node.key):
@@ -159,7 +169,7 @@ def _enter_child(cursor: _TreeCursor, node: Node, request: Request) -> Node | No
 
 
 def _passed_fork(cursor: _TreeCursor, prompt_len: int) -> bool:
-    """Whether other answers left the path to the cursor after the prompt's end. O(depth)."""
+    """Whether the path to the cursor has a fork after the prompt's end. O(depth)."""
     node, end = cursor.node, cursor.length - cursor.offset
     while node is not None and node.parent is not None and end >= prompt_len:
         node = node.parent
@@ -170,9 +180,9 @@ def _passed_fork(cursor: _TreeCursor, prompt_len: int) -> bool:
 
 
 def _run_on(node: Node, offset: int, most: int) -> tuple[array[int], bool]:
-    """Follow the tree from a place in a node, into the most recent child each time.
+    """Follow the tree from an offset in a node, entering the most recently used child each time.
 
-    Returns up to ``most`` tokens, and whether others once went on otherwise before the last.
+    Returns up to ``most`` tokens, and whether there is a fork before the last of them.
     """
     draft = node.key[offset : offset + most]
     forked = False

@@ -1,6 +1,6 @@
-"""Source: the base of drafters that need token ids alone, on the event loop's side.
+"""Source: the base class of drafters that need token ids only and run in the event loop.
 
-`SourceIndexer` has the sources index the tokens of requests while steps run.
+`SourceIndexer` makes the sources index the tokens of requests while steps run.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ...core.interface.request import Request
 from ...core.scheduling.guarded_speculator import Guarded, guard
 
 logger = logging.getLogger(__name__)
-INDEX_CHUNK = 2048  # tokens that one call of `Source.index` indexes at most
-MAX_ENDED = 8  # ended requests whose tokens one call keeps, a tenth of a millisecond each
-BUCKETS = (0, 1, 2, 4, 8, 16)  # first draft position of each class of positions
+INDEX_CHUNK = 2048  # maximum number of tokens that one call of `Source.index` indexes
+MAX_ENDED = 8  # maximum number of ended requests finished in one call, at about 0.1 ms each
+BUCKETS = (0, 1, 2, 4, 8, 16)  # first draft position of each bucket of positions
 
 Chances = tuple[float, ...]
-"""[len(BUCKETS)] chance of a draft token, given that all before it were right, by position."""
+"""[len(BUCKETS)] acceptance probability of a draft token whose predecessors are all accepted."""
 
 
 class Guess(msgspec.Struct, frozen=True, gc=False):
     """Tokens that may follow a request's tokens.
 
-    ``kind`` is how far the source itself trusts the guess (by the length of a match, for example):
-    an index into its priors. How often guesses of each kind are accepted is measured.
+    ``kind`` is an index into the source's priors. It says how reliable the source takes the guess
+    to be, by the length of a match, for example. Acceptance is measured separately for each kind.
     """
 
     token_ids: array[int]
@@ -39,14 +39,14 @@ class Guess(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Priors:
-    """Chances of each kind of guess before anything is measured, [num_kinds]."""
+    """Acceptance probabilities of each kind of guess before any is measured, [num_kinds]."""
 
     greedy: tuple[Chances, ...]
-    sampled: tuple[Chances, ...]  # for requests with a temperature above 0
+    sampled: tuple[Chances, ...]  # probabilities for requests with a temperature above 0
 
     @classmethod
     def constant(cls, *chances: float) -> Priors:
-        """Make priors with one chance a kind, equal at every position, greedy or sampled."""
+        """Make priors with one probability per kind, for all positions, greedy and sampled."""
         by_kind = tuple((chance,) * len(BUCKETS) for chance in chances)
         return cls(by_kind, by_kind)
 
@@ -54,37 +54,37 @@ class Priors:
 class Source:
     """Guesses from tokens seen before in the same ``request.namespace``.
 
-    It reads requests and never writes them. Calls come from the event loop, one at a time. This one
-    guesses, indexes and keeps nothing; subclasses do.
+    A source reads requests and never changes them. The event loop calls it, one call at a time.
+    This base class makes no guesses and stores no tokens; subclasses do.
     """
 
-    name: str  # the label of its tokens in usage and metrics
-    priors: Priors  # chances of each kind of its guesses before any is measured
+    name: str  # label of its tokens in usage and metrics
+    priors: Priors  # acceptance probabilities of its guesses before any is measured
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """Return guesses of at most ``most`` tokens each behind ``request.tokens``."""
+        """Return guesses of the next tokens after ``request.tokens``, at most ``most`` each."""
         del request, most
         return ()
 
     def index(self, request: Request, *, for_others: bool = False) -> int:
-        """Index tokens of a request, `INDEX_CHUNK` at most; return how many.
+        """Index at most `INDEX_CHUNK` tokens of a request; return the number indexed.
 
-        Called until it returns fewer, while the model thread computes steps. The newest tokens
-        come first: a request may end before all are indexed. ``for_others``: the request has
-        ended, so what served its own look-ups alone is left out.
+        It is called repeatedly while the model thread computes steps, until it returns fewer. The
+        newest tokens come first, because a request may end before all are indexed. ``for_others``:
+        the request has ended, so tokens that serve only its own look-ups are left out.
         """
         del request, for_others
         return 0
 
     def leave(self, request: Request) -> None:
-        """Keep what was indexed for others of a request that ended; drop everything else."""
+        """Drop a request that ended, except for the tokens that other requests may look up."""
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget the tokens of these namespaces, of all when none is named."""
+        """Forget the tokens of the given namespaces; without an argument, forget all tokens."""
 
 
 class GuardedSource(Guarded[Source], Source):
-    """Wraps a source: a failure costs its guesses, and repeated failures the source."""
+    """Wraps a source: a failed call makes no guesses, and repeated failures turn the source off."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source, Source(), f"draft source {source.name}")
@@ -95,7 +95,7 @@ class GuardedSource(Guarded[Source], Source):
     leave = guard(Source.leave, if_failed=None)
 
     def flush(self, *namespaces: str | None) -> None:
-        """Call the source; if it cannot forget, it is dropped with all that it holds."""
+        """Flush the source; if that fails, stop using it, so that no flushed token is proposed."""
         try:
             self.inner.flush(*namespaces)
         except Exception:
@@ -104,31 +104,34 @@ class GuardedSource(Guarded[Source], Source):
 
 
 class SourceIndexer:
-    """The tokens of each request that the sources have not indexed yet."""
+    """Tracks which tokens of each request the sources have not indexed yet."""
 
     def __init__(self, sources: Sequence[GuardedSource]) -> None:
         self._sources = sources
-        # Running requests and how many of their tokens are indexed; the one served longest ago
-        # comes first.
+        # Running requests and the number of their indexed tokens; the request that was indexed
+        # longest ago comes first.
         self._num_indexed: OrderedDict[str, tuple[Request, int]] = OrderedDict()
-        self._ended: deque[Request] = deque()  # their tokens are still to be kept
+        self._ended: deque[Request] = deque()  # ended requests whose tokens are not stored yet
 
     def join(self, request: Request) -> None:
         """Add a running request."""
         self._num_indexed[request.request_id] = request, 0
 
     def leave(self, request: Request) -> None:
-        """Move a request to those that ended; `work` keeps its tokens."""
+        """Mark a request as ended; `work` stores its tokens later."""
         self._num_indexed.pop(request.request_id, None)
         self._ended.append(request)
 
     @property
     def has_work(self) -> bool:
-        """Whether there may be something to index. Cheap."""
+        """Whether there may be tokens to index or to store. O(1)."""
         return bool(self._num_indexed or self._ended)
 
     def work(self) -> None:
-        """Index tokens of ended requests and keep them, then those of running ones; bounded."""
+        """Index tokens of ended requests and store them, then index tokens of running requests.
+
+        While requests run, the work of a call is bounded.
+        """
         room = INDEX_CHUNK
         if self._ended:
             room -= self._finish() if self._num_indexed else self.keep()
@@ -138,26 +141,29 @@ class SourceIndexer:
             if len(request.tokens) == num_indexed:
                 continue
             done = self._index(request)
-            is_whole = done < INDEX_CHUNK  # no source has more to index
+            is_whole = done < INDEX_CHUNK  # whether every source has indexed all tokens
             self._num_indexed[request.request_id] = request, len(request.tokens) * is_whole
             self._num_indexed.move_to_end(request.request_id)
             room -= done
 
     def keep(self) -> int:
-        """Keep the tokens of all ended requests; return how many were indexed."""
+        """Index and store the tokens of all ended requests; return the number indexed."""
         num_indexed = 0
         while self._ended:
             num_indexed += self._finish()
         return num_indexed
 
     def _finish(self) -> int:
-        """Index tokens of the requests that ended first, a bounded number; return how many."""
+        """Index and store a bounded number of tokens of the requests that ended first.
+
+        Returns the number of tokens indexed.
+        """
         num_indexed = 0
         for _ in range(min(MAX_ENDED, len(self._ended))):
             request = self._ended[0]
             done = self._index(request, for_others=True)
             num_indexed += done
-            if done >= INDEX_CHUNK:  # it may have more
+            if done >= INDEX_CHUNK:  # The request may have more tokens to index.
                 break
             self._ended.popleft()
             for source in self._sources:
@@ -167,6 +173,6 @@ class SourceIndexer:
         return num_indexed
 
     def _index(self, request: Request, *, for_others: bool = False) -> int:
-        """Have each source index tokens; return the most that one of them did."""
+        """Make each source index tokens; return the largest number that one of them indexed."""
         done = (source.index(request, for_others=for_others) for source in self._sources)
         return max(done, default=0)

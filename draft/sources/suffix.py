@@ -1,8 +1,8 @@
-"""SuffixSource: drafts what followed the last few tokens before, in this request or in others.
+"""SuffixSource: drafts the tokens that followed an earlier occurrence of the last few tokens.
 
-Sources: suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) for drafting from earlier outputs,
-prompt look-up decoding (Saxena 2023) for the request's own tokens; the suffix tree is replaced by
-one table of fixed size.
+The occurrence may be in the same request or in another one. Drafting from earlier outputs follows
+suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), and drafting from the request's own tokens
+follows prompt look-up decoding (Saxena 2023). A hash table of fixed size replaces the suffix tree.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from ...core.interface.request import Request
 from ...radix_cache.namespaces import FlushedNamespaces
 from .source import INDEX_CHUNK, Chances, Guess, Priors, Source
 
-ORDERS = (16, 8, 4, 3, 2, 1)  # last tokens that must be equal, the surest first
-NUM_SHARED = 3  # of these, the first so many are looked up in other requests, too
-FIRST_ORDERS = (2, 4)  # indices into ORDERS: their oldest place is kept beside the newest
+ORDERS = (16, 8, 4, 3, 2, 1)  # numbers of last tokens that must match, the most reliable first
+NUM_SHARED = 3  # number of leading ORDERS that are also looked up in other requests
+FIRST_ORDERS = (2, 4)  # indices into ORDERS whose oldest occurrence is indexed beside the newest
 MAX_ORDER = ORDERS[0]
-MAX_REQUESTS = 2**14  # that ended: each takes some 1.4 KiB beside its tokens (measured)
+MAX_REQUESTS = 2**14  # maximum number of ended requests, of about 1.4 KiB each without tokens
 FIRST_KIND = len(ORDERS)  # kinds: newest by order; oldest by order; in another request by order
 SHARED_KIND = FIRST_KIND + len(FIRST_ORDERS)
 
 MASK = 2**64 - 1
-BASE = 0x9E3779B97F4A7C15  # of the polynomial; odd, so that it has an inverse
-FEW_TO_HASH, FEW_TO_INDEX = 64, 12  # tokens up to which numpy costs more than it saves
+BASE = 0x9E3779B97F4A7C15  # base of the polynomial hash; odd, so that it has an inverse
+FEW_TO_HASH, FEW_TO_INDEX = 64, 12  # numbers of tokens up to which a Python loop beats numpy
 _POWERS = np.cumprod(np.array([1] + [BASE] * INDEX_CHUNK, np.uint64))
 _INVERSES = np.cumprod(np.array([1] + [pow(BASE, -1, 2**64)] * INDEX_CHUNK, np.uint64))
 _SHIFTS = tuple(pow(BASE, order, 2**64) for order in ORDERS)
 
 # Fitted on the tuning half of bench/common/real_tasks.py with SmolLM2-135M: see
-# docs/speculation-internals.md.
-# By kind, then by class of positions. Where few were seen (sampled, in other requests) they are
-# guessed.
+# docs/speculation-internals.md. Rows are kinds, columns are buckets of positions. Values with few
+# observations (sampled requests, occurrences in other requests) are estimates.
 _GREEDY: tuple[Chances, ...] = (
     (0.98, 0.98, 0.98, 0.98, 0.99, 0.99),
     (0.88, 0.92, 0.95, 0.96, 0.95, 0.98),
@@ -71,25 +70,26 @@ PRIORS = Priors(_GREEDY, _SAMPLED)
 
 @dataclass(slots=True, eq=False)
 class TokenHistory:
-    """The tokens of one request. Positions are the request's own, whatever is kept of it.
+    """The tokens of one request. Positions always count from the request's first token.
 
-    ``hashes[i]`` is the polynomial hash of the first ``i`` tokens while the request lives.
+    ``hashes[i]`` is the polynomial hash of the first ``i`` tokens; it is empty after the request
+    has ended.
     """
 
-    number: int  # never used twice, so that a place in an ended history is void for ever
-    scope: Hashable  # a look-up of another scope never sees it
-    tokens: array[int]  # lent by a live request; a copy from position `offset` on of an ended one
-    own_salts: tuple[int, ...]  # [len(ORDERS)] for its own look-ups
-    first_salts: tuple[int, ...]  # [len(FIRST_ORDERS)]
-    shared_salts: tuple[int, ...]  # [NUM_SHARED], or none: others never look into it
+    number: int  # unique number of the history, never reused: entries of a dropped one stay invalid
+    scope: Hashable  # only look-ups of the same scope find its tokens
+    tokens: array[int]  # the live request's own array; after its end a copy from `offset` on
+    own_salts: tuple[int, ...]  # [len(ORDERS)] salts of its own look-ups
+    first_salts: tuple[int, ...]  # [len(FIRST_ORDERS)] salts of its oldest occurrences
+    shared_salts: tuple[int, ...]  # [NUM_SHARED]; empty if other requests may not look into it
     shared_from: int  # positions before this one were indexed for others by another history
     indexed_to: int  # positions from `shared_from` to this one are in the table
-    indexed_from: int  # and, for its own look-ups, those from this one to `shared_from`
+    indexed_from: int  # positions from this one to `shared_from` are in it for own look-ups
     offset: int = 0  # position of tokens[0]
     hashes: array[int] = field(default_factory=lambda: array("Q", (0,)))
 
     def hash_new(self) -> int:
-        """Bring ``hashes`` up to the newest token; returns the number of tokens."""
+        """Extend ``hashes`` to the newest token; return the number of tokens."""
         length = len(self.tokens)
         missing = length + 1 - len(self.hashes)
         while missing > FEW_TO_HASH:
@@ -103,11 +103,15 @@ class TokenHistory:
         hashes = self.hashes
         last = hashes[-1]
         for token in self.tokens[length - missing :]:
-            last = (last + token) * BASE & MASK  # times BASE: the newest token moves the top bits
+            # The product spreads the newest token to the top bits, which select the slot.
+            last = (last + token) * BASE & MASK
             hashes.append(last)
 
     def _hash_many(self, count: int) -> None:
-        """The same recurrence at once: divided by BASE**i it is a running sum."""
+        """Extend ``hashes`` by ``count`` tokens with numpy.
+
+        Divided by BASE**i, ``hashes[i]`` is a running sum.
+        """
         first = len(self.hashes) - 1
         tokens = np.frombuffer(self.tokens[first : first + count], np.uint64)
         sums = np.cumsum(tokens * _INVERSES[:count]) + np.uint64(self.hashes[-1])
@@ -115,7 +119,7 @@ class TokenHistory:
 
 
 class Occurrence(NamedTuple):
-    """An earlier place of a request's last tokens: ``tokens[at]`` followed them."""
+    """An earlier occurrence of a request's last tokens: ``history.tokens[at]`` followed them."""
 
     history: TokenHistory
     at: int
@@ -123,12 +127,12 @@ class Occurrence(NamedTuple):
 
 
 class SuffixIndex:
-    """Maps the last n tokens, for n in ORDERS, to places: newest, oldest, in other requests.
+    """Maps the last n tokens, for n in ORDERS, to occurrences: newest, oldest, in other requests.
 
-    One direct-mapped table of ``num_slots`` (a power of two) 8-byte entries, and the last writer
-    wins: memory is bounded and nothing is ever deleted. So every entry is checked against the
-    tokens themselves: a history that is gone, of another scope or with other tokens is a miss. The
-    table's memory is touched at once: page by page while steps run, the system's part of it took
+    The table is direct-mapped and has ``num_slots`` (a power of two) entries of 8 bytes. The last
+    writer wins and entries are never deleted, so memory is bounded. A look-up therefore compares
+    the tokens themselves: an entry of a dropped history, of another scope or with other tokens is
+    a miss. The constructor writes to the whole table, because page faults while steps run took
     more time than all look-ups (measured).
     """
 
@@ -136,7 +140,7 @@ class SuffixIndex:
         self.histories: dict[int, TokenHistory] = {}
         self._table: NDArray[np.int64] = np.zeros(num_slots, np.int64)  # number << 32 | position
         self._table.fill(0)
-        self._entries = self._table.data  # plain ints are read and written faster here
+        self._entries = self._table.data  # a memoryview reads and writes single ints faster
         self._slot_mask = num_slots - 1
         self._shift = 65 - num_slots.bit_length()  # the top bits of a hash depend on all tokens
         self._num_opened = 0
@@ -144,10 +148,11 @@ class SuffixIndex:
     def open(
         self, tokens: array[int], *, scope: Hashable, shared_salt: int | None, shared_from: int = 0
     ) -> TokenHistory:
-        """Open a live history over ``tokens``, which are lent and may grow.
+        """Open a live history over ``tokens``, which stay the request's own and may grow.
 
-        Histories of one ``scope`` find each other where they have a ``shared_salt``, which must be
-        equal then. Positions before ``shared_from`` are left to histories that have them already.
+        Histories with the same ``scope`` and the same ``shared_salt`` find each other; a history
+        without a ``shared_salt`` finds only itself. Positions before ``shared_from`` are not
+        indexed for others, because another history has indexed them.
         """
         self._num_opened += 1
         number = self._num_opened
@@ -167,30 +172,32 @@ class SuffixIndex:
         return history
 
     def _salt(self, seed: int, order: int) -> int:
-        return hash((seed, order)) & self._slot_mask  # of integers: the same in every process
+        # A hash of integers is the same in every process.
+        return hash((seed, order)) & self._slot_mask
 
     def keep(self, history: TokenHistory) -> None:
-        """Replace the lent tokens by a copy of those that were indexed for others."""
+        """Replace the request's tokens with a copy of the part that was indexed for others."""
         start = max(0, history.shared_from - MAX_ORDER)
         history.tokens = history.tokens[start:]
         history.offset = start
         history.hashes = array("Q")
 
     def drop(self, history: TokenHistory) -> None:
-        """Forget a history. O(1): its entries are void from now on."""
+        """Forget a history. O(1): its entries stay in the table and become invalid."""
         del self.histories[history.number]
 
     # -- looking up
 
     def find(self, history: TokenHistory) -> list[Occurrence]:
-        """Find earlier places of a live history's last tokens; no two are equal.
+        """Return distinct earlier occurrences of a live history's last tokens.
 
-        Its newest place by the longest order that has one, then its oldest, then the newest in
-        another history by an order that is no shorter. O(1) each.
+        Up to three: the newest one in the history itself, by the longest order that matches; the
+        newest one in another history, by an order at least as long; the oldest one in the history
+        itself, if the newest was found. O(1) each.
         """
         end = history.hash_new()
         places = []
-        num_orders = len(ORDERS)  # those that the newest place is not surer than
+        num_orders = len(ORDERS)  # number of orders at least as long as the newest occurrence's
         for index, salt in enumerate(history.own_salts):
             place = self._look_up(history, end, index, salt, index)
             if place is not None:
@@ -224,17 +231,18 @@ class SuffixIndex:
             return None
         at = (entry & 0xFFFFFFFF) - found.offset
         if found.tokens[at - order : at] != history.tokens[end - order :]:
-            return None  # a slice cut short at either end is unequal, too
+            return None  # A slice that exceeds the kept tokens is shorter, so it differs, too.
         return Occurrence(found, at, kind)
 
     # -- indexing
 
     def index(self, history: TokenHistory, most: int, *, for_others: bool = False) -> int:
-        """Index up to ``most`` tokens of a history, the newest first; returns how many.
+        """Index up to ``most`` tokens of a history; return the number indexed.
 
-        What other histories have not indexed comes first, then what the history has in common with
-        these, from its end to its start, for its own look-ups: not with ``for_others``. The last
-        token waits until it is known what follows it: a look-up never finds itself.
+        Positions from ``shared_from`` on come first. Positions before it, which the history shares
+        with others, follow in descending order for its own look-ups; with ``for_others`` they are
+        left out. The last token is indexed when the next one is known, so a look-up never finds
+        itself.
         """
         first = history.indexed_to
         stop = history.indexed_to = max(first, min(history.hash_new(), first + most))
@@ -272,7 +280,7 @@ class SuffixIndex:
                         entries[slot] = entry
 
     def _index_many(self, history: TokenHistory, first: int, stop: int) -> None:
-        """The same at once."""
+        """Index the positions from ``first`` to ``stop`` with numpy."""
         for index, windows, entries in self._windows(history, first, stop):
             self._table[self._slots(windows, history.own_salts[index])] = entries
             if index < len(history.shared_salts):
@@ -281,11 +289,14 @@ class SuffixIndex:
                 salt = history.first_salts[FIRST_ORDERS.index(index)]
                 slots = self._slots(windows, salt)
                 is_free = (self._table[slots] >> 32) != history.number
-                # Of equal slots the first, assigned last.
+                # The first of several positions with one slot must win, so it is assigned last.
                 self._table[slots[is_free][::-1]] = entries[is_free][::-1]
 
     def _index_older(self, history: TokenHistory, first: int, stop: int) -> None:
-        """Index positions before all that are indexed: newest places stay, oldest ones move."""
+        """Index the positions from ``first`` to ``stop``, which precede all indexed positions.
+
+        They never replace newer occurrences of the history, and always replace its oldest ones.
+        """
         for index, windows, entries in self._windows(history, first, stop):
             slots = self._slots(windows, history.own_salts[index])
             is_free = (self._table[slots] >> 32) != history.number
@@ -297,9 +308,10 @@ class SuffixIndex:
     def _windows(
         self, history: TokenHistory, first: int, stop: int
     ) -> Iterator[tuple[int, NDArray[np.uint64], NDArray[np.int64]]]:
-        """Each order's index, hashes of the last tokens before positions, and their entries.
+        """Yield each order's index, with window hashes and table entries for its positions.
 
-        No order reaches before the start, so there are fewer positions of the first tokens.
+        The window hash of a position covers the last tokens before it. A position with fewer tokens
+        before it than the order is left out.
         """
         low = max(0, first - MAX_ORDER)
         hashes = np.frombuffer(history.hashes[low:stop], "u8")
@@ -316,11 +328,12 @@ class SuffixIndex:
 
 
 class SuffixSource(Source):
-    """Drafts what followed the last tokens before, in any request of the namespace.
+    """Drafts the tokens that followed the last tokens before, in any request of the namespace.
 
-    Live requests lend their tokens. Of ``max_requests`` that ended it keeps the tokens that they
-    did not share with earlier ones, ``max_tokens`` in all; the least recently used are dropped
-    first. ``own_only``: prompt look-up in the request's own tokens alone; none are kept.
+    The arrays of live requests are read in place. After a request ends, the source keeps the tokens
+    that it did not share with earlier requests: at most ``max_tokens`` tokens of ``max_requests``
+    requests; the least recently used are dropped first. ``own_only``: prompt look-up in the
+    request's own tokens only, which are dropped at its end.
     """
 
     priors = PRIORS
@@ -338,11 +351,11 @@ class SuffixSource(Source):
         self._max_tokens, self._max_requests = max_tokens, max_requests
         self._index = SuffixIndex(num_slots)
         self._live: dict[Request, TokenHistory] = {}
-        self._ended: OrderedDict[int, TokenHistory] = OrderedDict()  # the least recently used first
+        self._ended: OrderedDict[int, TokenHistory] = OrderedDict()  # least recently used first
         self._num_kept = 0  # tokens of ended histories
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """Guess what followed the longest runs of last tokens that were seen before."""
+        """Return the tokens that followed the longest runs of last tokens that were seen before."""
         history = self._history(request)
         return list(self._guesses(history, most))
 
@@ -355,14 +368,17 @@ class SuffixSource(Source):
                 yield Guess(token_ids, self.name, place.kind)
 
     def index(self, request: Request, *, for_others: bool = False) -> int:
-        """Index new tokens; cached prompt tokens for this request alone, as others have them."""
+        """Index new tokens, and cached prompt tokens for the request's own look-ups only.
+
+        Returns the number of tokens indexed.
+        """
         is_unseen = request not in self._live and not request.num_output
         if for_others and (is_unseen or self._is_private(request)):
             return 0
         return self._index.index(self._history(request), INDEX_CHUNK, for_others=for_others)
 
     def leave(self, request: Request) -> None:
-        """Keep the tokens that no earlier request had."""
+        """Keep the tokens that the request did not share with earlier requests."""
         if self._is_private(request):
             self._forget(request)
             return
@@ -385,7 +401,7 @@ class SuffixSource(Source):
             self._index.drop(history)
 
     def flush(self, *namespaces: str | None) -> None:
-        """Drop ended requests; live ones stay, as their KV does."""
+        """Drop the tokens of ended requests; live requests keep their tokens, like their KV."""
         flushed = FlushedNamespaces(namespaces)
         for history in list(self._ended.values()):
             if history.scope in flushed:
@@ -414,7 +430,10 @@ class SuffixSource(Source):
 
 
 def _continuation(place: Occurrence, history: TokenHistory, most: int) -> array[int]:
-    """The tokens from a place on; at the request's own end they repeat from the place."""
+    """Return up to ``most`` tokens from an occurrence on.
+
+    If the request's own tokens end earlier, they repeat from the occurrence.
+    """
     found, at, _ = place
     token_ids = found.tokens[at : at + most]
     if found is history and 0 < len(token_ids) < most:
@@ -423,5 +442,5 @@ def _continuation(place: Occurrence, history: TokenHistory, most: int) -> array[
 
 
 def _salt_of(namespace: str | None) -> int:
-    """A salt for the namespace; unlike ``hash``, the same in every process."""
+    """Return a salt for the namespace that, unlike ``hash``, is the same in every process."""
     return int.from_bytes(blake2b(repr(namespace).encode(), digest_size=8).digest(), "little")

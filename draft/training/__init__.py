@@ -1,6 +1,7 @@
-"""`foretoken train-draft`: a draft for a target, trained on the target's own answers.
+"""`foretoken train-draft`: trains a draft for a target on the target's own answers.
 
-`conversations` reads data, `traffic` records it, `gathering` and `answers` have the target answer
+`conversations` reads data, `traffic` records it, `gathering` and `answers` let the target answer
 prompts, `teacher` computes the target's distributions, `new_drafts` makes drafts and writes their
-files (a head's kind has a `Recipe`), `trainer` is the training loop, `evaluator` measures.
+files (each kind of head has a `Recipe`), `trainer` is the training loop, `evaluator` measures
+acceptance.
 """

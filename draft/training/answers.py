@@ -1,7 +1,7 @@
-"""Answers that the target itself gives to prompts, computed by this engine in large batches.
+"""Generates the target's own answers to prompts, with this engine and in large batches.
 
-A draft learns what the target says, so it is trained on the target's own words rather than on
-those of the data.
+A draft must predict the target, so it is trained on the target's answers rather than on the answers
+in the data.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from ...radix_cache import PrefixCache, StateSlots
 from .records import VERSION, Record, digest, read_records, write_line
 
 PAGE_SIZE = 16
-STEP_TOKENS = 512  # of a step, prompts included
+STEP_TOKENS = 512  # token budget of a step, prompts included
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """Options by which answers are made. ``temperatures`` take turns, by the prompt's place."""
+    """Options for generating answers. The prompts use ``temperatures`` in turn."""
 
     max_tokens: int = 384
-    num_running: int = 96  # requests that are decoded together
+    num_running: int = 96  # number of requests that are decoded together
     temperatures: tuple[float, ...] = (0.0, 1.0)
     seed: int = 0
 
     def pairs(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Sequence[int], float]]:
-        """Each prompt and the temperature of its answer."""
+        """Yield each prompt with the temperature of its answer."""
         yield from zip(prompts, cycle(self.temperatures), strict=False)
 
 
 class AnswerStore:
-    """Answers in a file of records, one for each prompt and temperature; grows, never changes.
+    """Answers in an append-only file of records, one for each prompt and temperature.
 
-    What is there already is not asked again: a run that was stopped goes on.
+    Stored answers are not generated again, so a stopped run can resume.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,11 +60,11 @@ class AnswerStore:
         return len(self._records)
 
     def find(self, prompt: Sequence[int], temperature: float) -> Record | None:
-        """The answer to a prompt, if there is one."""
+        """Return the stored answer to a prompt, or None."""
         return self._records.get(_key(prompt, temperature))
 
     def add(self, record: Record) -> None:
-        """Keep an answer, in the file as well."""
+        """Store an answer, also in the file."""
         with self._path.open("ab") as file:
             file.write(write_line(record))
         self._records[_key(record.tokens[: record.prompt_len], record.temperature)] = record
@@ -75,7 +75,7 @@ def _key(prompt: Sequence[int], temperature: float) -> bytes:
 
 
 def _drop_half_line(path: Path) -> None:
-    """The last line, if its writer was stopped in the middle of it."""
+    """Remove an incomplete last line, which a writer leaves that was stopped."""
     with path.open("rb+") as file:
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)
@@ -90,8 +90,8 @@ def answer_prompts(
 ) -> None:
     """Generate the answers that ``store`` lacks, in order, until ``on_answer`` returns False.
 
-    Every answer follows from its prompt, temperature and the seed alone: not from what else is
-    decoded at the time.
+    An answer depends on its prompt, its temperature and the seed only, not on the other requests of
+    its batches. Raises the error of a request that fails.
     """
     asyncio.run(_Generator(decoder, store, options, on_answer).generate(prompts))
 
@@ -136,7 +136,8 @@ class _Generator:
             vocab_size=decoder.config.vocab_size,
         )
         num_running = options.num_running
-        # A state beside those of the requests that run is kept while the next one begins.
+        # A request that starts needs a state while the ended request's state is still kept, so the
+        # pool has more states than running requests.
         pool = sequence_pool(decoder, num_pages, num_running + 2, page_size=PAGE_SIZE)
         states = None if pool.states is None else StateSlots(pool.states.num_slots, num_running)
         scheduler = Scheduler(PrefixCache(num_pages, PAGE_SIZE, states=states), limits)

@@ -1,4 +1,4 @@
-"""Training data: texts, chats and recorded traffic as token ids, and which of them are held out."""
+"""Training data: reads texts, chats and traffic as token ids and splits off held-out ones."""
 
 from __future__ import annotations
 
@@ -21,28 +21,32 @@ Origin: TypeAlias = Literal["text", "chat", "traffic"]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 HELD_OUT_PERCENT = 2.0
 TEXTS = (".txt", ".md", ".rst", ".py")
-MAX_ASSISTANT_TURNS = 8  # of one conversation
+MAX_ASSISTANT_TURNS = 8  # maximum number of last answers that are used of one conversation
 
 
 class TextEncoder(Protocol):
     """Turns text into the target's token ids."""
 
-    fingerprint: str  # with another one, token ids mean other texts
+    fingerprint: str  # hash of the tokenizer, to detect token ids of another one
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain text."""
+        """Return the token ids of a plain text."""
 
     def encode_chat(self, messages: Messages, *, asks: bool) -> list[int]:
-        """Token ids of a conversation by the chat template; ``asks``: the model answers next."""
+        """Return the token ids of a conversation in the chat template.
+
+        ``asks``: whether the prompt of the model's next answer follows the messages. Raises
+        `PromptTooLong`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt and what follows it; only what follows is learnt."""
+    """A prompt and its answer; only the answer is learnt. A plain text has no prompt."""
 
     tokens: Sequence[int]
     prompt_len: int
-    temperature: float = 0.0  # at which the answer was given
+    temperature: float = 0.0  # temperature at which the answer was generated
     origin: Origin = "chat"
 
     def __len__(self) -> int:
@@ -50,26 +54,26 @@ class Conversation:
 
     @property
     def first_row(self) -> int:
-        """The position whose output decides the first token that is learnt."""
+        """Position whose output decides the first token to learn."""
         return max(0, self.prompt_len - 1)
 
     @property
     def key(self) -> bytes:
-        """Hash that decides whether it is held out: of its prompt, or of a whole text."""
+        """Hash of the prompt, or of a text without a prompt; it decides the held-out set."""
         return digest(self.tokens[: self.prompt_len] if self.prompt_len else self.tokens)
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is for evaluation only: about `HELD_OUT_PERCENT` of all are."""
+        """Whether it is for evaluation only, like about `HELD_OUT_PERCENT` of all conversations."""
         return int.from_bytes(self.key[:4]) < HELD_OUT_PERCENT / 100 * 2**32
 
     def cut(self, max_len: int) -> Conversation:
-        """Keep the first ``max_len`` tokens."""
+        """Return a copy with the first ``max_len`` tokens."""
         return Conversation(self.tokens[:max_len], self.prompt_len, self.temperature, self.origin)
 
     @classmethod
     def of(cls, record: Record, origin: Origin) -> Conversation:
-        """A recorded answer."""
+        """Make a conversation of a recorded answer."""
         return cls(record.tokens, record.prompt_len, record.temperature, origin)
 
 
@@ -77,11 +81,12 @@ class Conversation:
 
 
 def read_data(paths: Sequence[Path], encoder: TextEncoder, *, text_len: int) -> list[Conversation]:
-    """Read files and folders in the order of their names; texts in pieces of ``text_len``.
+    """Return the conversations of files and folders, in the order of file names in each folder.
 
-    ``.jsonl`` files hold a chat (``messages``), a text (``text``) or a record a line; files that
-    end as source or prose do are texts. A chat whose last message is the user's is a prompt alone.
-    Raises `InvalidRequest` naming the file and the line.
+    A line of a ``.jsonl`` file is a chat (``messages``), a text (``text``) or a record; files with
+    a suffix of `TEXTS` are texts. Texts are cut into pieces of ``text_len`` tokens. A chat that
+    ends with a user's message also yields a prompt without an answer. Raises `InvalidRequest` with
+    the file and the line.
     """
     found: list[Conversation] = []
     for path in _files(paths):
@@ -146,7 +151,7 @@ def _read_line(
     if parsed.text is not None:
         yield from _pieces(encoder.encode(parsed.text), text_len)
     elif parsed.messages:
-        with suppress(PromptTooLong):  # the target could not answer it either
+        with suppress(PromptTooLong):  # The target could not answer such a prompt either.
             yield from _chat(parsed.messages, encoder)
     else:
         raise InvalidRequest(f"data: {where}: messages or text is missing", param="data")
@@ -160,7 +165,10 @@ def _pieces(tokens: Sequence[int], length: int) -> Iterator[Conversation]:
 
 
 def _chat(messages: Messages, encoder: TextEncoder) -> Iterator[Conversation]:
-    """One for each answer in it, with all before it as its prompt; or a prompt alone."""
+    """Yield a conversation for each of the last answers, with all messages before it as its prompt.
+
+    If a message follows the last answer, or there is no answer, yield the whole chat as a prompt.
+    """
     turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     for turn in turns[-MAX_ASSISTANT_TURNS:]:
         prompt = encoder.encode_chat(messages[:turn], asks=True)
@@ -176,9 +184,10 @@ def _chat(messages: Messages, encoder: TextEncoder) -> Iterator[Conversation]:
 
 
 def split(found: Iterable[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
-    """Split conversations into training and held-out ones, by hash; drop those without answers.
+    """Split conversations into training and held-out ones by hash; drop any without an answer.
 
-    The same prompt is always on the same side. If none is held out by hash, the last tenth is.
+    Conversations with the same prompt are in the same part. If the hashes hold out no conversation,
+    the last tenth is held out.
     """
     usable = [each for each in found if len(each) - each.first_row > 1]
     train = [each for each in usable if not each.is_held_out]
@@ -192,7 +201,10 @@ def split(found: Iterable[Conversation]) -> tuple[list[Conversation], list[Conve
 def frequent_ids(
     conversations: Iterable[Conversation], count: int, vocab_size: int, always: Iterable[int]
 ) -> Tensor:
-    """The ``count`` most frequent ids of answers, and ``always``, in ascending order."""
+    """Return the ids ``always`` and the most frequent ids of answers, in ascending order.
+
+    The tensor [count] is filled up with other ids of the vocabulary if needed.
+    """
     counted: Counter[int] = Counter()
     for conversation in conversations:
         counted.update(conversation.tokens[conversation.prompt_len :])
@@ -202,7 +214,7 @@ def frequent_ids(
 
 
 def answer_pairs(conversations: Iterable[Conversation]) -> Tensor:
-    """Every token of answers with the one before it, ``[num, 2]``."""
+    """Return every answer token after its preceding token, ``[num, 2]``."""
     pairs = [
         torch.tensor(
             [
@@ -216,12 +228,12 @@ def answer_pairs(conversations: Iterable[Conversation]) -> Tensor:
 
 
 class Shuffler:
-    """Endless batches of conversations of similar length, about ``batch_tokens`` each.
+    """Endless batches of conversations of similar length, about ``batch_tokens`` tokens each.
 
-    ``epoch`` and ``cursor`` say where it stands: a run that was stopped goes on from there.
+    ``epoch`` and ``cursor`` are its position, from which a stopped run can resume.
     """
 
-    POOL = 64  # conversations that are sorted by length together
+    POOL = 64  # number of conversations that are sorted by length together
 
     def __init__(self, found: Sequence[Conversation], batch_tokens: int, seed: int) -> None:
         self._found, self._batch_tokens, self._seed = found, batch_tokens, seed
@@ -229,12 +241,12 @@ class Shuffler:
         self._batches = self._shuffle()
 
     def place(self, epoch: int, cursor: int) -> None:
-        """Go to a place."""
+        """Move to batch number ``cursor`` of an epoch."""
         self.epoch, self.cursor = epoch, cursor
         self._batches = self._shuffle()
 
     def next(self) -> list[Conversation]:
-        """The next batch."""
+        """Return the next batch."""
         if self.cursor == len(self._batches):
             self.place(self.epoch + 1, 0)
         self.cursor += 1

@@ -1,4 +1,4 @@
-"""Evaluator: a draft on held-out answers, its acceptance by position and its gap models."""
+"""Evaluator: measures a draft's acceptance on held-out answers and fits its gap models."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from .conversations import Conversation
 from .teacher import Teacher
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-BEST = 4  # candidates of a position that a tree may hold
-FIT_STEPS = 300  # of the optimiser of gap models
-NEAR_GREEDY = 0.3  # below it an answer counts as a greedy one
+BEST = 4  # number of candidates that a tree may hold for a position
+FIT_STEPS = 300  # number of optimiser steps that fit a gap model
+NEAR_GREEDY = 0.3  # temperature below which an answer counts as greedy
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Along held-out answers at one temperature, chains as deep as the draft drafts at once.
+    """Acceptance of chains along held-out answers at one temperature.
 
-    ``by_position[j]``: of the chains that are right so far, those that are right at j as well.
-    ``best_4[j]``: those whose 4 best candidates hold the target's token, as a tree may have them.
-    ``tokens_per_step``: the accepted tokens of a whole chain and one more.
+    The chains are as long as the draft drafts at once. ``by_position[j]``: share of the chains
+    accepted up to position j that are also accepted at j. ``best_4[j]``: share of the same chains
+    whose 4 best candidates at j include the target's token, as in a tree. ``tokens_per_step``: mean
+    number of accepted tokens of a chain, plus the recovered or bonus token.
     """
 
     temperature: float
@@ -36,17 +37,17 @@ class Acceptance:
     tokens_per_step: float
 
     def to_dict(self) -> dict[str, object]:
-        """Fields for JSON."""
+        """Return the fields for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class RankedCandidates:
-    """The 4 best candidates of every position, and which of them the target took."""
+    """The 4 best candidates of every position, and the rank of the target's token."""
 
-    gaps: Tensor  # [n, 4] how far each lies behind the best score
-    ranks: Tensor  # [n] the target's token; 4: none of them
-    reached: Tensor  # [n] whether the chain was right so far
+    gaps: Tensor  # [n, 4] best score minus the score of each candidate
+    ranks: Tensor  # [n] rank of the target's token; 4 if it is not a candidate
+    reached: Tensor  # [n] whether the chain was accepted up to the position
 
 
 class Evaluator:
@@ -58,7 +59,11 @@ class Evaluator:
     def acceptance(
         self, student: Student, temperature: float, most: int
     ) -> tuple[Acceptance, RankedCandidates]:
-        """Measure ``most`` conversations, with answers at ``temperature`` if there are any."""
+        """Return the student's acceptance at a temperature, and its ranked candidates.
+
+        At most ``most`` conversations are measured: greedy or sampled answers, like
+        ``temperature``, or all answers without one of that kind.
+        """
         was_training = student.module.training
         student.module.eval()
         ranked = [
@@ -110,10 +115,14 @@ def _rank(
     temperature: float,
     generator: torch.Generator,
 ) -> RankedCandidates:
-    """Target and draft choose with the same noise. ``logits`` [chains, depth, draft_vocab]."""
+    """Return the draft's candidates; target and draft choose with the same noise.
+
+    ``logits`` [chains, depth, draft_vocab]. ``rows`` [chains, depth]: rows of the target's
+    probabilities.
+    """
     p = taught.p[rows.flatten()]
     outside = (1 - p.sum(dim=-1, keepdim=True)).clamp_min(1e-7)
-    target = torch.cat((p, outside), dim=-1).log()  # all ids that the draft lacks are the last one
+    target = torch.cat((p, outside), dim=-1).log()  # last column: all ids that the draft lacks
     log_q = logits.flatten(0, 1).log_softmax(dim=-1)
     if temperature > 0:
         noise = gumbel(tuple(target.shape), generator).to(target.device)
@@ -137,7 +146,10 @@ def _join(ranked: Sequence[RankedCandidates]) -> RankedCandidates:
 
 
 def fit_gaps(ranked: RankedCandidates, first: GapNumbers) -> GapNumbers:
-    """The numbers of a `GapModel` under which the ranks of reached positions are likeliest."""
+    """Return the numbers of a `GapModel` that maximise the likelihood of reached positions.
+
+    ``first``: initial values, which are returned without any reached position.
+    """
     gaps, ranks = ranked.gaps[ranked.reached], ranked.ranks[ranked.reached].long()
     if not len(gaps):
         return first

@@ -1,4 +1,4 @@
-"""New drafts: their shapes, what they begin with, and the files they end in."""
+"""New drafts: their shapes, their initial weights and their files."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ TRAINED: dict[str, TrainedKind] = {
     **RECIPES,
     LM: TrainedKind(about="a small language model", options=("layers",)),
 }
-LM_DEPTH = 4  # tokens of a chain that is measured; a language model drafts any number
-_LEAST_LAYERS = 8  # with fewer the default boundaries coincide
+LM_DEPTH = 4  # length of the measured chains; a language model can draft any number of tokens
+_LEAST_LAYERS = 8  # number of layers below which the default boundaries coincide
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that a draft is for."""
+    """The model that a draft is trained for."""
 
     decoder: OwnDecoder
-    path: Path  # its folder or GGUF file
-    tokenizer_json: str | None = None  # what a draft model's folder holds beside its weights
+    path: Path  # folder or GGUF file of the model
+    tokenizer_json: str | None = None  # text of the tokenizer.json for a draft model's folder
 
     @property
     def config(self) -> DecoderConfig:
@@ -56,10 +56,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """The options of `foretoken train-draft`. One of ``minutes`` and ``tokens`` is the budget.
+    """The options of `foretoken train-draft`. Either ``minutes`` or ``tokens`` is the budget.
 
     ``kind``: a name of `TRAINED`. ``tokens`` counts all tokens that the target computes for the
-    draft to learn from. ``init``: "target", a folder with a draft of its kind, or None.
+    draft to learn from. ``init``: "target" for weights of the target, a folder with a draft of the
+    same kind, or None for random weights.
     """
 
     kind: str
@@ -68,24 +69,24 @@ class TrainOptions:
     init: str | None = "target"
     layers: int = 2
     block: int = 7
-    draft_vocab: int | None = None  # ids that a head can draft, the most frequent; None: all
+    draft_vocab: int | None = None  # number of most frequent ids that a head can draft; None: all
     resume: bool = False
     seed: int = 0
 
 
 class Weights:
-    """The target's tensors by the names of transformers, as float32."""
+    """The target's tensors as float32, by their names in transformers."""
 
     def __init__(self, path: Path) -> None:
         self._config, self._checkpoint = open_model(path)
 
     def __call__(self, name: str) -> Tensor:
-        """One tensor."""
+        """Return a tensor, dequantised if necessary."""
         found = self._checkpoint.read(name)
         return (found if isinstance(found, Tensor) else found.dequantize()).float()
 
     def output(self) -> Tensor:
-        """The output matrix, which may be the embedding."""
+        """Return the output matrix, which is the embedding if the two are tied."""
         return self(EMBEDDING if self._config.tie_embeddings else LM_HEAD)
 
 
@@ -95,11 +96,11 @@ def make_student(
     draft_ids: Tensor | None = None,
     pairs: Tensor | None = None,
 ) -> Student:
-    """Make the draft that is to be trained.
+    """Make the draft to train.
 
     ``draft_ids``: the ids that a head can draft; None: all. ``pairs`` [num, 2]: neighbouring tokens
-    of answers, see `Recipe.begin_with_pairs`. Raises `InvalidRequest` for a folder that holds
-    another kind or shape, and for a target whose layers are not those of a draft.
+    of answers, see `Recipe.begin_with_pairs`. Raises `InvalidRequest` for a folder that contains
+    another kind or shape, and for a target whose layers cannot initialise a draft.
     """
     init, is_new = options.init, options.init in (None, "target")
     recipe = RECIPES.get(options.kind)
@@ -122,16 +123,17 @@ def make_student(
 
 
 def taps_of(num_layers: int) -> Taps:
-    """The boundaries that engines take where a head names none; spread, below 8 layers."""
+    """Return the default taps of a head, or spread ones for a target of fewer than 8 layers."""
     if num_layers >= _LEAST_LAYERS:
         return default_taps(num_layers)
     return tuple(sorted({max(1, round(num_layers * share)) for share in (0.2, 0.5, 0.8)}))
 
 
 def _heads_of(config: DecoderConfig) -> tuple[int, int]:
-    """Return the KV heads of a draft and their size.
+    """Return the number of KV heads of a draft and their size.
 
-    They are the target's, or its values' where these are made of latents.
+    They equal the target's. For a target with latent attention they are its number of heads and the
+    size of its values.
     """
     if config.latent is None:
         return config.num_kv_heads, config.head_dim
@@ -153,7 +155,7 @@ def _new_head(
         "num_heads": config.num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        # Files of heads name no part of a head that turns: all of it does.
+        # Files of heads cannot express partial RoPE, so all dimensions are rotated.
         "rope": replace(config.rope, query_beta=0.0, partial=1.0),
         "max_model_len": config.max_model_len,
         "norm_eps": config.norm_eps,
@@ -165,7 +167,7 @@ def _new_head(
 
 
 def _check_layers(config: DecoderConfig, *, is_head: bool) -> None:
-    """Raise `InvalidRequest` for layers whose matrices fit no draft."""
+    """Raise `InvalidRequest` for a target whose matrices do not fit a draft."""
     for layer in config.layers:
         is_other = layer.experts or layer.heads or layer.mixer is not None
         if is_other or layer.kv_of is not None or config.has_gate or config.latent is not None:
@@ -184,7 +186,7 @@ def _check_layers(config: DecoderConfig, *, is_head: bool) -> None:
 
 
 def _saved_head(target: Target, options: TrainOptions) -> Any:  # noqa: ANN401 - of any kind
-    """A head from a folder, which brings its own shape and vocabulary."""
+    """Load a head from a folder, with its own shape and vocabulary. Raises `InvalidRequest`."""
     path = Path(str(options.init))
     if not path.is_dir():
         raise InvalidRequest(f"init: {path} is not a folder", param="init")
@@ -199,12 +201,12 @@ def _saved_head(target: Target, options: TrainOptions) -> Any:  # noqa: ANN401 -
 
 
 class LmStudent(Student):
-    """A small language model of the target's vocabulary; it reads tokens alone."""
+    """A small language model with the target's vocabulary; its only input is tokens."""
 
     kind = LM
     taps: Taps = ()
     depth = LM_DEPTH
-    rate = 0.3  # it begins as trained layers
+    rate = 0.3  # lower than for a head, because the layers are trained already
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
@@ -221,7 +223,7 @@ class LmStudent(Student):
 
     @override
     def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
-        # Along an answer, a draft has seen its own earlier tokens.
+        # The chains follow the answer, so the draft reads its own earlier tokens in them.
         width = taught.token_ids.shape[1]
         anchors = torch.arange(width, device=taught.rows.device).expand(len(taught.rows), -1)
         rows = next_rows(taught.rows, anchors, self.depth)
@@ -234,7 +236,7 @@ class LmStudent(Student):
 
 
 def _language_model(target: Target, layers: int, weights: Weights, init: str | None) -> nn.Module:
-    """A decoder of the target's width with fewer layers; its embedding and output stay."""
+    """Make a decoder of the target's width with fewer layers; freeze embedding and output."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     config = target.config
@@ -275,10 +277,10 @@ def _language_model(target: Target, layers: int, weights: Weights, init: str | N
 
 
 def _lm_sources(config: DecoderConfig, names: Sequence[str], count: int) -> dict[str, str]:
-    """The target's tensor for each of a draft's that begins as one.
+    """Return the name of the target's tensor that initialises each tensor of a draft.
 
-    These are the embedding, the output and the norm, and those of ``count`` layers: the draft's
-    layers begin as layers that are spread from the target's first to its last.
+    Embedding, final norm and output come first. The tensors of ``count`` layers of the draft come
+    from layers that are spread from the target's first to its last.
     """
     found = {EMBEDDING: EMBEDDING, FINAL_NORM: FINAL_NORM}
     if not config.tie_embeddings:
@@ -313,9 +315,10 @@ def save_student(
     extra: Mapping[str, object],
     tap_scale: Tensor | None = None,
 ) -> None:
-    """Write a draft as `--draft` reads it, in bfloat16; each file is replaced whole, never half.
+    """Write a draft in bfloat16 to a folder that `--draft` can read; replace each file atomically.
 
-    ``tap_scale``: what the taps were multiplied by in training; its head reads them as they are.
+    ``tap_scale`` [num_taps * hidden]: factors of the taps in training. They are folded into the
+    saved weights, because a head reads unscaled taps in serving.
     """
     folder.mkdir(parents=True, exist_ok=True)
     module: Any = student.module
@@ -331,7 +334,7 @@ def save_student(
 
 
 def _in_bfloat16(head: Vocabulary, target: Target, tap_scale: Tensor | None) -> Vocabulary:
-    """A copy, with the rows of the output that `Recipe.brings_output` asks for."""
+    """Return a copy in bfloat16, with the output rows that `Recipe.brings_output` requires."""
     config, tensors = head.config, dict(head.state_dict())
     if tap_scale is not None:
         tensors["fc.weight"] = tensors["fc.weight"] * tap_scale.to(tensors["fc.weight"].device)

@@ -1,4 +1,4 @@
-"""A conversation as token ids: one line of recorded traffic, and of regenerated answers alike."""
+"""Record: a conversation as token ids, one line of recorded traffic or of generated answers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ VERSION = 1
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A prompt and its answer, without text, keys or names.
 
-    ``model`` and ``tokenizer`` say whose token ids these are, ``namespace`` is a hash of the tenant
-    and the cache salt that they belong to.
+    ``model`` is the name of the model and ``tokenizer`` a hash of its tokenizer. ``namespace`` is a
+    hash of the tenant and the cache salt of the request.
     """
 
     v: int
     tokens: list[int]
     prompt_len: int
     temperature: float = 0.0
-    finish: str = ""  # why the answer ended: stop, length
+    finish: str = ""  # finish reason of the answer: stop or length
     model: str = ""
     tokenizer: str = ""
     namespace: str = ""
 
     @property
     def num_answer_tokens(self) -> int:
-        """Tokens behind the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.tokens) - self.prompt_len
 
 
@@ -41,15 +41,15 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 def write_line(record: Record) -> bytes:
-    """The record as a line of JSON."""
+    """Return the record as a line of JSON."""
     return _encoder.encode(record) + b"\n"
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file, one a line.
+    """Yield the records of a file, one per line.
 
-    A last line without its end is one that was being written when its writer stopped: it is left
-    out. Raises `InvalidRequest` for any other line that is no record.
+    An incomplete last line is left out, because its writer was stopped. Raises `InvalidRequest` for
+    any other line that is not a record.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -70,5 +70,5 @@ def _parse(line: bytes, where: str) -> Record:
 
 
 def digest(token_ids: Iterable[int]) -> bytes:
-    """A hash of token ids, the same on every machine."""
+    """Return a hash of token ids that is the same on every machine."""
     return hashlib.sha256(array("q", token_ids).tobytes()).digest()

@@ -1,4 +1,4 @@
-"""A line on a terminal that shows how far a long command is."""
+"""A line on a terminal that shows the progress of a long command."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _INTERVAL = 0.2  # seconds
 
 @contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """Yield a function that replaces the line, a few times a second at most.
+    """Yield a function that replaces the line on standard error, at most every 0.2 seconds.
 
-    Nothing is shown where standard error is not a terminal.
+    The function shows nothing if standard error is not a terminal.
     """
     shown: float | None = None
 

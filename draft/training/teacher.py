@@ -1,7 +1,7 @@
-"""Teacher: the hidden states and distributions of the target that a draft is trained on.
+"""Teacher: computes the target's hidden states and distributions that a draft is trained on.
 
-They are computed as they will be in serving. Nothing is kept beyond a batch: a few hundred numbers
-a token would fill disks.
+The computation is the same as in serving. The results are dropped after each batch, because
+hundreds of numbers per token would fill disks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from ..heads.common.training import TeacherOutput
 from .conversations import Conversation
 
 PAGE_SIZE = 16
-PASS_ROWS = 1024  # of one forward pass
-LOGIT_ROWS = 256  # whose logits over the whole vocabulary are held at a time
+PASS_ROWS = 1024  # maximum number of rows of one forward pass
+LOGIT_ROWS = 256  # maximum number of rows whose logits are in memory at a time
 
 
 class Teacher:
-    """The target's forward pass over whole conversations.
+    """Computes the target's forward pass over whole conversations.
 
-    ``draft_ids`` [draft_vocab]: the ids whose probabilities a draft learns, all if None.
+    ``taps``: boundaries of the residual stream that the draft reads. ``draft_ids`` [draft_vocab]:
+    the ids whose probabilities a draft learns, all if None. ``max_len``: maximum length of a
+    conversation in tokens.
     """
 
     def __init__(
@@ -38,11 +40,14 @@ class Teacher:
         num_pages = num_seats * self._pages
         self._pool = sequence_pool(decoder, num_pages, num_seats, page_size=PAGE_SIZE)
         self._max_len, self._num_seats = max_len, num_seats
-        self.tap_scale: Tensor | None = None  # [num_taps * hidden] that taps are multiplied by
+        self.tap_scale: Tensor | None = None  # [num_taps * hidden] factors of the taps
 
     @torch.inference_mode()
     def __call__(self, batch: Sequence[Conversation]) -> TeacherOutput:
-        """Compute a batch. Raises ValueError for a conversation longer than ``max_len``."""
+        """Return the taps and probabilities of a batch.
+
+        Raises ValueError for a conversation longer than ``max_len``.
+        """
         if max(map(len, batch)) > self._max_len:
             raise ValueError(f"a conversation of more than {self._max_len} tokens")
         device, width = self._decoder.device, max(map(len, batch))
@@ -62,18 +67,20 @@ class Teacher:
                 num_rows += len(p)
                 probabilities.append(p)
         lens = torch.tensor([len(conversation) for conversation in batch])
-        # Out of inference mode: a draft's backward pass reads them.
+
         if self.tap_scale is not None:
             taps *= self.tap_scale
         parts = (token_ids.to(device), lens, taps, torch.cat(probabilities), rows.to(device))
+        # Inference tensors cannot take part in the draft's backward pass, so they are copied.
         with torch.inference_mode(False):
             return TeacherOutput(*(part.clone() for part in parts))
 
     def fit_tap_scale(self, batch: Sequence[Conversation]) -> Tensor:
-        """Set and return a scale [num_taps * hidden] that gives all dimensions about one size.
+        """Set and return a scale [num_taps * hidden] that makes all dimensions about equally large.
 
         In a residual stream a few dimensions are a hundred times larger than the others and hardly
-        change: unscaled they drown what a head has to read. The first token is an outlier.
+        change. Without the scale they hide the dimensions that a head has to read. The first token
+        of each conversation is an outlier and is left out.
         """
         taught = self(batch)
         is_token = torch.arange(taught.taps.shape[1]) < taught.lens.unsqueeze(1)
@@ -84,7 +91,7 @@ class Teacher:
         return self.tap_scale
 
     def _passes(self, batch: Sequence[Conversation]) -> Iterator[list[int]]:
-        """Places of conversations that fit one pass together."""
+        """Yield the indices of conversations that fit into one pass together."""
         places: list[int] = []
         for place, conversation in enumerate(batch):
             num_rows = sum(len(batch[each]) for each in places) + len(conversation)
@@ -95,7 +102,10 @@ class Teacher:
         yield places
 
     def _forward(self, conversations: Sequence[Conversation]) -> list[tuple[Tensor, Tensor]]:
-        """Features and probabilities of each, [len, num_taps * hidden] and [rows, vocab]."""
+        """Return the taps and probabilities of each conversation.
+
+        The shapes are [len, num_taps * hidden] and [rows, draft_vocab].
+        """
         segments = [
             Segment(
                 token_ids=array("q", conversation.tokens),
@@ -117,13 +127,13 @@ class Teacher:
         return found
 
     def _p(self, hidden: Tensor) -> Tensor:
-        """Probabilities of the draft's ids behind rows ``[rows, hidden]``."""
+        """Return the probabilities [rows, draft_vocab] of the next token, from [rows, hidden]."""
         parts = [self._p_part(part) for part in torch.split(hidden, LOGIT_ROWS)]
         return torch.cat(parts) if parts else hidden.new_empty((0, self._num_ids()))
 
     def _p_part(self, hidden: Tensor) -> Tensor:
         num_rows, least = len(hidden), self._decoder.ops.min_rows
-        if num_rows < least:  # as `build_batch` fills up its batches
+        if num_rows < least:  # The kernels need `min_rows` rows, like the batches of `build_batch`.
             hidden = torch.cat((hidden, hidden[-1:].expand(least - num_rows, -1)))
         weights = self._decoder.weights
         logits = self._decoder.ops.logits(hidden, weights.lm_head, weights.logit_cap)[:num_rows]

@@ -1,8 +1,8 @@
 """Recorded traffic: token ids of finished requests in files, for `foretoken train-draft`.
 
-Off unless asked for. What is written is as telling as the conversations themselves, and a draft
-trained on it leaks by its timing what it learnt: so each tenant and cache salt has a file of its
-own, and callers with API keys are recorded only where their key is named.
+Recording is off by default. The files reveal as much as the conversations themselves, and the
+timing of a draft trained on them leaks what it learnt. So each pair of tenant and cache salt has
+its own file, and callers with API keys are recorded only if their key is listed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ...core.interface.request import Delta, FinishReason, Request
 from .records import VERSION, Record, write_line
 
 logger = logging.getLogger(__name__)
-QUEUE_LEN = 256  # answers that wait for the thread; beyond it they are left out
+QUEUE_LEN = 256  # maximum number of answers that wait for the thread; more are left out
 DEFAULT_BYTES = 2**30
-FILES_SHARE = 16  # one file holds at most this part of all bytes
+FILES_SHARE = 16  # divisor of the folder's limit that gives the limit of one file
 
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """An answer on its way to its file."""
+    """The token ids and options of an ended request, to be written."""
 
     tokens: array[int]
     prompt_len: int
@@ -44,16 +44,16 @@ class _Finished:
 
 
 class Recorder(Generic[T]):
-    """Writes finished requests to ``folder``, in a thread of its own: a line for each.
+    """Writes a line for each finished request to a file in ``folder``, in its own thread.
 
-    A subclass says what is kept of a request (`kept`) and how it is written (`line`).
+    A subclass defines the data kept of a request (`kept`) and the written line (`line`).
 
-    ``callers``: hashes of the API keys that are recorded; None: all requests are.
-    ``max_bytes`` bounds the folder's records, a file holds a sixteenth of it at most: what would
-    exceed either is left out. `expect` and `finish` belong to the event loop.
+    ``callers``: hashes of the API keys whose requests are recorded; None: all requests.
+    ``max_bytes``: limit of all records in the folder; the limit of one file is a sixteenth of it.
+    Requests that would exceed a limit are left out. The event loop calls `expect` and `finish`.
     """
 
-    option: ClassVar[str]  # that has the folder, for errors
+    option: ClassVar[str]  # name of the option that sets the folder, for errors and logs
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Recorder(Generic[T]):
         max_bytes: int = DEFAULT_BYTES,
         callers: Collection[bytes] | None = None,
     ) -> None:
-        """Raises `InvalidRequest` for a folder that cannot be written."""
+        """Start the thread. Raises `InvalidRequest` if the folder cannot be written."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -72,9 +72,9 @@ class Recorder(Generic[T]):
             message = f"{self.option}: {folder} cannot be written"
             raise InvalidRequest(message, param=self.option)
         self._folder, self._max_bytes, self._callers = folder, max_bytes, callers
-        self._namespaces: dict[str, str] = {}  # of requests that have not ended
+        self._namespaces: dict[str, str] = {}  # namespaces of running requests, by request id
         self._sizes = {path.name: path.stat().st_size for path in folder.glob("*.jsonl")}
-        self.num_recorded = 0  # by the thread
+        self.num_recorded = 0  # number of written answers; the thread changes it
         self.num_left_out = 0
         self._is_closed = False
         self._queue: queue.Queue[tuple[str, T] | None] = queue.Queue(QUEUE_LEN)
@@ -83,25 +83,25 @@ class Recorder(Generic[T]):
         self._thread.start()
 
     def kept(self, request: Request, delta: Delta) -> T:
-        """Copy what its line needs of a request that has ended; on the event loop."""
+        """Return the data that `line` needs of an ended request. The event loop calls it."""
         raise NotImplementedError
 
     def line(self, kept: T, namespace: str) -> bytes:
-        """The line of a file; in the thread."""
+        """Return the line to write. The thread calls it."""
         raise NotImplementedError
 
     def expect(self, request: Request, caller: bytes) -> None:
-        """A request was submitted; ``caller`` is the hash of its key, empty without one.
+        """Register a submitted request; ``caller`` is the hash of its API key, empty without one.
 
-        One that may not leave anything in the cache is not recorded either, nor one of an adapter,
-        whose answers are not those of the model that the recording is named after.
+        Requests that may not write to the cache are not recorded. Neither are requests with an
+        adapter, because their answers differ from the recorded model's.
         """
         is_allowed = self._callers is None or caller in self._callers
         if is_allowed and request.cache.write and request.extras.adapter is None:
             self._namespaces[request.request_id] = namespace_of(caller, request.namespace)
 
     def finish(self, request: Request, delta: Delta) -> None:
-        """A request has ended. Never waits: if the thread is behind, the answer is left out."""
+        """Queue an ended request for writing. Never blocks: with a full queue it is left out."""
         namespace = self._namespaces.pop(request.request_id, None)
         if namespace is None or delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
@@ -111,14 +111,14 @@ class Recorder(Generic[T]):
             self.num_left_out += 1
 
     def close(self) -> None:
-        """Write what waits and end the thread; blocking, idempotent."""
+        """Write all queued answers and end the thread. Blocks; idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
-        else:  # nobody would take what waits
+        else:  # Without the thread, the queued answers are lost.
             self.num_left_out += self._queue.qsize()
             logger.error("%s: the recording thread ended early; answers were lost", self.option)
         logger.info(
@@ -133,7 +133,7 @@ class Recorder(Generic[T]):
             except OSError as error:
                 logger.warning("%s: an answer could not be written: %s", self.option, error)
                 is_written = False
-            except Exception:  # one answer is lost, not all that follow
+            except Exception:  # An error must cost one answer, not all later ones.
                 logger.exception("%s: an answer could not be written", self.option)
                 is_written = False
             if is_written:
@@ -142,7 +142,7 @@ class Recorder(Generic[T]):
                 self.num_left_out += 1
 
     def _write(self, namespace: str, kept: T) -> bool:
-        """Whether there was room."""
+        """Append a line to its file; return whether the limits allowed it. Raises OSError."""
         line = self.line(kept, namespace)
         name = f"{namespace}.jsonl"
         size = self._sizes.get(name, 0) + len(line)
@@ -158,7 +158,7 @@ class Recorder(Generic[T]):
 
 
 class TrafficRecorder(Recorder[_Finished]):
-    """Records token ids to train a draft on."""
+    """Records the token ids of requests, to train a draft on."""
 
     option = "record_traffic"
     _model = _tokenizer = ""
@@ -168,16 +168,16 @@ class TrafficRecorder(Recorder[_Finished]):
         self._model, self._tokenizer = model, tokenizer
 
     def kept(self, request: Request, delta: Delta) -> _Finished:
-        """A copy of its tokens."""
+        """Return a copy of the request's tokens, with its temperature and finish reason."""
         return _Finished(
             array("q", request.tokens),
             request.prompt_len,
-            float(request.sampling.params.temperature),  # a default's type has no JSON
+            float(request.sampling.params.temperature),  # a default may have a type without JSON
             str(delta.finish_reason),
         )
 
     def line(self, kept: _Finished, namespace: str) -> bytes:
-        """A `Record`."""
+        """Return the line of a `Record`."""
         return write_line(
             Record(
                 v=VERSION,
@@ -193,5 +193,5 @@ class TrafficRecorder(Recorder[_Finished]):
 
 
 def namespace_of(caller: bytes, cache_salt: str | None) -> str:
-    """The hash that names a caller's and a salt's file."""
+    """Return the hash of a caller and a cache salt, which is the name of their file."""
     return hashlib.sha256(msgspec.json.encode((caller.hex(), cache_salt))).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Trainer of drafts: batches within a budget, checkpoints, a log; the best draft is kept."""
+"""Trainer: trains a draft within a budget, writes checkpoints and a log, keeps the best draft."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from .teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
-BATCH_TOKENS = 1024  # of small batches there are more: early on, steps count for more than noise
-MAX_LEN = 1024  # tokens of a conversation; what is behind is left out
-WARM_UP, DECAY_FROM = 0.03, 0.4  # shares of the budget
+BATCH_TOKENS = 1024  # small, because early in training more steps help more than less noise
+MAX_LEN = 1024  # maximum length of a conversation in tokens; the rest is cut off
+WARM_UP, DECAY_FROM = 0.03, 0.4  # end of the warm-up, start of the decay: shares of the budget
 MUON_RATE, ADAM_RATE, NORM_RATE = 0.01, 2e-3, 1e-2
-NUM_SCALED = 8  # conversations by which taps are scaled to one size
+NUM_SCALED = 8  # number of conversations from which the scale of the taps is computed
 CHECKPOINT_SECONDS, LOG_SECONDS = 60.0, 5.0
-NUM_CHECKS = 10  # evaluations on held-out conversations on the way
-CHECKED, REPORTED = 8, 24  # conversations of each temperature, on the way and at the end
+NUM_CHECKS = 10  # number of evaluations on held-out conversations during training
+CHECKED, REPORTED = 8, 24  # conversations per temperature in a check and in the final report
 STATE, LOG, REPORT, PLOT = "state.pt", "log.jsonl", "report.json", "curves.png"
 
 
 @dataclass(slots=True)
 class Progress:
-    """State of a stopped run besides weights, moments and the generator."""
+    """Counters of a run, which are saved with weights, moments and the generator."""
 
     step: int = 0
     tokens: int = 0
@@ -50,7 +50,7 @@ class Progress:
     epoch: int = 0
     cursor: int = 0
     num_checks: int = 0
-    best: float = 0.0  # tokens a step at the best check
+    best: float = 0.0  # tokens per step at the best check
 
 
 @dataclass(slots=True)
@@ -64,9 +64,9 @@ class Outcome:
 
 
 class Trainer:
-    """One draft, its optimisers, and the place in the data.
+    """One draft, its optimisers and the position in the data.
 
-    ``folder`` receives the draft; what only training needs lies in ``folder``/training.
+    The draft is written to ``folder``, and the files of the training run to ``folder``/training.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Trainer:
         options: TrainOptions,
         folder: Path,
     ) -> None:
-        """Raises `InvalidRequest` where there is nothing to learn from or to resume."""
+        """Make or resume a run. Raises `InvalidRequest` without answers or without a checkpoint."""
         self._target, self._options, self._folder = target, options, folder
         max_len = min(MAX_LEN, target.config.max_model_len)
         train, held = split(conversation.cut(max_len) for conversation in found)
@@ -111,13 +111,16 @@ class Trainer:
         return frequent_ids(train, count, config.vocab_size, config.eos_token_ids)
 
     def _taught_ids(self) -> Tensor | None:
-        """A head from a folder may bring other ids than were chosen here."""
+        """Return the ids that the student can draft, or None for all.
+
+        A head from a folder may have other ids than `_draft_ids` chose.
+        """
         ids = getattr(self.student.module, "draft_ids", None)
         return ids if isinstance(ids, Tensor) else None
 
     @property
     def done(self) -> float:
-        """The share of the budget that is spent."""
+        """Share of the budget that is spent; it may exceed 1."""
         if self._options.tokens is not None:
             return self.progress.tokens / self._options.tokens
         return self.progress.seconds / (60 * (self._options.minutes or 1))
@@ -125,7 +128,7 @@ class Trainer:
     # -- the loop -------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Train until the budget is spent or Ctrl-C; the folder then holds the best draft."""
+        """Train until the budget is spent or Ctrl-C; leave the best draft in the folder."""
         with self._stopping_gently(), self._showing() as show:
             saved = logged = time.monotonic()
             losses: list[float] = []
@@ -142,12 +145,12 @@ class Trainer:
                     self.save_state()
                     saved = now
         self.save_state()
-        if not self.progress.best:  # stopped before the first check
+        if not self.progress.best:  # The run was stopped before the first check.
             self._keep()
         return self._report()
 
     def step(self) -> float:
-        """One batch; its loss."""
+        """Train on one batch; return its loss."""
         began = time.monotonic()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -169,12 +172,12 @@ class Trainer:
         return loss.item()
 
     def _rate(self) -> float:
-        """The share of the peak learning rate: up, flat, straight to zero."""
+        """Return the share of the peak learning rate: warm-up, constant, linear decay to zero."""
         done = self.done
         return max(0.0, min(done / WARM_UP + 0.02, (1 - done) / (1 - DECAY_FROM), 1.0))
 
     def _check(self) -> None:
-        """Evaluate on held-out answers; the draft is written if it is the best so far."""
+        """Evaluate on held-out answers; write the draft if it is the best so far."""
         self.progress.num_checks += 1
         found = [self._evaluator.acceptance(self.student, t, CHECKED)[0] for t in (0.0, 1.0)]
         score = sum(each.tokens_per_step for each in found) / len(found)
@@ -193,7 +196,7 @@ class Trainer:
     # -- state ----------------------------------------------------------------------------------
 
     def save_state(self) -> None:
-        """Write a checkpoint from which a run goes on to the bit."""
+        """Write a checkpoint from which a run resumes bit by bit."""
         state = {
             "options": asdict(self._options) | {"resume": False},
             "module": self.student.module.state_dict(),
@@ -233,7 +236,7 @@ class Trainer:
 
     @contextmanager
     def _stopping_gently(self) -> Iterator[None]:
-        """The first Ctrl-C ends the loop behind the present batch, the second at once."""
+        """Handle Ctrl-C: the first ends the loop after the current batch, the second at once."""
 
         def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as signals are
             if self._stopped:
@@ -247,10 +250,10 @@ class Trainer:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    # -- what is shown --------------------------------------------------------------------------
+    # -- display --------------------------------------------------------------------------------
 
     def _note(self, **values: object) -> None:
-        """A line of the log."""
+        """Write a line to the log, with the counters and ``values``."""
         progress = self.progress
         known = {"step": progress.step, "tokens": progress.tokens}
         line = known | {"seconds": round(progress.seconds, 3)} | values
@@ -271,7 +274,10 @@ class Trainer:
             yield note
 
     def _report(self) -> Outcome:
-        """Measure what was kept, fit the gap models of its candidates, and write both down."""
+        """Measure the draft, fit its gap models, and write the report.
+
+        The draft is written again if it is no worse than the best check or the budget is spent.
+        """
         outcome = Outcome(self.progress, self._stopped)
         gaps: dict[str, object] = {}
         for temperature in TEMPERATURES:
@@ -296,14 +302,14 @@ class Trainer:
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:
-    """Write ``training/report.json``, and the plot where matplotlib is installed."""
+    """Write ``training/report.json``, and the plot if matplotlib is installed."""
     work = folder / "training"
     (work / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     plot(work / LOG, work / PLOT)
 
 
 def make_optimizers(student: Student) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of layers, AdamW for tables, norms and biases."""
+    """Return Muon for the matrices of layers, and AdamW for tables, norms and biases."""
     named = [(n, p) for n, p in student.module.named_parameters() if p.requires_grad]
     is_table = {n: any(word in n for word in ("embed", "markov", "lm_head")) for n, _ in named}
     matrices = [p for n, p in named if p.ndim == 2 and not is_table[n]]
@@ -331,7 +337,7 @@ def _same(ours: Tensor | None, theirs: Tensor | None) -> bool:
 
 
 def plot(log: Path, image: Path) -> bool:
-    """Loss and tokens a step over training tokens; False where matplotlib is not installed."""
+    """Plot loss and tokens per step over training tokens; return False without matplotlib."""
     try:
         import matplotlib
     except ImportError:

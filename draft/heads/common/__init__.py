@@ -1,1 +1,1 @@
-"""Common ground of all kinds of heads: files, layers, KV, packed matrices, the proposer."""
+"""Common code of all kinds of heads: files, layers, KV, packed matrices, the proposer."""

@@ -1,7 +1,7 @@
-"""HeadKind: what the files of a head say about its kind, and what drafts with it.
+"""HeadKind: a kind of head, with functions to recognise, load, pack and save such heads.
 
 Each kind of head is a file with one `HeadKind`, and a line in the table of kinds.py. No other code
-knows which kinds there are.
+depends on the set of kinds.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Tensors: TypeAlias = dict[str, Tensor]
 ConfigT = TypeVar("ConfigT", bound=TapConfig)
 HeadT = TypeVar("HeadT", bound=Head)
 MakeProposer: TypeAlias = Callable[[KVPool, OwnDecoder], HeadProposer]
-"""Makes what drafts with a packed head, from the pool of the KV that it reads and the target."""
+"""Makes the proposer of a packed head, from the pool of the KV that it reads and the target."""
 
 
 class ParsedHead(NamedTuple):
     """The config of a head.
 
-    ``shifted_taps``: what the boundaries are if the engine that the head was trained with counts
-    layers; None where the config leaves no doubt.
+    ``shifted_taps``: the other possible boundaries, if the config may count either layers or
+    boundaries; None if the config is unambiguous.
     """
 
     config: TapConfig
@@ -41,15 +41,16 @@ class ParsedHead(NamedTuple):
 
 
 def no_spare_pages(page_size: int) -> int:  # noqa: ARG001
-    """Return 0: a pass keeps its KV in the pages of its requests, or has none."""
+    """Return 0, for a head whose passes keep their KV in the pages of requests, or have no KV."""
     return 0
 
 
 class PackedHead(NamedTuple):
-    """A head whose matrices are laid out for its target's kernels.
+    """A head whose matrices are packed for its target's kernels.
 
-    ``num_spare_pages``: how many pages, of so many positions each, passes want behind those of the
-    target's ids. ``reads_target``: it has no KV of its own, and proposers get the target's pool.
+    ``num_spare_pages``: returns, for a page size in tokens, the number of pages that passes need in
+    addition to the target's. ``reads_target``: whether the head has no KV and its proposers read
+    the target's pool.
     """
 
     make_proposer: MakeProposer
@@ -58,7 +59,7 @@ class PackedHead(NamedTuple):
 
 
 def by_words_alone(values: Mapping[str, Any], folder: Path) -> bool:  # noqa: ARG001
-    """Return False: a config that does not name the kind is of another one."""
+    """Return False, for a kind whose configs always name it."""
     return False
 
 
@@ -66,21 +67,22 @@ def by_words_alone(values: Mapping[str, Any], folder: Path) -> bool:  # noqa: AR
 class HeadKind(Generic[ConfigT, HeadT]):
     """One kind of head.
 
-    - ``name``: as `TapConfig.kind`, and in the part of a config.json that is ours.
-    - ``words``: parts of ``architectures`` or ``speculators_model_type`` that give it away, lower
-      case.
-    - ``recognises``: whether a config without such a word is of this kind, by its values; and its
-      folder, which may contain weights. By default none is.
-    - ``parse``: the config for a target, from a config.json and the names of the tensors. Raises
-      `ModelLoadError` naming the key that is wrong.
-    - ``load``: the module with its weights, from the folder (for errors), the config and the
-      tensors by the names of docs/heads.md.
-    - ``to_json``: what a config.json holds of this kind alone; None: heads are loaded only.
-    - ``pack``: lays out a head that was lent what it lacks; the module may be let go then.
-    - ``guess``: the token ids that the head expects behind each of ``[b, T]`` token ids with their
-      taps, ``[b, T - 1]``, the first behind the second one. For kinds of which `parse` may leave
-      the taps open.
-    - ``recipe``: how heads are made and trained; None: heads are loaded only.
+    - ``name``: equals `TapConfig.kind`, and is stored in our part of a config.json.
+    - ``words``: lower-case parts of ``architectures`` or ``speculators_model_type`` that identify
+      the kind.
+    - ``recognises``: whether a config without such a word is of this kind, from its values and its
+      folder, which may contain weights. By default False.
+    - ``parse``: returns the config for a target, from a config.json and the names of the tensors.
+      Raises `ModelLoadError` with the key that is wrong.
+    - ``load``: returns the module with its weights, from the folder (for errors), the config and
+      the tensors by the names of docs/heads.md.
+    - ``to_json``: returns the config.json without our part; None: heads cannot be saved.
+    - ``pack``: packs a head that has borrowed its missing weights; the module may be freed
+      afterwards.
+    - ``guess``: returns the token ids ``[b, T - 1]`` that the head predicts from ``[b, T]`` token
+      ids and their taps; the first one follows the second token. It is needed if `parse` may
+      return ``shifted_taps``.
+    - ``recipe``: makes and trains heads; None: heads cannot be trained.
     """
 
     name: str

@@ -1,8 +1,9 @@
-"""ColumnProposer: drafts token by token with a layer that reads one column for each.
+"""ColumnProposer: drafts token by token, with a layer that reads one column per token.
 
-The column of feature ``p - 1`` and token ``p`` lies at position ``p``: it depends on tokens up to
-``p``, as the target's KV there does. Position 0 has none. A prefix hit needs the feature of its
-last position: it is kept for every page.
+The column at position ``p`` joins the feature of position ``p - 1`` and the token at ``p``. It
+depends on tokens up to ``p``, like the target's KV there. Position 0 has no column. Drafting after
+a prefix hit needs the feature of the hit's last position, so the last feature of every page is
+kept.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
 
 
 class Columns(NamedTuple):
-    """Columns as a pass computes them.
+    """The results of a pass over columns.
 
-    ``scored``: of what follows each token. ``features`` [n, hidden]: what stands for the target's
-    of the same positions.
+    ``scored``: logits of the next token of each column. ``features`` [n, hidden]: the head's
+    substitutes for the target's features at the same positions.
     """
 
     scored: Scored
@@ -35,30 +36,36 @@ class Columns(NamedTuple):
 
 
 Compute: TypeAlias = Callable[[Tensor, Sequence[PassRows], SamplingPlan | None], Columns]
-"""Computes columns of the features ``[n, hidden]`` before them and their tokens, a row each."""
+"""Computes columns from features ``[n, hidden]`` of the positions before and one row per token."""
 
 
 class ColumnProposer(HeadProposer):
-    """Drafts token by token; a kind of head says how columns are written and computed."""
+    """Drafts token by token; a kind of head defines how columns are written and computed."""
 
     keeps_node_kv = True
 
     @abstractmethod
     def features(self, taps: Tensor) -> Tensor:
-        """``[n, num_taps * target_hidden]`` of the target to features ``[n, hidden]``."""
+        """Return features of taps, ``[n, num_taps * target_hidden] -> [n, hidden]``."""
 
     @abstractmethod
     def write_columns(self, before: Tensor, written: Written) -> None:
-        """Write columns; ``before`` [n, hidden]: features of the positions before."""
+        """Write the KV of columns; ``before`` [n, hidden]: features of the positions before."""
 
     @abstractmethod
     def compute(
         self, features: Tensor, rows: Sequence[PassRows], draws: SamplingPlan | None
     ) -> Columns:
-        """Compute columns, writing them; see `Compute`."""
+        """Compute columns and write their KV.
+
+        ``features`` [n, hidden]: features of the positions before. ``rows``: one row per column.
+        """
 
     def write_head_kv(self, written: Written) -> Tensor:
-        """Write columns from the features of the positions before; 0 where one is unknown."""
+        """Write the KV of columns and return the features of their positions.
+
+        An unknown feature of the position before a request's first one counts as 0.
+        """
         features = self.features(written.taps)
         before = features.roll(1, dims=0)
         for first, feature in zip(written.firsts.tolist(), written.before, strict=True):
@@ -67,22 +74,22 @@ class ColumnProposer(HeadProposer):
         return features
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
-        """A pass for each token."""
+        """Draft with one pass per level of tokens."""
         del num_drafted
         return _ColumnDrafting(self.compute, self.pool.page_size, starts)
 
 
 class _ColumnDrafting(Drafting):
-    """Each query of a level is a column of its own.
+    """Computes one column for each query of a level.
 
-    The columns of a draft lie where its tokens' KV would: the first path in the slots of its
-    positions, the others in spare slots. They are written again behind verification, from the
-    target's features.
+    The columns of a draft use the slots of its tokens: the trunk uses the slots of its positions,
+    other nodes use spare slots. After verification, the columns of accepted tokens are written
+    again from the target's features.
     """
 
     def __init__(self, compute: Compute, page_size: int, starts: Sequence[DraftStart]) -> None:
         self._compute = compute
-        self._features = features_of(starts)  # [queries of the call before, hidden]
+        self._features = features_of(starts)  # [queries of the previous call, hidden]
         self._anchors = [len(start.scheduled.tokens) - 1 for start in starts]
         self._seen = [seen_kv(start.scheduled, start.first, page_size) for start in starts]
         self._roots = [

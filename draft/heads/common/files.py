@@ -1,8 +1,8 @@
-"""The files of heads: config.json and tensors, and what kinds of heads write in them alike.
+"""The files of heads: config.json and tensors, and the parts of them that kinds have in common.
 
-Dialects differ in the names of keys and tensors; docs/heads.md lists them. What a head does is
-declared by its config: a tensor that the config does not imply, a norm flag that is not known or
-a missing tensor is a `ModelLoadError`, because each would be a head that silently drafts badly.
+Dialects differ in the names of keys and tensors; docs/heads.md lists them. The config declares
+everything that a head computes. An unexpected or missing tensor or an unknown norm flag raises
+`ModelLoadError`, because such a head would silently draft badly.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .base import Tensors
 from .layers import Head, HeadConfig, Vocabulary
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-# read without running any of their code
+# Pickles are read without running any of their code.
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
-OWN_KEY = "foretoken"  # our own keys in a config.json
+OWN_KEY = "foretoken"  # key of our own part of a config.json
 _NAMES_SHOWN = 4
-_ALIASES = {  # of tensor names, behind the prefixes below
+_ALIASES = {  # tensor names of dialects without `_PREFIXES`, and our names
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
     "aux_norm_low.weight": "fc_norm.0.weight",
@@ -40,7 +40,7 @@ _ALIASES = {  # of tensor names, behind the prefixes below
     "aux_norm_high.weight": "fc_norm.2.weight",
 }
 _PREFIXES = ("model.", "eagle_module.")
-# Of DSpark: the survival of a draft comes from what was accepted, not from a trained estimate.
+# DSpark's confidence head is ignored: survival is learnt from accepted tokens instead.
 _IGNORED = ("confidence_head.", "t2d", "rotary_emb.inv_freq")
 _AnyHead = TypeVar("_AnyHead", bound=Head)
 _AnyVocabulary = TypeVar("_AnyVocabulary", bound=Vocabulary)
@@ -50,7 +50,7 @@ _AnyVocabulary = TypeVar("_AnyVocabulary", bound=Vocabulary)
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """The names that a config.json gives its model, lower case."""
+    """Return the names of the model in a config.json, in lower case."""
     named = values.get("architectures") or []
     words = [str(each) for each in named] if isinstance(named, list) else []
     words.append(str(values.get("speculators_model_type", "")))
@@ -58,19 +58,23 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def flattened(fields: Fields) -> Fields:
-    """The keys of nested objects beside the others, the outer ones first."""
+    """Return fields with the keys of nested objects on the top level; outer keys win."""
     values: dict[str, Any] = {}
     for name in ("transformer_layer_config", "dflash_config", "eagle_config", "text_config"):
         values |= {k: v for k, v in fields.object(name).values.items() if v is not None}
     values |= {k: v for k, v in fields.values.items() if v is not None}
-    for name, value in list(values.items()):  # a variant inside of other checkpoints
+    # DSpark heads within other checkpoints have prefixed keys.
+    for name, value in list(values.items()):
         if name.startswith("dspark_"):
             values.setdefault(name.removeprefix("dspark_"), value)
     return Fields(values, fields.where)
 
 
 def parse_shape(fields: Fields, target: DecoderConfig, names: set[str]) -> dict[str, Any]:
-    """Parse the fields of `HeadConfig`, which all kinds with layers write alike."""
+    """Parse the fields of `HeadConfig`, which have the same keys in all kinds with layers.
+
+    Raises `ModelLoadError` with the key that is wrong.
+    """
     hidden = fields.positive("hidden_size")
     heads = fields.positive("num_attention_heads")
     width = fields.positive("target_hidden_size", target.hidden_size)
@@ -113,13 +117,16 @@ def parse_shape(fields: Fields, target: DecoderConfig, names: set[str]) -> dict[
 
 
 def own_taps(fields: Fields) -> Taps | None:
-    """Boundaries as this engine writes them: without a doubt."""
+    """Return the boundaries in our part of the config, which are unambiguous, or None."""
     own = fields.object(OWN_KEY)
     return own.integers("taps") if own.has("taps") else None
 
 
 def own_gaps(fields: Fields) -> dict[bool, GapNumbers]:
-    """The numbers of gap models that training fitted, by whether tokens are sampled."""
+    """Return the numbers of gap models that training fitted, by whether tokens are sampled.
+
+    Raises `ModelLoadError` for other values than three finite numbers.
+    """
     found = fields.object(OWN_KEY).object("odds").values
     fitted: dict[bool, GapNumbers] = {}
     for name, is_sampled in (("greedy", False), ("sampled", True)):
@@ -134,7 +141,7 @@ def own_gaps(fields: Fields) -> dict[bool, GapNumbers]:
 
 
 def check_taps(fields: Fields, name: str, taps: Taps, target: DecoderConfig) -> Taps:
-    """Return taps that the target has. Raises `ModelLoadError` for others, or none."""
+    """Return the taps. Raises `ModelLoadError` if there are no taps or the target lacks one."""
     if not taps or min(taps) < 0 or max(taps) > target.num_layers:
         problem = f"names boundaries {list(taps)} of a target of {target.num_layers} layers"
         raise fields.error(name, problem)
@@ -145,7 +152,10 @@ def check_taps(fields: Fields, name: str, taps: Taps, target: DecoderConfig) -> 
 
 
 def read_tensors(path: Path) -> Tensors:
-    """All tensors of a folder, as they are named and stored there. Raises `ModelLoadError`."""
+    """Return all tensors of a folder, with their stored names and dtypes.
+
+    Raises `ModelLoadError`.
+    """
     try:
         if (path / INDEX).is_file():
             named = read_json(path / INDEX).get("weight_map")
@@ -168,10 +178,13 @@ def read_tensors(path: Path) -> Tensors:
 
 
 def _unpickled(file: Path) -> Tensors:
-    """A pickle of tensors; anything else in it is refused, so none of its code runs."""
+    """Read a pickle of tensors without running its code.
+
+    Raises `ModelLoadError` for any other content.
+    """
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises whatever the unpickler met
+    except Exception as error:  # torch passes on any error of the unpickler.
         raise ModelLoadError(f"{file} cannot be read as plain tensors: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
         raise ModelLoadError(f"{file} does not contain a dictionary of tensors")
@@ -179,19 +192,22 @@ def _unpickled(file: Path) -> Tensors:
 
 
 def normalised(tensors: Tensors) -> Tensors:
-    """Tensors by the names of docs/heads.md."""
+    """Return the tensors by the names of docs/heads.md."""
     found: Tensors = {}
     for name, tensor in tensors.items():
         for prefix in _PREFIXES:
             name = name.removeprefix(prefix)
-        if name[:1].isdigit():  # Medusa heads that were saved alone
+        if name[:1].isdigit():  # Medusa heads that were saved without their parent module.
             name = f"medusa_head.{name}"
         found[_ALIASES.get(name, name)] = tensor
     return found
 
 
 def fill(where: Path, head: _AnyHead, tensors: Tensors) -> _AnyHead:
-    """Fill a head with its tensors, of the dtype in which they are stored."""
+    """Load tensors into a head, in the stored dtype of its matrices; return the head.
+
+    Raises `ModelLoadError` for names and shapes that the config does not imply.
+    """
     _check(where, head, tensors)
     matrices = [t.dtype for t in tensors.values() if t.ndim == 2]
     head.to(matrices[0])
@@ -200,7 +216,11 @@ def fill(where: Path, head: _AnyHead, tensors: Tensors) -> _AnyHead:
 
 
 def fill_vocabulary(where: Path, head: _AnyVocabulary, tensors: Tensors) -> _AnyVocabulary:
-    """Fill a head likewise, and with the ids that it can draft; some tensors are left out."""
+    """Load tensors into a head and set the ids that it can draft; return the head.
+
+    Tensors that the engine does not use are left out. Raises `ModelLoadError` for unexpected names,
+    shapes or ids.
+    """
     config = head.config
     draft_ids = _draft_ids(where, tensors.get("d2t"), config.vocab_size)
     ignored = (*_IGNORED, "d2t")
@@ -215,7 +235,10 @@ def fill_vocabulary(where: Path, head: _AnyVocabulary, tensors: Tensors) -> _Any
 
 
 def _draft_ids(where: Path, differences: Tensor | None, vocab_size: int) -> Tensor | None:
-    """``d2t`` holds what must be added to a draft id; returns the target's ids."""
+    """Return the target's id of each draft id; ``d2t`` holds their differences.
+
+    Raises `ModelLoadError` for ids that repeat or are out of range.
+    """
     if differences is None:
         return None
     ids = torch.arange(len(differences)) + differences.long()
@@ -248,7 +271,7 @@ def _refuse(where: Path, verb: str, names: list[str]) -> None:
 
 
 def vocabulary_tensors(head: Head) -> Tensors:
-    """Tensors that name the ids that a head can draft: ``d2t`` has differences, ``t2d`` flags."""
+    """Return tensors with the ids that a head can draft: ``d2t`` differences, ``t2d`` flags."""
     if head.draft_ids is None:
         return {}
     ids = head.draft_ids.cpu()
@@ -258,7 +281,7 @@ def vocabulary_tensors(head: Head) -> Tensors:
 
 
 def shape_json(config: HeadConfig) -> dict[str, object]:
-    """The keys that the config.json of all kinds with layers have."""
+    """Return the keys of a config.json that all kinds with layers have."""
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -279,7 +302,7 @@ def shape_json(config: HeadConfig) -> dict[str, object]:
 
 
 def _rope_json(rope: RopeSpec) -> dict[str, object]:
-    """RoPE in the spelling of transformers v4, which every engine reads."""
+    """Return RoPE in the format of transformers v4, which every engine reads."""
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
     scaling: dict[str, object] = {

@@ -1,14 +1,14 @@
-"""HeadKV: which positions of which requests have head KV, and which wait for it.
+"""HeadKV: tracks the positions of requests that have head KV, and the positions that wait for it.
 
-A head's KV lies under the same page ids as the target's, in a pool of its own. It is written from
-the target's hidden states, for the positions that were committed: KV of draft tokens is void by
-then, wherever it was, so nothing is ever rolled back. The KV of a position depends on tokens up to
-that position alone, hence a prefix hit brings it along. Positions wait until a page is whole, or
-until a draft reads them: while nothing is drafted, a step costs a copy of its hidden states.
+A head's KV has its own pool with the same page ids as the target's. It is written from the target's
+hidden states, for committed positions only. KV of draft tokens is never kept, so there is no
+rollback. The KV of a position depends only on tokens up to that position, so a prefix hit includes
+it. Positions wait until they complete a page or until a draft reads them; so while the head does
+not draft, a step costs only a copy of its hidden states.
 
-A page whose positions all have head KV carries a ready mark. Where head KV is missing (a proposer
-that failed, a page that came without it) drafts see only what lies behind the hole. The target
-computes nothing for a head.
+A page whose positions all have head KV has a ready mark. If head KV is missing (after a failure of
+the proposer, or in a page that came without it), drafts see only the positions after the gap. The
+target computes nothing again for a head.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ from .layers import TapConfig
 
 @dataclass(slots=True)
 class Span:
-    """The positions of one request that have head KV: ``start`` to ``stop``, and those of pages
-    before that are ready. Some behind ``stop`` may wait to be written.
+    """The positions of one request that have head KV, or wait for it.
+
+    Positions from ``start`` to ``stop`` have head KV, and so have earlier pages that are ready.
+    Positions from ``stop`` on may wait to be written.
     """
 
     start: int = 0
     stop: int = 0
-    feature: Tensor | None = None  # [hidden] of position ``stop - 1``, for heads that have features
+    feature: Tensor | None = None  # [hidden] feature of position ``stop - 1``, if the head has any
     waiting: list[Tensor] = field(default_factory=list)  # taps of the positions from ``stop`` on
-    waiting_ids: list[int] = field(default_factory=list)  # their tokens
+    waiting_ids: list[int] = field(default_factory=list)  # token ids of the waiting positions
 
     @property
     def reached(self) -> int:
-        """Position behind the last that has head KV or waits for it."""
+        """Position after the last one that has head KV or waits for it."""
         return self.stop + len(self.waiting_ids)
 
 
 class Written(NamedTuple):
-    """Positions that the target has computed, over all requests of a step, to be written."""
+    """Positions of all requests of a step whose head KV is to be written."""
 
     taps: Tensor  # [num, num_taps * target_hidden]
     token_ids: Tensor  # [num]
     positions: IntArray  # [num]
-    slots: IntArray  # [num] where their head KV lies
-    firsts: IntArray  # [num_requests] where the positions of each begin
-    lens: IntArray  # [num_requests] positions of each
-    before: Sequence[Tensor | None]  # [num_requests] the feature of the position before; or None
+    slots: IntArray  # [num] slots of their head KV
+    firsts: IntArray  # [num_requests] index of each request's first position
+    lens: IntArray  # [num_requests] number of positions of each request
+    before: Sequence[Tensor | None]  # [num_requests] feature of the position before, if known
 
 
 Write: TypeAlias = Callable[[Written], Tensor | None]
-"""Writes head KV; returns the features ``[num, hidden]`` of the positions, if the head has such."""
+"""Writes head KV; returns the features ``[num, hidden]`` of the positions, if the head has any."""
 
 
 class HeadKV:
@@ -71,7 +73,7 @@ class HeadKV:
         self._first = config.first_position
         self.ready = np.zeros(pool.num_pages, dtype=np.bool_)  # [num_pages]
         self._ready_elsewhere = np.zeros_like(self.ready)  # marks of pages that came from a tier
-        self.spans: dict[str, Span] = {}  # by request
+        self.spans: dict[str, Span] = {}  # spans by request id
         self._page_features: Tensor | None = None  # [num_pages, hidden] of a page's last position
         if config.keeps_page_features:
             shape = (pool.num_pages, config.hidden_size)
@@ -79,34 +81,35 @@ class HeadKV:
 
     @property
     def stored(self) -> list[PageRows]:
-        """The head KV of a page, the feature of its last position, and whether it is ready.
+        """Rows of a page for the tiers: head KV, feature of the last position, and ready mark.
 
-        The mark of a page that comes back waits for `adopt`: until then the page counts as new.
+        The ready mark of a page that comes back takes effect in `adopt`; until then the page counts
+        as new.
         """
         kept = [each for each in (self.pool.data, self._page_features) if each is not None]
         marks = [torch.from_numpy(each) for each in (self.ready, self._ready_elsewhere)]
         return [*(PageRows(each, each) for each in kept if each.numel()), PageRows(*marks)]
 
     def adopt(self, page_ids: array[int]) -> None:
-        """Take pages that came from a tier: they are ready if they were when they were stored."""
+        """Take over pages that came from a tier; they are ready if they were stored as ready."""
         ids = np.asarray(page_ids)
         self.ready[ids] = self._ready_elsewhere[ids]
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
-        """Forget requests that released their pages; pages that were allocated are void."""
+        """Forget requests that released their pages, and the ready marks of allocated pages."""
         for request_id in request_ids:
             self.spans.pop(request_id, None)
         if newly_allocated_pages:
             self.ready[np.asarray(newly_allocated_pages)] = False
 
-    # -- what the target computed ---------------------------------------------------------------
+    # -- committed positions --------------------------------------------------------------------
 
     def is_live(self, verified: VerifiedRequest) -> bool:
-        """Whether a request was committed, to pages that are still the request's.
+        """Whether a request was committed, and its pages still belong to it.
 
-        A step launched ahead may end behind the one in which its request did: then its pages may
-        have gone to others, and the request has been forgotten. The dummy request of a health
-        check has no id, and would never be forgotten.
+        A step that was launched ahead may finish after the step in which its request ended. Then
+        the request has been forgotten, and its pages may belong to other requests. The dummy
+        request of a health check is not live either: it has no id and would never be forgotten.
         """
         scheduled = verified.scheduled
         is_known = len(scheduled.tokens) >= scheduled.stop
@@ -117,9 +120,10 @@ class HeadKV:
         )
 
     def add(self, live: Sequence[VerifiedRequest], taps: Sequence[Tensor]) -> None:
-        """Note the committed positions of requests; those that end a page are written.
+        """Add the committed positions of requests, and write all that complete a page.
 
-        ``taps``: [positions, num_taps * target_hidden] of each, views of the whole step's.
+        ``taps[i]`` [positions, num_taps * target_hidden]: taps of request ``i``, a view of the taps
+        of the whole step. Taps that have to wait are copied.
         """
         for each, part in zip(live, taps, strict=True):
             span = self._reached(each.scheduled)
@@ -132,7 +136,7 @@ class HeadKV:
                 waiting[-1] = waiting[-1].clone()
 
     def _reached(self, scheduled: ScheduledRequest) -> Span:
-        """The span of a request whose positions from ``start`` on were committed."""
+        """Return the request's span, or a new one if it does not end where the step began."""
         span = self.spans.get(scheduled.request_id)
         if span is None or span.reached != scheduled.start:
             span = Span(scheduled.start, scheduled.start, self._feature_before(scheduled))
@@ -140,7 +144,7 @@ class HeadKV:
         return span
 
     def _feature_before(self, scheduled: ScheduledRequest) -> Tensor | None:
-        """The feature of the position before the first one, if a ready page ends there."""
+        """Return the feature of the position before ``start``, if a ready page ends there."""
         page, rest = divmod(scheduled.start, self.pool.page_size)
         if self._page_features is None or rest or not page:
             return None
@@ -148,7 +152,7 @@ class HeadKV:
         return self._page_features[page_id] if self.ready[page_id] else None
 
     def _ends_page(self, scheduled: ScheduledRequest) -> bool:
-        """Whether positions that wait end a page, which others may find once it is released."""
+        """Whether waiting positions complete a page, which other requests may then share."""
         span = self.spans[scheduled.request_id]
         return span.reached // self.pool.page_size > span.stop // self.pool.page_size
 
@@ -160,7 +164,7 @@ class HeadKV:
         return span is not None and bool(span.waiting_ids)
 
     def write_waiting(self, requests: Sequence[ScheduledRequest]) -> None:
-        """Write the head KV of the positions that wait for it, of requests that have such."""
+        """Write the head KV of all waiting positions; each request must have at least one."""
         if not requests:
             return
         spans = [self.spans[scheduled.request_id] for scheduled in requests]
@@ -194,10 +198,11 @@ class HeadKV:
     def _advance(
         self, scheduled: ScheduledRequest, span: Span, count: int, features: Tensor | None
     ) -> None:
-        """Head KV of a request was written: mark the pages that became whole."""
+        """Record ``count`` written positions of a request; mark completed pages as ready."""
         begin, page_size = span.stop, self.pool.page_size
         if features is not None and span.feature is None and span.start == begin:
-            span.start = begin + 1  # the first position lacks the feature before it
+            # Without the feature before it, the KV of the first position is invalid.
+            span.start = begin + 1
         span.stop = begin + count
         for page in range(begin // page_size, span.stop // page_size):
             if max(page * page_size, self._first) >= span.start:
@@ -211,7 +216,7 @@ class HeadKV:
     # -- reading --------------------------------------------------------------------------------
 
     def first_seen(self, scheduled: ScheduledRequest, span: Span) -> int:
-        """The lowest position from which on all head KV is there."""
+        """Return the lowest position from which on no head KV is missing."""
         page_size = self.pool.page_size
         num_whole = (len(scheduled.tokens) - 1) // page_size
         if span.start > num_whole * page_size:
@@ -221,7 +226,7 @@ class HeadKV:
 
 
 def _token_ids(verified: VerifiedRequest) -> Sequence[int]:
-    """Token ids of the committed positions: pending tokens, then accepted ones."""
+    """Return the token ids of the committed positions: pending tokens, then accepted ones."""
     scheduled = verified.scheduled
     pending = scheduled.text_ids(scheduled.start, scheduled.stop)
     num_accepted = len(verified.batch_rows) - len(pending)

@@ -1,8 +1,8 @@
-"""Common parts of trained heads: their shape, their layers, and what they borrow.
+"""Common parts of trained heads: their shape, their layers, and weights borrowed from the target.
 
 A head is a small network that reads hidden states of the target (its taps) and drafts. The modules
-compute whole sequences, for training; drafts are made by passes over the same matrices, packed
-(packing.py). A head without an embedding or an output layer of its own borrows the target's.
+compute whole sequences, for training; in serving, kernel passes use the same matrices in packed
+form (packing.py). A head without its own embedding or output layer borrows the target's.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from ....core.ops.weights import Table, table_rows
 
 KeysValues: TypeAlias = tuple[Tensor, Tensor]
 Rotary: TypeAlias = tuple[Tensor, Tensor]
-MOST_PASSES = 64  # of a draft, by heads that go on from their own output
-HIDDEN = -1e30  # a score that is not seen; finite, so that a row that sees nothing is no NaN
+MOST_PASSES = 64  # maximum number of passes per draft of a head that reads its own output
+HIDDEN = -1e30  # masked score; finite, so that a row with only masked scores does not become NaN
 
 
 @dataclass(frozen=True, kw_only=True)
 class TapConfig:
-    """Shape of any head: which hidden states of its target it reads, and which tokens it drafts."""
+    """Shape of any head: the hidden states that it reads, and the tokens that it drafts."""
 
-    kind: ClassVar[str]  # its name in the table of kinds, and as a source of drafts
-    first_position: ClassVar[int] = 0  # the first one that has head KV
-    # whether head KV behind a prefix hit depends on the feature of the hit's last position
+    kind: ClassVar[str]  # name of the kind in the table of kinds, and as a source of drafts
+    first_position: ClassVar[int] = 0  # first position that has head KV
+    # Whether head KV after a prefix hit depends on the feature of the hit's last position.
     keeps_page_features: ClassVar[bool] = False
 
-    vocab_size: int  # of the target
-    draft_vocab_size: int  # ids that the head can draft
+    vocab_size: int  # vocabulary size of the target
+    draft_vocab_size: int  # number of ids that the head can draft
     target_hidden_size: int
     taps: Taps  # boundaries of the target's residual stream, see `Wanted.taps`
     hidden_size: int
 
     @property
     def is_reduced(self) -> bool:
-        """Whether the head drafts a part of the target's vocabulary only."""
+        """Whether the head drafts only a part of the target's vocabulary."""
         return self.draft_vocab_size < self.vocab_size
 
     @property
     def tokens_per_pass(self) -> int:
-        """Tokens of a draft that one pass of the head yields."""
+        """Number of draft tokens on a path that one pass of the head yields."""
         raise NotImplementedError
 
     @property
     def longest(self) -> int:
-        """Tokens of a draft at most; a pass's, unless the head goes on from its own output."""
+        """Maximum length of a draft; one pass, unless the head can read its own output."""
         return self.tokens_per_pass
 
     @property
     def kv_shape(self) -> KvShape:
-        """Layers, KV heads and their size of the head's KV; by default there is none."""
+        """Layers, KV heads and head size of the head's KV; by default it has no KV."""
         return KvShape(0, 1, 1)
 
 
@@ -77,8 +77,8 @@ class HeadConfig(TapConfig):
     max_model_len: int  # tokens
     norm_eps: float = 1e-6
     attention_bias: bool = False
-    owns_embedding: bool = False  # else the target's is borrowed
-    owns_output: bool = False  # else the target's is borrowed
+    owns_embedding: bool = False  # whether the head has an embedding or borrows the target's
+    owns_output: bool = False  # whether the head has an output layer or borrows the target's
 
     @property
     @override
@@ -95,12 +95,12 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[.., size] -> [.., size]``."""
+        """Map ``[.., size] -> [.., size]``."""
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
 class OutputLayer(nn.Linear):
-    """A linear layer without a bias that makes logits: kernels compute them as float32."""
+    """A linear layer without bias that makes logits. Its kernels return float32."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -117,13 +117,13 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[.., hidden] -> [.., hidden]``."""
+        """Map ``[.., hidden] -> [.., hidden]``."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
 class Projections(nn.Module):
-    """Queries, keys, values and output of an attention; its scores are the layers' business."""
+    """Projections of queries, keys, values and output; the layers compute the attention itself."""
 
     def __init__(self, config: HeadConfig, width: int, *, qk_norm: bool) -> None:
         super().__init__()
@@ -141,12 +141,12 @@ class Projections(nn.Module):
         self.k_norm = RmsNorm(config.head_dim, config.norm_eps) if qk_norm else None
 
     def queries(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """``[.., width] -> [.., num_heads, head_dim]``, rotated and scaled."""
+        """Return rotated and scaled queries, ``[.., width] -> [.., num_heads, head_dim]``."""
         q = self._heads(self.q_proj, self.q_norm, x)
         return rotate(q, rotary) * self.scale
 
     def keys_values(self, x: Tensor, rotary: Rotary) -> KeysValues:
-        """``[.., width]`` to keys, rotated, and values, ``[.., num_kv_heads, head_dim]`` each."""
+        """Return rotated keys and values, ``[.., width] -> [.., num_kv_heads, head_dim]`` each."""
         k = self._heads(self.k_proj, self.k_norm, x)
         return rotate(k, rotary), self._heads(self.v_proj, None, x)
 
@@ -158,16 +158,16 @@ class Projections(nn.Module):
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of any positions, computed as they are asked for."""
+    """Computes cos and sin of any positions on demand."""
 
     def __init__(self, spec: RopeSpec, head_dim: int) -> None:
         super().__init__()
-        # no buffer: a module that is cast to bfloat16 would cast it, too
+        # The frequencies are no buffer, because a cast of the module to bfloat16 would cast them.
         self._frequencies = inverse_frequencies(spec, head_dim)
         self.scaling = attention_scaling(spec)
 
     def forward(self, positions: Tensor) -> Rotary:
-        """``[..]`` to cos and sin ``[.., 1, head_dim / 2]``, float32."""
+        """Return cos and sin ``[.., 1, head_dim / 2]`` of positions ``[..]``, in float32."""
         self._frequencies = self._frequencies.to(positions.device)
         angles = positions.unsqueeze(-1).float() * self._frequencies
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
@@ -175,15 +175,17 @@ class RotaryTable(nn.Module):
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """RoPE on halves (arXiv 2104.09864) of ``x`` [.., heads, head_dim]."""
+    """Apply RoPE to the halves of ``x`` [.., heads, head_dim] (arXiv 2104.09864)."""
     cos, sin = rotary
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
 class Head(nn.Module):
-    """The network of a head. ``draft_ids`` [draft_vocab_size]: the target's id of each id that the
-    head can draft; None where it can draft all.
+    """The network of a head.
+
+    ``draft_ids`` [draft_vocab_size]: the target's id of each id that the head can draft; None if it
+    can draft all.
     """
 
     draft_ids: Tensor | None
@@ -195,7 +197,7 @@ class Head(nn.Module):
 
     @property
     def lacks_output(self) -> bool:
-        """Whether it has no output layer and must use the target's."""
+        """Whether the head has no output layer and must use the target's."""
         return False
 
     def borrow(
@@ -203,14 +205,14 @@ class Head(nn.Module):
         embedding: Table | None = None,
         output: Tensor | Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Take what the head lacks from the target; nothing, unless a kind lacks something."""
+        """Take missing weights from the target; do nothing unless a kind overrides it."""
 
 
 class Vocabulary(Head):
     """A head with an embedding and an output layer: its own, or borrowed from the target."""
 
     config: HeadConfig
-    known_ids: Tensor  # [vocab] the head's id of each of the target's; -1: it has none
+    known_ids: Tensor  # [vocab] the head's id of each target id, or -1
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -230,7 +232,10 @@ class Vocabulary(Head):
         return self.lm_head is None
 
     def set_draft_ids(self, draft_ids: Tensor) -> None:
-        """Set the target's ids that the head can draft, [draft_vocab] distinct; then `borrow`."""
+        """Set the target's ids that the head can draft, [draft_vocab], all distinct.
+
+        Must be called before `borrow`. Raises ValueError for another number of ids.
+        """
         if len(draft_ids) != self.config.draft_vocab_size:
             raise ValueError(f"{len(draft_ids)} ids for {self.config.draft_vocab_size}")
         self.draft_ids = draft_ids.to(torch.int64)
@@ -243,10 +248,10 @@ class Vocabulary(Head):
         embedding: Table | None = None,
         output: Tensor | Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Lend what the head lacks; nothing of it is trained or saved.
+        """Take the missing weights from the target; they are neither trained nor saved.
 
-        ``embedding`` [vocab, hidden]. ``output``: the target's matrix [vocab, hidden], of which a
-        head of fewer ids takes its rows, or what makes logits of the head's ids.
+        ``embedding``: table [vocab, hidden]. ``output``: the target's matrix [vocab, hidden], from
+        which a reduced head takes its rows, or a function that returns logits of the head's ids.
         """
         if embedding is not None and self.embed_tokens is None:
             self._table = embedding
@@ -259,7 +264,10 @@ class Vocabulary(Head):
             self._output = output
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The target's ids ``[..]`` to ``[.., hidden]``. Raises ValueError if none was lent."""
+        """Return embeddings ``[.., hidden]`` of the target's ids ``[..]``.
+
+        Raises ValueError without an own or borrowed embedding.
+        """
         if self.embed_tokens is not None:
             found: Tensor = self.embed_tokens(token_ids)
             return found
@@ -267,7 +275,7 @@ class Vocabulary(Head):
 
     @property
     def table(self) -> Table:
-        """The embedding, ``[vocab, hidden]``. Raises ValueError if none was lent."""
+        """The embedding, ``[vocab, hidden]``. Raises ValueError without an own or borrowed one."""
         own = self.embed_tokens
         table = self._table if own is None else own.weight.detach()
         if table is None:
@@ -276,11 +284,14 @@ class Vocabulary(Head):
 
     @property
     def output(self) -> Callable[[Tensor], Tensor] | None:
-        """The output layer that was lent, if one was."""
+        """The borrowed output layer, or None."""
         return self._output
 
     def project(self, hidden: Tensor) -> Tensor:
-        """``[.., hidden]`` to logits ``[.., draft_vocab]``. Raises ValueError if none was lent."""
+        """Return logits, ``[.., hidden] -> [.., draft_vocab]``.
+
+        Raises ValueError without an own or borrowed output layer.
+        """
         output = self._output if self.lm_head is None else self.lm_head
         if output is None:
             raise ValueError("the head has no output layer and must use the target's")
@@ -288,7 +299,7 @@ class Vocabulary(Head):
         return logits
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of ids of the head, ``[..]`` both."""
+        """Convert ids of the head to the target's ids, ``[..] -> [..]``."""
         return draft_ids if self.draft_ids is None else self.draft_ids[draft_ids]
 
 
@@ -296,9 +307,9 @@ _Frame = TypeVar("_Frame", bound=Vocabulary)
 
 
 def without(head: Vocabulary, layers: str, kind: type[_Frame]) -> _Frame:
-    """The head but for the module ``layers``, as the base class that has none; the rest is shared.
+    """Return a view of a head without the module ``layers``, as the base class ``kind``.
 
-    So the layers of a head that were packed are freed with the head itself.
+    All other modules are shared. So the unpacked layers are freed with the head itself.
     """
     frame = kind.__new__(kind)
     frame.__dict__.update(head.__dict__)
@@ -307,7 +318,10 @@ def without(head: Vocabulary, layers: str, kind: type[_Frame]) -> _Frame:
 
 
 def attend(scores: list[Tensor], values: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-    """Softmax over all ``scores`` [.., keys] together; ``values`` weigh each part's own."""
+    """Attend with one softmax over all parts of ``scores`` [.., keys].
+
+    ``values[i]`` returns the weighted sum of the values of part ``i``.
+    """
     weights = torch.cat(scores, dim=-1).float().softmax(dim=-1)
     parts = torch.split(weights.to(scores[0].dtype), [s.shape[-1] for s in scores], dim=-1)
     outs = [weigh(part) for weigh, part in zip(values, parts, strict=True)]
@@ -315,7 +329,7 @@ def attend(scores: list[Tensor], values: Sequence[Callable[[Tensor], Tensor]]) -
 
 
 def init_weights(module: nn.Module) -> None:
-    """Draw matrices from a normal distribution, with residual outputs scaled down by layers."""
+    """Draw matrices from a normal distribution; scale residual outputs down by their number."""
     outputs = ("o_proj", "down_proj")
     num_outputs = sum(name.endswith(outputs) for name, _ in module.named_modules())
     for name, each in module.named_modules():

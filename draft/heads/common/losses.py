@@ -1,7 +1,7 @@
 """The distillation loss of drafts: KL divergence and overlap with the target's distribution.
 
-The target's distribution ``p`` is given over the ids that the draft knows: it need not add up to
-1, for what is missing lies on other ids. ``q`` is the draft's.
+The target's distribution ``p`` covers only the ids that the draft knows, so its sum may be less
+than 1. ``q`` is the draft's distribution.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PART = 2**18  # probabilities that are worked on together: they stay in a core's cache
+_PART = 2**18  # number of probabilities processed together, which fit into a core's cache
 
 
 class _KlOverlap(torch.autograd.Function):
     """``w KL(p, q) + (1 - w) (1 - sum min(p, q))`` with ``w = e^(-3 sum min(p, q))``, by row.
 
-    KL finds the way from afar, the overlap is what acceptance counts; w is held fixed in the
-    gradient. The gradient is computed along with the loss, a part of the rows at a time: passes
-    over all of the probabilities would wait for memory (measured: a third of all training).
+    The overlap is the acceptance probability; KL gives useful gradients far from the target. The
+    weight w is constant in the gradient. The gradient is computed with the loss, for a part of the
+    rows at a time: passes over all probabilities would be bound by memory (measured: a third of the
+    time of training).
     """
 
     @staticmethod
@@ -40,7 +41,7 @@ class _KlOverlap(torch.autograd.Function):
 
 
 def _part(logits: Tensor, p: Tensor, grad: Tensor) -> Tensor:
-    """The losses of some rows; their gradients are written to ``grad``."""
+    """Return the losses of some rows; write their gradients to ``grad``."""
     total = logits.logsumexp(dim=-1, keepdim=True)
     log_q = logits - total
     mass = p.sum(dim=-1, keepdim=True)
@@ -49,7 +50,7 @@ def _part(logits: Tensor, p: Tensor, grad: Tensor) -> Tensor:
     q = log_q.exp_()
     overlap = torch.minimum(p, q).sum(dim=-1, keepdim=True)
     weight = torch.exp(-3 * overlap)
-    below = q * (q < p)  # where more of q would be more overlap
+    below = q * (q < p)  # Only here would a larger q increase the overlap.
     scale = weight * mass + (1 - weight) * below.sum(dim=-1, keepdim=True)
     grad.copy_(q.mul_(scale).sub_(p * weight).sub_(below.mul_(1 - weight)))
     losses: Tensor = weight * kl + (1 - weight) * (1 - overlap)
@@ -57,25 +58,28 @@ def _part(logits: Tensor, p: Tensor, grad: Tensor) -> Tensor:
 
 
 def kl_overlap_loss(logits: Tensor, p: Tensor, rows: Tensor) -> Tensor:
-    """Loss of each row, ``[n]``.
+    """Return the loss of each row, ``[n]``.
 
-    ``logits`` [n, draft_vocab] of the draft, ``p`` [num_rows, draft_vocab] of the target, of which
-    ``rows`` [n] says which belongs to each.
+    ``logits`` [n, draft_vocab]: logits of the draft. ``p`` [num_rows, draft_vocab]: probabilities
+    of the target. ``rows`` [n]: row of ``p`` for each row of the logits.
     """
     out: Tensor = _KlOverlap.apply(logits, p, rows)  # type: ignore[no-untyped-call]
     return out
 
 
 def slot_weights(num_slots: int, length: float) -> Tensor:
-    """``e^(-j / length)`` of each slot of a block: the first decides whether others count."""
+    """Return the weight ``e^(-j / length)`` of each slot of a block, ``[num_slots]``.
+
+    Early slots weigh more, because a rejected token makes the later ones worthless.
+    """
     return torch.exp(-torch.arange(num_slots) / length)
 
 
 def pass_weights(num_passes: int) -> list[float]:
-    """``0.8^i`` of each unrolled pass of EAGLE-3 (arXiv 2503.01840)."""
+    """Return the weight ``0.8^i`` of each unrolled pass of EAGLE-3 (arXiv 2503.01840)."""
     return [0.8**i for i in range(num_passes)]
 
 
 def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Gumbel noise of a shape."""
+    """Return Gumbel noise of the given shape."""
     return -torch.empty(shape).exponential_(generator=generator).clamp_min_(1e-30).log_()

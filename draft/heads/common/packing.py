@@ -1,4 +1,4 @@
-"""Matrices of a head in the layout of its target's kernels, and passes of these over its KV."""
+"""Packs a head's matrices for its target's kernels, and lays out kernel passes over its KV."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Packed(nn.Module):
-    """A linear layer by the backend's own kernels."""
+    """A linear layer that the backend's kernels compute."""
 
     def __init__(self, linear: nn.Linear, ops: Ops) -> None:
         super().__init__()
@@ -52,16 +52,16 @@ class LentOutput:
 
     ops: Ops
     packed: PackedLinear
-    cap: float | None  # of the logits
+    cap: float | None  # soft cap of the logits
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """``[.., hidden] -> [.., draft_vocab]`` float32."""
+        """Return float32 logits, ``[.., hidden] -> [.., draft_vocab]``."""
         logits = partial(self.ops.logits, cap=self.cap)
         return by_kernel(logits, self.packed, self.ops.min_rows, hidden)
 
 
 def packed_output(frame: Vocabulary) -> tuple[PackedLinear, float | None] | None:
-    """The output layer of a head whose linears were packed, and its cap; None: no kernel has it."""
+    """Return the packed output layer of a head and the cap of its logits; None if not packed."""
     own, output = frame._modules.get("lm_head"), frame.output
     if isinstance(own, _Packed):
         return own.packed, None
@@ -69,7 +69,7 @@ def packed_output(frame: Vocabulary) -> tuple[PackedLinear, float | None] | None
 
 
 def pack_linears(module: nn.Module, ops: Ops) -> None:
-    """Lay out every linear layer of a module for the kernels; for inference only."""
+    """Replace every linear layer of a module by a packed one, for inference only."""
     for name, each in module.named_children():
         if isinstance(each, nn.Linear):
             setattr(module, name, _Packed(each, ops))
@@ -80,7 +80,7 @@ def pack_linears(module: nn.Module, ops: Ops) -> None:
 def by_kernel(
     kernel: Callable[[Tensor, PackedLinear], Tensor], packed: PackedLinear, min_rows: int, x: Tensor
 ) -> Tensor:
-    """``[.., in_features] -> [.., out_features]``; kernels want ``min_rows`` rows at least."""
+    """Apply a kernel, ``[.., in_features] -> [.., out_features]``, padded to ``min_rows`` rows."""
     if x.ndim == 2 and len(x) >= min_rows:
         return kernel(x.contiguous(), packed)
     flat = x.reshape(-1, x.shape[-1])
@@ -90,7 +90,7 @@ def by_kernel(
 
 
 def filled(x: Tensor, num_rows: int) -> Tensor:
-    """``[n, ..]`` with copies of the last row up to ``num_rows``."""
+    """Return ``x`` [n, ..], padded with copies of its last row to ``num_rows`` rows."""
     missing = num_rows - x.shape[0]
     return x if missing <= 0 else torch.cat((x, x[-1:].expand(missing, *x.shape[1:])))
 
@@ -99,13 +99,13 @@ def filled(x: Tensor, num_rows: int) -> Tensor:
 
 
 def head_layout(config: HeadConfig) -> HeadLayout:
-    """Heads in a row of packed queries, keys and values."""
+    """Return the layout of heads in a row of packed queries, keys and values."""
     scale = config.head_dim**-0.5
     return HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, scale)
 
 
 def pack_qkv(attention: Projections, ops: Ops, *, has_bias: bool) -> PackedLinear:
-    """Queries, keys and values side by side."""
+    """Pack the projections of queries, keys and values side by side."""
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     weight = torch.cat([part.weight for part in parts]).detach()
     if not has_bias:
@@ -114,7 +114,7 @@ def pack_qkv(attention: Projections, ops: Ops, *, has_bias: bool) -> PackedLinea
 
 
 def pack_mlp(mlp: Mlp, ops: Ops) -> MlpWeights:
-    """A gated MLP, gate and factor side by side."""
+    """Pack a gated MLP, with the gate and up projections side by side."""
     gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
     return MlpWeights(
         ops.pack_linear(gate_up.detach()),
@@ -123,11 +123,11 @@ def pack_mlp(mlp: Mlp, ops: Ops) -> MlpWeights:
 
 
 def head_norm(attention: Projections) -> HeadNorm:
-    """The norms of queries and keys, a row for each query head, then for each key head."""
+    """Return the norms of queries and keys: a row for each query head, then for each key head."""
     parts = ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm))
     rows, eps = list[Tensor](), 0.0
     for linear, norm in parts:
-        assert norm is not None  # layers of a block have both
+        assert norm is not None  # Layers of a block head have both norms.
         heads = linear.out_features // attention.head_dim
         rows.append(norm.weight.detach().float().expand(heads, -1))
         eps = norm.eps
@@ -135,7 +135,7 @@ def head_norm(attention: Projections) -> HeadNorm:
 
 
 def plain_norm(norm: RmsNorm) -> Norm:
-    """A norm as the kernels take it."""
+    """Convert a norm for the kernels."""
     return Norm(norm.weight.detach().contiguous(), norm.eps)
 
 
@@ -146,10 +146,11 @@ _NONE: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class SeenKv(NamedTuple):
-    """The head KV of a request that a row of a pass sees.
+    """The head KV of a request that a row of a pass attends to.
 
-    ``pages``: whole ones, at least one, whatever it holds. ``num_in_pages``: positions that they
-    have for the row. ``edge``: slots of the positions before these.
+    ``pages``: ids of pages that it sees from their first position on; at least one page, even if
+    ``num_in_pages`` is 0. ``num_in_pages``: number of positions in them that it sees. ``edge``:
+    slots of the positions that it sees before these pages.
     """
 
     pages: IntArray
@@ -158,22 +159,22 @@ class SeenKv(NamedTuple):
 
 
 def seen_kv(scheduled: ScheduledRequest, first: int, page_size: int) -> SeenKv:
-    """Find the head KV from position ``first`` to the one before the last token's."""
+    """Return the head KV from position ``first`` to the position before the last token."""
     page_ids, anchor, edge = scheduled.page_ids, len(scheduled.tokens) - 1, _NONE
     first_page = -(-first // page_size)
     stop, count = min(anchor, first_page * page_size), max(0, anchor - first_page * page_size)
-    if first < stop:  # all in the page before
-        shift = (page_ids[first_page - 1] - (first_page - 1)) * page_size  # to the page's slots
+    if first < stop:  # These positions are all in the page before.
+        shift = (page_ids[first_page - 1] - (first_page - 1)) * page_size  # position to slot
         edge = np.arange(first + shift, stop + shift)
     pages = page_ids[first_page : first_page + max(1, -(-count // page_size))] or page_ids[:1]
     return SeenKv(np.asarray(pages, dtype=np.int64), count, edge)
 
 
 class PassRows(NamedTuple):
-    """Rows of a pass that see the same: tokens behind each other.
+    """Consecutive tokens of a pass whose rows attend to the same KV.
 
-    ``position``: that of the first. ``slots``: where their own keys and values go. ``beside``:
-    slots of the rows of the draft that they see, their own among them.
+    ``position``: position of the first token. ``slots``: slots for their own keys and values.
+    ``beside``: slots of the draft's rows that they attend to, including their own.
     """
 
     token_ids: Sequence[int]
@@ -184,7 +185,7 @@ class PassRows(NamedTuple):
 
 
 class HeadPass:
-    """Layers of a head by the operations of its target's backend, its KV read where it lies."""
+    """Layers of a head, computed by its target's backend, which reads the head's KV in place."""
 
     def __init__(self, config: HeadConfig, target: OwnDecoder) -> None:
         self._heads = head_layout(config)
@@ -196,14 +197,14 @@ class HeadPass:
         self._layout = PassLayout(self._ops, target.device)
 
     def _plan_writing(self, pool: KVPool, written: Written) -> ForwardPlan:
-        """Prepare writing keys and values of positions that the target has computed."""
+        """Return a plan to write the head KV of positions that the target has computed."""
         batch = self._layout.writing(pool.page_size, written)
         return self._ops.plan(batch, pool, self._heads, self._rope)
 
     def _plan_rows(self, pool: KVPool, rows: Sequence[PassRows]) -> tuple[Tensor, ForwardPlan]:
-        """Prepare a pass: the token ids on the device, and the plan.
+        """Return the token ids of a pass on the device, and its plan.
 
-        Rows may have been filled up to `Ops.min_rows`: as many as there are token ids.
+        The rows, and with them the token ids, are padded to `Ops.min_rows`.
         """
         batch = self._layout.rows(pool.page_size, rows)
         plan = self._ops.plan(batch, pool, self._heads, self._rope)
@@ -211,32 +212,35 @@ class HeadPass:
 
 
 class PassLayout:
-    """Lays out the rows of a head's passes as batches, for operations and a device.
+    """Lays out the rows of a head's passes as batches, for a backend and a device.
 
-    Each row is a segment of its own, which stands at the last place of all that it sees. The page
-    table of a segment begins with the first whole page that the row sees; its tail lists what it
-    sees of the page before, then rows of the draft. Keys keep the rotation of their positions, and
-    a softmax does not ask for their order. So operations that know causal attention alone compute
-    trees, and blocks whose rows see each other.
+    Each row is its own segment, whose start is the number of other keys that it sees. The page
+    table of a segment begins with the first whole page that the row sees. Its tail lists the slots
+    that it sees in the page before, then the rows of the draft. Keys keep the rotation of their
+    positions, and softmax does not depend on their order. So kernels for causal attention can
+    compute trees, and blocks whose rows see each other.
     """
 
     def __init__(self, ops: Ops, device: torch.device) -> None:
         self._device, self._least = ops.batch_device or device, ops.min_rows
 
     def writing(self, page_size: int, written: Written) -> RaggedBatch:
-        """Rows that keys and values are written of, which look up no token."""
+        """Return a batch of rows whose keys and values are written and whose token ids are 0."""
         count, positions = len(written.lens), written.positions
         return self._batch(
             page_size, np.zeros_like(positions), positions, written.slots,
             positions[written.firsts], written.lens,
-            (np.ones(count, np.int64), np.zeros(count, np.int64)),  # no page is read
+            (np.ones(count, np.int64), np.zeros(count, np.int64)),  # The pages are not read.
             (np.zeros(count, np.int64), _NONE),
         )  # fmt: skip
 
     def rows(
         self, page_size: int, rows: Sequence[PassRows], *, wants_logits: bool = False
     ) -> RaggedBatch:
-        """Rows that see head KV and each other. ``wants_logits``: of all of them."""
+        """Return a batch of rows that attend to head KV and to each other.
+
+        ``wants_logits``: whether all rows get logits or no row does.
+        """
         counts = [len(each.token_ids) for each in rows]
         sizes = [
             (each.seen.num_in_pages, len(each.seen.pages), len(each.seen.edge) + len(each.beside))
@@ -265,7 +269,7 @@ class PassLayout:
         slots: IntArray,
         starts: IntArray,
         lens: IntArray,
-        pages: tuple[IntArray, IntArray],  # how many of each segment, and all of them
+        pages: tuple[IntArray, IntArray],  # number of pages of each segment, and all page ids
         tails: tuple[IntArray, IntArray],
         num_logits: int = 0,
     ) -> RaggedBatch:

@@ -1,7 +1,7 @@
-"""HeadProposer: what proposers with a trained head share.
+"""HeadProposer: the base class of proposers with a trained head.
 
 It follows the target's steps (`HeadKV`), and its `HeadGrower` grows the trees of requests level by
-level. A kind of head derives from it and says how head KV is written and what a pass computes.
+level. A kind of head derives from it and defines how head KV is written and what a pass computes.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from .layers import Head, TapConfig
 
 
 class DraftStart(NamedTuple):
-    """The start of a draft: behind the last of the request's tokens."""
+    """The start of a draft, after the last of the request's tokens."""
 
     scheduled: ScheduledRequest
-    first: int  # the first position whose head KV it may see, and that of all behind
-    feature: Tensor | None  # [hidden] of the position before the last token; or None
+    first: int  # first position of the head KV that the draft may see
+    feature: Tensor | None  # [hidden] feature of the position before the last token, if known
 
 
 def features_of(starts: Sequence[DraftStart]) -> Tensor:
-    """Stack the features of all starts, ``[b, hidden]``."""
+    """Return the features of all starts, ``[b, hidden]``."""
     known = [start.feature for start in starts if start.feature is not None]
     assert len(known) == len(starts)
     return torch.stack(known)
 
 
 class Query(NamedTuple):
-    """A token behind which a head predicts: the last one of a request, or a draft token."""
+    """A token whose successor a head predicts: the last token of a request, or a draft token."""
 
-    request: int
-    level: int  # draft tokens up to it, itself included
-    parent: int  # its place in the call before, one level up; -1 for the last token of a request
+    request: int  # index of the request among the starts
+    level: int  # number of draft tokens up to it, itself included
+    parent: int  # index of its parent in the previous call; -1 for the last token of a request
     token_id: int
-    slots: Sequence[int] = ()  # of the KV of the draft tokens up to it, if the head keeps that
+    slots: Sequence[int] = ()  # KV slots of the draft tokens up to it, if the head keeps such KV
 
 
 class Drafting(ABC):
@@ -61,18 +61,18 @@ class Drafting(ABC):
 
     @abstractmethod
     def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:
-        """Compute logits of what follows each query.
+        """Compute the logits of the next token of each query.
 
-        ``draws``: the tokens that they will decide, which the pass may choose itself. All are of
-        one level, one deeper than those of the call before; in the order of requests, of which
-        there are never more than before.
+        ``draws``: plan of the tokens that the logits decide, which the pass may choose itself. All
+        queries are at one level, one deeper than in the previous call. They come in the order of
+        requests, and no request comes back after a call without it.
         """
 
 
 class HeadGrower(TreeGrower):
-    """Grows trees with a head, a level a call.
+    """Grows trees with a head, one level per call.
 
-    ``page_size``: of the pool where draft tokens have KV; 0 if they have none.
+    ``page_size``: page size of the pool that holds the KV of draft tokens; 0 if they have no KV.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class HeadGrower(TreeGrower):
             draft_vocab=draft_vocab,
         )
         self._longest = config.longest
-        self._drafting: Drafting | None = None  # of the trees that are growing
-        self._requests: dict[TreeGrowth, int] = {}  # places of these trees
-        self._before: dict[tuple[TreeGrowth, int], int] = {}  # places of the nodes one level up
+        self._drafting: Drafting | None = None  # drafts of the growing trees
+        self._requests: dict[TreeGrowth, int] = {}  # indices of the growing trees
+        self._before: dict[tuple[TreeGrowth, int], int] = {}  # indices of the previous call's nodes
 
     @override
     def most_levels(self, scheduled: ScheduledRequest) -> int:
@@ -99,7 +99,7 @@ class HeadGrower(TreeGrower):
         self._drafting, self._before = drafting, {}
         self._requests = {tree: at for at, tree in enumerate(trees)}
         self.grow(trees, self.compute([(tree, ROOT) for tree in trees]))
-        self._drafting, self._before, self._requests = None, {}, {}  # they hold tensors
+        self._drafting, self._before, self._requests = None, {}, {}  # Free their tensors.
 
     @override
     def compute(self, nodes: TreeNodes) -> Opened:
@@ -117,13 +117,13 @@ class HeadGrower(TreeGrower):
 
 
 class HeadProposer(Proposer, ABC):
-    """Follows the target's KV and grows trees, or chains.
+    """Base of proposers that keep head KV beside the target's and grow trees or chains.
 
-    ``head``: what is left of the module when its layers are packed.
+    ``head``: the module without its packed layers.
     """
 
     head: Head
-    keeps_node_kv = False  # whether KV of draft tokens lies in the pool until a step is verified
+    keeps_node_kv = False  # whether the pool holds KV of draft tokens until a step is verified
 
     def __init__(self, head: Head, pool: KVPool, target: OwnDecoder) -> None:
         self.head, self.config, self.pool = head, head.config, pool
@@ -140,7 +140,7 @@ class HeadProposer(Proposer, ABC):
         self._order = [self._taps.index(boundary) for boundary in config.taps]
 
     def begin_with(self, numbers: Mapping[bool, GapNumbers]) -> None:
-        """Begin with gap models that were fitted before, by whether tokens are sampled."""
+        """Replace the initial gap models by fitted ones, by whether tokens are sampled."""
         models = {is_sampled: GapModel(*each) for is_sampled, each in numbers.items()}
         self._grower.gap_models |= models
 
@@ -156,36 +156,36 @@ class HeadProposer(Proposer, ABC):
 
     @property
     def traits(self) -> ProposerTraits:
-        """Traits for prices."""
+        """Traits that determine the price of drafts."""
         return ProposerTraits(
             tokens_per_pass=self.config.tokens_per_pass,
-            catches_up=False,  # its KV is written from the target's own passes
+            catches_up=False,  # Head KV is written from the target's own passes.
             weighs=True,
         )
 
     def wanted(self, num_best: int) -> Wanted:
-        """Describe passes of vectors that choose tokens, to be ready for them."""
+        """Return the outputs of a pass over vectors that chooses tokens, for a warm-up."""
         vectors = self.pool.data.new_empty((0, self.config.hidden_size))
         return Wanted(self._grower.draws((), num_best), inputs=vectors)
 
-    # -- what kinds of heads do -----------------------------------------------------------------
+    # -- methods of kinds of heads --------------------------------------------------------------
 
     @abstractmethod
     def write_head_kv(self, written: Written) -> Tensor | None:
-        """Compute and write the head KV of positions; returns their features, if it has such.
+        """Compute and write the head KV of positions; return their features, if it has any.
 
-        KV whose feature before is unknown is void.
+        KV that needs an unknown feature of the position before is invalid and never read.
         """
 
     @abstractmethod
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
-        """Draft up to ``num_drafted`` tokens behind the last token of each request."""
+        """Begin drafts of up to ``num_drafted`` tokens after the last token of each request."""
 
     # -- the target's steps ---------------------------------------------------------------------
 
     @property
     def stored(self) -> Sequence[PageRows]:
-        """The head KV of a page, its feature and whether it is ready."""
+        """Rows of a page for the tiers: head KV, feature of the last position, and ready mark."""
         return self.head_kv.stored
 
     @override
@@ -200,7 +200,7 @@ class HeadProposer(Proposer, ABC):
     def observe(
         self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRequest]
     ) -> None:
-        """Judge the trees; write the head KV of what was committed."""
+        """Learn from verified trees; add the committed positions to the head KV."""
         del batch
         self._grower.judge(verified)
         assert output.taps is not None
@@ -212,7 +212,7 @@ class HeadProposer(Proposer, ABC):
         self.head_kv.add(live, torch.split(taps, [len(each.batch_rows) for each in live]))
 
     def _ordered(self, taps: Tensor) -> Tensor:
-        """Taps in the order of the head's, which may name one twice."""
+        """Return the taps in the order of the head's config, which may contain one twice."""
         if self._order == list(range(len(self._taps))):
             return taps
         parts = taps.chunk(len(self._taps), dim=-1)
@@ -247,7 +247,7 @@ class HeadProposer(Proposer, ABC):
         self._grow([start] * num_requests)
 
     def _start(self, scheduled: ScheduledRequest) -> DraftStart | None:
-        """Find where the request's draft begins; None where the head lacks what it reads."""
+        """Return the start of the request's draft, or None if the last positions lack head KV."""
         span = self.head_kv.spans.get(scheduled.request_id)
         if span is None or span.stop < len(scheduled.tokens) - 1:
             return None
@@ -255,7 +255,7 @@ class HeadProposer(Proposer, ABC):
 
     @torch.inference_mode()
     def _grow(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:
-        """Grow trees together: whether another pass pays is decided for all of them at once."""
+        """Grow trees together, so that one decision covers another pass for all of them."""
         trees = [self._grower.tree(start.scheduled) for start in starts]
         num_drafted = min(
             self.config.longest, max(start.scheduled.draft_plan.max_draft for start in starts)

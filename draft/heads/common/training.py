@@ -1,6 +1,6 @@
-"""What training needs of a kind of draft: a `Recipe` to make one, and the `Student` that learns.
+"""The interface of a kind of draft to training: a `Recipe` makes a draft, a `Student` learns.
 
-The training loop, the teacher and the data are in draft/training; kinds know nothing of these.
+The training loop, the teacher and the data are in draft/training; kinds do not depend on them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ ReadWeight: TypeAlias = Callable[[str], Tensor]
 class TeacherOutput:
     """The target's outputs for a batch of conversations, padded at their ends to one length T.
 
-    ``p[i]`` is the target's distribution of the token *behind* one row, over the draft's ids:
-    ``rows`` [b, T] says which ``i`` belongs to a position, -1 where there is none: outside answers,
-    and where nothing follows.
+    ``p[i]`` is the target's distribution of the token *after* a position, over the draft's ids.
+    ``rows`` [b, T] is the ``i`` of each position, or -1 outside answers and at the last token.
     """
 
     token_ids: Tensor  # [b, T]
@@ -35,39 +34,40 @@ class TeacherOutput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, without the padding."""
+        """Number of tokens without padding."""
         return int(self.lens.sum())
 
 
 class Student(Protocol):
     """A draft in training.
 
-    A *chain* is a run of drafted tokens behind one place of an answer, along the answer itself.
+    A *chain* is a run of draft positions after one position of an answer. Its tokens are the
+    answer's.
     """
 
-    kind: str  # of head, or "lm"
+    kind: str  # kind of head, or "lm"
     module: nn.Module
     taps: Taps
-    depth: int  # tokens of a chain
-    rate: float = 1.0  # of learning, as a share of the usual one
+    depth: int  # number of tokens of a chain
+    rate: float = 1.0  # factor of the usual learning rate
 
     def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:
-        """The mean loss over a batch."""
+        """Return the mean loss over a batch."""
 
     def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
-        """Draft a chain at every place where a whole one fits; returns logits and target rows.
+        """Draft a chain at every position where a whole chain fits.
 
-        Logits ``[chains, depth, draft_vocab]``, and the rows of ``taught.p`` ``[chains,
-        depth]``.
+        Returns logits ``[chains, depth, draft_vocab]`` and the rows of ``taught.p``,
+        ``[chains, depth]``.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedKind:
-    """What can be chosen for drafts of one kind.
+    """Options for training drafts of one kind.
 
-    ``about``: the kind in a few words. ``options``: fields of `TrainOptions` that only some kinds
-    have. ``init``: what the weights begin as unless the user says otherwise; None: random.
+    ``about``: a short description of the kind. ``options``: fields of `TrainOptions` that the kind
+    supports and others may not. ``init``: default of the initial weights; None: random.
     """
 
     about: str
@@ -77,14 +77,14 @@ class TrainedKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe(TrainedKind):
-    """How heads of one kind are made and trained.
+    """Functions to make and train heads of one kind.
 
-    ``make``: makes a head of random weights from fields of `HeadConfig`, the number of layers and
-    the size of a block. ``begin_as_target``: copies the target's last layers, by the
-    number of its layers. ``begin_with_pairs``: begins with neighbouring tokens of answers ``[num,
-    2]``, where a part of the head sees the token before alone. ``brings_output``: whether the files
-    of a head of a part of the vocabulary have its rows of the target's output: other engines expect
-    them beside the map of ids.
+    ``make``: makes a head with random weights from fields of `HeadConfig`, the number of layers and
+    the block size. ``begin_as_target``: copies the target's last layers into a head; its last
+    argument is the target's number of layers. ``begin_with_pairs``: initialises the part of a head
+    that reads only the previous token, from neighbouring tokens of answers ``[num, 2]``.
+    ``student``: wraps a head for training. ``brings_output``: whether the files of a reduced head
+    include its rows of the target's output layer, which other engines expect with the map of ids.
     """
 
     make: Callable[[dict[str, Any], int, int], Any]
@@ -98,9 +98,9 @@ class Recipe(TrainedKind):
 
 
 def next_values(values: Tensor, anchors: Tensor, depth: int, fill: int) -> Tensor:
-    """Take the values of ``depth`` places from each anchor on, ``[b, T]`` to ``[b, n, depth]``.
+    """Return the values at ``depth`` positions from each anchor on, ``[b, T] -> [b, n, depth]``.
 
-    ``fill`` stands behind the last place.
+    Positions after the last one have the value ``fill``.
     """
     places = anchors.unsqueeze(-1) + torch.arange(depth, device=anchors.device)
     padded = nn.functional.pad(values, (0, depth), value=fill)
@@ -108,10 +108,10 @@ def next_values(values: Tensor, anchors: Tensor, depth: int, fill: int) -> Tenso
 
 
 def next_rows(rows: Tensor, anchors: Tensor, depth: int) -> Tensor:
-    """Take the rows of the distributions behind anchors, ``[b, n, depth]``; -1: none."""
+    """Return the rows of the distributions from anchors on, ``[b, n, depth]``, or -1."""
     return next_values(rows, anchors, depth, -1)
 
 
 def pass_last_tap(fc: nn.Linear, hidden: int) -> None:
-    """Add to a layer that it passes the last of the taps on."""
+    """Add an identity to a layer, so that it passes the last tap on."""
     fc.weight[:, -hidden:] += torch.eye(hidden)
