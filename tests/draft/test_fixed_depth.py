@@ -35,6 +35,7 @@ from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.speculator import DraftSpeculator
 from foretoken.radix_cache import PrefixCache
+from support.launch_behind import launch_behind
 from support.proposers import MODEL, BareProposer
 from support.tiny_pair import write_pair
 
@@ -90,7 +91,9 @@ class Broken(BareProposer):
 
 
 class Watched(ModelRunner):
-    """Keeps the plans that it is given, and how many of them were made ahead."""
+    """Keeps the plans that it is given, and how many of them were made ahead, as for a device."""
+
+    is_async = True
 
     def __init__(self, decoder: Decoder, proposer: BareProposer) -> None:
         super().__init__(decoder, decoder.make_pool(64, page_size=8), proposer)
@@ -105,8 +108,10 @@ class Watched(ModelRunner):
     ) -> Pending:
         if after is None:  # a plan made ahead comes again once the step before it is over
             self.plans.append(plan)
-        self.num_ahead += after is not None
-        return super().launch(plan, after, on_kernels_started)
+        if after is None:
+            return super().launch(plan, on_kernels_started=on_kernels_started)
+        self.num_ahead += 1
+        return launch_behind(super().launch, plan, after.finish())
 
 
 def served(target: Decoder, speculator: Speculator) -> tuple[list[int], Watched, str]:

@@ -145,7 +145,7 @@ def test_a_refused_replica_exits_1_with_the_reason() -> None:
         ([], "--front tcp://HOST:PORT"),
         (["--front", "ipc://here"], "front must be tcp://HOST:PORT"),
         (["--front", "tcp://10.0.0.1:5000"], CLUSTER_KEY),
-        (["--front", "tcp://127.0.0.1:5000", "--port", "1"], "no flag --port"),
+        (["--front", "tcp://127.0.0.1:5000", "--port", "1"], "unknown flag --port"),
     ],
 )
 def test_a_front_that_cannot_be_exits_2_before_the_model_is_loaded(

@@ -154,7 +154,7 @@ def test_images_of_results_and_of_questions(post, engine, tokenizer):
     assert f"shot\n{UNSEEN}" in prompt
     refused = post(messages=[{"role": "user", "content": [IMAGE]}])
     assert refused.status_code == 400
-    assert "messages[0].content[0]: the model takes no" in refused.text
+    assert "messages[0].content[0]: the model does not support images" in refused.text
 
 
 def test_calls_that_a_provider_ran_are_calls_with_their_results():

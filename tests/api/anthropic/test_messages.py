@@ -225,7 +225,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"messages": []}, "messages"),
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
-            "messages[0].content[0]: the model takes no",
+            "messages[0].content[0]: the model does not support images",
         ),
         (
             {"messages": [{"role": "system", "content": [{"type": "thinking", "thinking": ""}]}]},

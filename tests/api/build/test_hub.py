@@ -116,7 +116,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_draft_that_is_not_found_tells_the_names_of_drafters() -> None:
     told = (
-        "^draft: radics: not a folder, .* drafters by name: auto, radix, suffix, ngram, self, mtp$"
+        "^draft: radics: not a folder, .* drafters by name: auto, radix, suffix, ngram, mtp, self$"
     )
     with pytest.raises(ModelLoadError, match=told):
         find_draft("radics")

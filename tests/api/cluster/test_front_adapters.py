@@ -349,7 +349,7 @@ def test_a_replica_computes_with_the_weights_and_the_namespace_of_the_front(
         group = adapter_group("legal", 4, FILES)
         assert request.namespace == adapter_namespace(group, "salt")
         base = (await hosted.make(asked(None, "salt"))).request
-        assert (base.adapter, base.namespace) == (None, "salt")
+        assert (base.extras.adapter, base.namespace) == (None, "salt")
         assert await hosted.answer(UnloadAdapter(number=4)) == 0
         with pytest.raises(WireError, match="not loaded"):
             await hosted.make(asked(4))

@@ -187,7 +187,7 @@ def test_a_socket_that_is_served_and_a_file_that_is_none_are_left_alone(start, t
     for taken in (path, file):
         second = start(uds=[taken])
         assert second.end() == 1
-        assert f"{taken} is in use by another server" in second.line
+        assert f"{taken} is used by another server" in second.line
     assert get_version(path) == 200
     assert file.read_text() == "mine"
 

@@ -75,4 +75,4 @@ def test_a_split_that_nobody_knows_is_told(
         load_gguf_tokenizer(write(tmp_path / "model.gguf", "llama", pre))
     assert not caplog.records
     load_gguf_tokenizer(write(tmp_path / "model.gguf", "llama", "of-tomorrow"))
-    assert "'of-tomorrow') is not known" in caplog.text
+    assert "unknown pre-tokenizer 'of-tomorrow'" in caplog.text
