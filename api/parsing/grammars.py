@@ -71,10 +71,7 @@ class Lark:
         return self.rule(name, f"/(?s:.*){_quoted(mark)}/", options="[lazy]")
 
     def lazily(self, mark: str, name: str) -> str:
-        """Return a rule for one mark that ends as soon as possible, if the mark is no token.
-
-        Without this, text after the mark could extend it.
-        """
+        """Return a rule for one mark that matches even if other text may begin like the mark."""
         return self.rule(name, self.mark(mark), options="" if mark in self._vocab else "[lazy]")
 
     def breaks(self) -> str:

@@ -166,7 +166,7 @@ class Ops(Protocol):
         """
 
     def set_threads(self, count: int) -> None:
-        """Set the number of threads for operations that the calling thread, included, starts."""
+        """Set the number of threads, calling thread included, for operations of this thread."""
 
     def compile_forward(self, weights: DecoderWeights) -> CompiledForward | None:
         """Return a forward pass over these weights in one call, or None if the backend has none."""

@@ -183,8 +183,8 @@ class Dispatcher:
     ) -> None:
         """Process a delta of a prompt that is computed for another replica.
 
-        When the prompt ends, in any way, the request goes to the other replica. Tokens are not
-        read: the other replica draws the same ones.
+        When the prompt ends, in any way, the request goes to the other replica unless it was
+        aborted. Tokens are not read: the other replica draws the same ones.
         """
         _check_lives(live, delta)
         if not delta.terminal:

@@ -22,7 +22,7 @@ from ....core.telemetry.observers import Observers
 logger = logging.getLogger(__name__)
 LABEL = "replica"
 CAUSES = ("closed", "silent", "left", "died", "wrong")
-"""Causes of a loss: connection closed, no beats, goodbye, dead engine, invalid messages."""
+"""Causes of a loss: connection closed, no beats, it left, dead engine, invalid messages."""
 
 Texts = Mapping[str, bytes]
 """The metrics of each replica by its number, in the text format of Prometheus."""

@@ -49,7 +49,7 @@ def cluster_key() -> str | None:
 
 
 def check_address(address: str, key: str | None, *, param: str = "front") -> None:
-    """Raise `InvalidRequest` unless it is ``tcp://HOST:PORT``, and on loopback or with a key."""
+    """Raise `InvalidRequest` unless ``address`` is tcp://HOST:PORT, on loopback or with a key."""
     scheme, separator, rest = address.partition("://")
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not (separator and colon and host) or not _is_port(port):

@@ -65,10 +65,7 @@ class GraphInputs:
         return host.fields
 
     def upload(self, num_last: int | None = None) -> None:
-        """Copy to the device without waiting; of the last field only ``num_last`` numbers, or all.
-
-        Only fields written since `open` are defined.
-        """
+        """Copy to the device without waiting; ``num_last``: numbers of the last field, or all."""
         host, (at, itemsize) = self._hosts[self._turn], self._last
         stop = len(host.block) if num_last is None else at + num_last * itemsize
         self._block[:stop].copy_(host.block[:stop], non_blocking=True)

@@ -56,11 +56,11 @@ ACTIVATION_TILE = 1024  # columns
 class TritonOps(Ops, RoughOps):
     """`Ops` on a GPU.
 
-    ``exact``: with "spec" and "batch" a row's bits do not depend on other rows, except that in long
-    chunks attention has the same tiles as for decoding rows only with "batch"; "off" leaves linears
-    to the library unless ``quantize`` is int8. There is no int4. ``graphs``: makes the graphs of a
-    decoder's layers. "auto": CUDA graphs on a GPU; "off", or "auto" on a CPU: kernels are launched
-    one by one, with the same bits.
+    ``exact``: with "spec" and "batch" a row's bits do not depend on other rows, except in attention
+    of long chunks with "spec", whose tiles are wider than those for decoding rows. "off" leaves
+    linears to the library unless ``quantize`` is int8. There is no int4. ``graphs``: makes the
+    graphs of a decoder's layers. "auto": CUDA graphs on a GPU; "off", or "auto" on a CPU: kernels
+    are launched one by one, with the same bits.
     """
 
     min_rows = 1
