@@ -1,1 +1,1 @@
-"""Engines in other processes: a front speaks HTTP, its replicas compute."""
+"""Engines in other processes: a front serves HTTP, and its replicas compute."""

@@ -1,4 +1,4 @@
-"""PlannedReplicas: as many replicas as a plan says, started by a `Cluster`."""
+"""PlannedReplicas: the replicas of a plan, started by a `Cluster`."""
 
 from __future__ import annotations
 
@@ -14,50 +14,51 @@ from typing import Any, Protocol
 from ...core.errors import ForetokenError, InvalidRequest
 from ..serving.settings import FrontOptions
 
-QUIET_SECONDS = 30.0  # of a low load before a replica is taken away
+QUIET_SECONDS = 30.0  # duration of a low load before a replica is removed
 
 
 class LauncherError(ForetokenError):
-    """Replicas cannot be started, or not now."""
+    """Replicas cannot be started or changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlan:
-    """Replicas that are wanted: how many, of what model, with what resources each."""
+    """The wanted replicas: their number, their model and each one's resources."""
 
     model: str | None
-    front: str  # address that they dial
+    front: str  # address that replicas connect to
     least: int
     most: int
     cpus: float
     gpus: float
-    quiet_seconds: float  # of a low load before a replica is taken away
+    quiet_seconds: float  # duration of a low load before a replica is removed
     options: Mapping[str, Any] = field(default_factory=dict)  # engine options
-    # Shares of a disk: one more than there may be replicas, because a replica that replaces another
-    # may come before that has left its share. None without a disk.
+    # Number of shares of a disk, one more than the most replicas: a new replica may start before
+    # the one that it replaces has released its share. None without a disk.
     num_shares: int | None = None
 
     @property
     def is_fixed(self) -> bool:
-        """Whether their number does not follow the load."""
+        """Whether the number of replicas does not follow the load."""
         return self.least == self.most
 
     @property
     def version(self) -> str:
-        """Return what is equal for plans whose replicas are alike: the cluster keeps those."""
+        """Digest that is equal for plans with equal replicas, which the cluster then keeps."""
         alike = (self.model, self.front, sorted(self.options.items()), self.num_shares)
         return blake2b(repr(alike).encode(), digest_size=8).hexdigest()
 
 
 def num_cpus() -> int:
-    """CPUs that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) -> ReplicaPlan:
-    """Return the plan that the flags of a front ask for; its address is known when it listens.
+    """Return the plan for the flags of a front, whose address is still "".
 
-    The CPUs of this machine are shared out unless they are named, and are the replicas' threads.
+    Without ``replica_cpus`` or ``threads``, this machine's CPUs are divided among the replicas. A
+    replica has as many threads as CPUs unless ``threads`` is given.
     """
     least, most = front.bounds
     threads, num_ranks = options.get("threads"), options.get("tp", 1)
@@ -84,20 +85,20 @@ class Cluster(Protocol):
     """Starts the replicas of a plan. Calls block; all raise `LauncherError`."""
 
     def open(self, plan: ReplicaPlan) -> None:
-        """Get ready to start replicas, or refuse a plan that would wait for ever."""
+        """Prepare to start replicas, or refuse a plan for which resources are missing."""
 
     def deploy(self, plan: ReplicaPlan) -> None:
-        """Ask for the replicas of a plan, in place of an earlier one's."""
+        """Request the replicas of a plan, in place of an earlier plan's."""
 
     def failure(self) -> str | None:
-        """Return in one line why replicas cannot be started; None if all is well."""
+        """Return in one line why replicas cannot be started, or None."""
 
     def close(self) -> None:
-        """End the replicas."""
+        """Stop the replicas."""
 
 
 class PlannedReplicas:
-    """Keeps as many replicas as a plan says. A `Launcher`; belongs to one event loop."""
+    """The `Launcher` that keeps a plan's number of replicas. Belongs to one event loop."""
 
     def __init__(self, plan: ReplicaPlan, cluster: Cluster) -> None:
         self.plan = plan
@@ -106,7 +107,7 @@ class PlannedReplicas:
         self._is_closed = False
 
     async def start(self, address: str) -> None:
-        """Ask for replicas that dial ``address``. Raises `LauncherError`."""
+        """Request replicas that connect to ``address``. Raises `LauncherError`."""
         await asyncio.to_thread(self._cluster.open, self.plan)
         _take_signals_back()
         self.plan = replace(self.plan, front=address)
@@ -117,9 +118,9 @@ class PlannedReplicas:
             raise
 
     async def change(self, least: int, most: int) -> None:
-        """Ask the cluster for between ``least`` and ``most`` replicas.
+        """Request between ``least`` and ``most`` replicas from the cluster.
 
-        Raises `InvalidRequest` for more replicas than a disk has shares for, and `LauncherError`.
+        Raises `InvalidRequest` if the disk has too few shares for ``most``, and `LauncherError`.
         """
         async with self._changing:
             if self._is_closed:
@@ -135,22 +136,22 @@ class PlannedReplicas:
             self.plan = plan
 
     async def failure(self) -> str | None:
-        """Return why replicas cannot be started, or that nothing starts them; None if neither."""
+        """Return why replicas cannot be started, or None."""
         return await asyncio.to_thread(self._cluster.failure)
 
     async def close(self) -> None:
-        """End the replicas, once no change of them is under way."""
+        """Stop the replicas after a change in progress."""
         self._is_closed = True
-        async with self._changing:  # the last change: later ones are refused
+        async with self._changing:  # later changes are refused
             await asyncio.to_thread(self._cluster.close)
 
 
 def _take_signals_back() -> None:
-    """Set the handlers of the signals that end a server once more.
+    """Set Python's handlers of SIGTERM and SIGINT again.
 
-    Ray sets its own in C when it starts, behind Python's back: they would abort the process.
+    Ray installs its own in C when it starts, unknown to Python; they would abort the process.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
-            if (handler := signal.getsignal(number)) is not None:  # of Python
+            if (handler := signal.getsignal(number)) is not None:  # installed by Python
                 signal.signal(number, handler)

@@ -1,6 +1,6 @@
-"""Replicas on Ray Serve, which starts, watches and scales them.
+"""Replicas on Ray Serve, which starts, monitors and scales them.
 
-No request passes through Ray: a replica dials in to the front as any other does. The only file that
+No request passes through Ray: a replica connects to the front like any other. Only this file
 imports Ray.
 """
 
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 APP, DEPLOYMENT = "foretoken", "Replica"
-HEALTH_SECONDS = 2.0  # between checks of a replica
-STOP_SECONDS = 30.0  # for a replica to hand over its streams and to write out its tiers
-STATS_SECONDS = 0.5  # between reports of loads
-REACH_SECONDS = 5.0  # for a connection to Ray's head
-OBJECT_STORE = 2**27  # bytes; nothing of ours goes through it
+HEALTH_SECONDS = 2.0  # interval between checks of a replica
+STOP_SECONDS = 30.0  # time for a replica to hand over its streams and write its tiers
+STATS_SECONDS = 0.5  # interval between reports of loads
+REACH_SECONDS = 5.0  # timeout of a connection to Ray's head
+OBJECT_STORE = 2**27  # bytes; foretoken does not use it
 NO_RAY_WILL_RESTART = "Ray is gone: replicas and front go on, and nothing will be restarted"
 
 
 class RayError(LauncherError):
-    """Ray cannot start, or has not what the replicas need."""
+    """Ray cannot start or has too few resources for the replicas."""
 
 
 class Replica:
-    """A replica's process, as Ray Serve knows it: an engine that has dialled in to the front."""
+    """Ray Serve's deployment: a replica's process, with an engine that serves the front."""
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
         self, model: str | None, front: str, options: Mapping[str, Any], num_shares: int | None
@@ -70,7 +70,7 @@ class Replica:
             dial,
             address=front,
             num_shares=num_shares,
-            wait_seconds=STOP_SECONDS,  # another replica may be about to end
+            wait_seconds=STOP_SECONDS,  # a stopping replica may still hold a share
         )
         await self._host.start()
         self._max_running = self._host.engine.limits.max_running
@@ -78,7 +78,7 @@ class Replica:
         await self._join()
 
     async def _join(self) -> None:
-        """Wait for the front: only then has the replica started. Raises `RefusedError`."""
+        """Wait until the front accepts the replica. Raises `RefusedError`."""
         joined = asyncio.create_task(self._host.joined.wait())
         await asyncio.wait((joined, self._serving), return_when=asyncio.FIRST_COMPLETED)
         joined.cancel()
@@ -86,30 +86,30 @@ class Replica:
             self._serving.result()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load by which Ray scales."""
+        """Return the load for Ray's autoscaling."""
         load = replica_load(self._host.load, self._max_running)
         return {"usage": load.usage, "waiting": load.waiting}
 
     async def check_health(self) -> None:
         """Raise if the engine has ended, so that Ray starts another replica."""
         if self._serving.done():
-            self._serving.result()  # a front has dropped it
+            self._serving.result()  # raises if a front has refused the replica
         if self._serving.done() or not self._host.engine.alive:
             raise RayError("the engine has ended")
 
     async def __del__(self) -> None:
-        """Hand over the streams and end; Ray Serve awaits it when it stops a replica."""
+        """Hand over the streams and stop; Ray Serve awaits this when it stops a replica."""
         await self._host.close(drain_seconds=STOP_SECONDS / 2)
 
 
 class Scaling:
-    """Ray's policy: how many replicas there should be, by their own loads."""
+    """Ray's autoscaling policy: the number of replicas by their loads."""
 
     def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
         self._quiet_seconds = quiet_seconds
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """Return how many, and what the next call needs to know."""
+        """Return the number of replicas and the policy's state for the next call."""
         metrics = context.aggregated_metrics or {}
         usages, waiting = metrics.get("usage") or {}, metrics.get("waiting") or {}
         wanted = want(
@@ -125,9 +125,10 @@ class Scaling:
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
-    """Return the application of a Serve config: ``model``, ``front`` and engine ``options``.
+    """Return the application for the arguments of a Serve config.
 
-    ``most``: number of replicas that share a disk, if options ask for one.
+    ``args``: ``model``, ``front``, engine ``options``, and ``most``, the number of replicas that
+    share a disk if the options have one.
     """
     options, most = args.get("options") or {}, args.get("most")
     deployment = serve.deployment(name=DEPLOYMENT)(Replica)
@@ -141,7 +142,7 @@ def application(plan: ReplicaPlan) -> serve.Application:
         "ray_actor_options": {"num_cpus": plan.cpus, "num_gpus": plan.gpus},
         "health_check_period_s": HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": STOP_SECONDS,
-        "max_constructor_retry_count": 1,  # a start fails with its first replica
+        "max_constructor_retry_count": 1,  # a start fails when its first replica fails
     }
     if plan.is_fixed:
         options["num_replicas"] = plan.least
@@ -159,16 +160,16 @@ def application(plan: ReplicaPlan) -> serve.Application:
             ),
         )
     deployment = serve.deployment(**options)(Replica)
-    # Without a version of ours every change, even of their number, would replace all replicas.
+    # Without an explicit version every change, even of the number, would replace all replicas.
     deployment = deployment.options(version=plan.version, _internal=True)
     return deployment.bind(plan.model, plan.front, dict(plan.options), plan.num_shares)
 
 
 class RayCluster:
-    """Ray Serve: the `Cluster` of a front.
+    """The `Cluster` of a front on Ray Serve.
 
-    ``owns_ray``: a Ray is started, which ends with `close`; else that of ``RAY_ADDRESS`` is joined,
-    which loses our application alone.
+    ``owns_ray``: start a Ray and end it with `close`; else join the Ray at ``RAY_ADDRESS``, from
+    which `close` only deletes the application.
     """
 
     def __init__(self, *, owns_ray: bool) -> None:
@@ -178,7 +179,7 @@ class RayCluster:
         self._has_serve = False
 
     def open(self, plan: ReplicaPlan) -> None:
-        """Start Ray, or join it. Raises `RayError`, also if it has too little for the plan."""
+        """Start or join Ray. Raises `RayError`, also if it has too few resources for the plan."""
         try:
             ray.init(**self._ray_options(plan))
             self._head = ray.get_runtime_context().gcs_address
@@ -194,13 +195,13 @@ class RayCluster:
             raise RayError(f"Ray cannot start: {_first_line(error)}") from error
 
     def _ray_options(self, plan: ReplicaPlan) -> dict[str, Any]:
-        """Arguments of `ray.init`; makes the folder of a Ray that we start."""
+        """Return the arguments of `ray.init`, and make the folder of an own Ray."""
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         if self._owns_ray:
             self._folder = Path(tempfile.mkdtemp(prefix="foretoken-ray-"))
             options |= {
                 "include_dashboard": False,
-                # It only counts them: a replica may come before the one that it replaces has ended.
+                # Ray only counts CPUs. A replica may start before the one that it replaces ends.
                 "num_cpus": num_cpus() + ceil(plan.cpus),
                 "object_store_memory": OBJECT_STORE,
                 "_node_ip_address": "127.0.0.1",
@@ -214,7 +215,7 @@ class RayCluster:
         return options
 
     def _require_room(self, plan: ReplicaPlan) -> None:
-        """Refuse a plan that would wait for ever. Raises `RayError`."""
+        """Raise `RayError` if Ray has too few resources for the plan, which would wait forever."""
         there = ray.cluster_resources()
         if self._owns_ray:
             there["CPU"] = num_cpus()
@@ -227,7 +228,7 @@ class RayCluster:
                 )
 
     def deploy(self, plan: ReplicaPlan) -> None:
-        """Deploy the application of a plan; returns when Ray has taken note. Raises `RayError`."""
+        """Deploy the application of a plan; returns when Ray has accepted it. Raises `RayError`."""
         if not _is_reachable(self._head):
             raise RayError(NO_RAY_WILL_RESTART)
         try:
@@ -240,7 +241,7 @@ class RayCluster:
             raise RayError(f"Ray refuses the replicas: {_first_line(error)}") from error
 
     def failure(self) -> str | None:
-        """Return why Ray cannot start the replicas, or that it is gone."""
+        """Return why Ray cannot start the replicas, also if Ray is gone, or None."""
         status = None
         if _is_reachable(self._head):
             with suppress(Exception):
@@ -254,7 +255,7 @@ class RayCluster:
         return _last_line(message) or status.status.value
 
     def close(self) -> None:
-        """Delete the application, if Ray's head is there to do it, and end the Ray that we own."""
+        """Delete the application if Ray's head is reachable, and stop an own Ray."""
         if self._has_serve and _is_reachable(self._head):
             try:
                 serve.delete(APP, _blocking=True)
@@ -267,7 +268,7 @@ class RayCluster:
 
 
 def _is_reachable(address: str) -> bool:
-    """Whether something listens at HOST:PORT; True for another kind of address."""
+    """Whether a process listens at HOST:PORT; True for other kinds of address."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         return True

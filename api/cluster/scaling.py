@@ -1,8 +1,8 @@
-"""Scaling: how many replicas there should be, by how full they are. No clock: time is passed in.
+"""Scaling: the number of replicas by their usage. No clock: callers pass the time.
 
-A replica is added when the present ones are fuller than `FULL` on average, or cannot admit all
-requests; one is removed only when the others would then stay below `CALM`. The room between the two
-is why a load that stays the same never adds and removes by turns.
+A replica is added when mean usage exceeds `FULL`, or when requests wait; one is removed only if the
+others would then stay below `CALM`. Because of the gap between the two limits, a constant load
+never adds and removes replicas alternately.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import NamedTuple
 
 from .wire.messages import Load
 
-FULL = 0.7  # mean usage up to which replicas are filled
-CALM = 0.6  # mean usage below which the rest must stay when one is removed
+FULL = 0.7  # mean usage above which a replica is added
+CALM = 0.6  # mean usage below which the others must stay when a replica is removed
 
 
 class ReplicaLoad(NamedTuple):
     """A replica's load, now or as a mean over the last seconds."""
 
-    usage: float  # share of its room that requests take, 0 to 1
+    usage: float  # used share of its capacity, 0 to 1
     waiting: float  # requests that it cannot admit yet
 
 
 class Wanted(NamedTuple):
-    """The number of replicas that there should be, and what the next call needs to know."""
+    """The wanted number of replicas, and the state for the next call."""
 
     replicas: int
-    calm_since: float | None  # since when one replica fewer would have been enough
+    calm_since: float | None  # time from which one replica fewer would have been enough
 
 
 def replica_load(load: Load, max_running: int) -> ReplicaLoad:
     """Return the load of a replica that runs at most ``max_running`` requests at once.
 
-    Its room is its KV pool and its seats; the fuller of the two is what ends first.
+    Usage is the greater of the used shares of KV pool and ``max_running``.
     """
     return ReplicaLoad(max(load.kv_usage, load.running / max_running), load.waiting)
 
@@ -49,13 +49,13 @@ def want(
     calm_since: float | None,
     quiet_seconds: float,
 ) -> Wanted:
-    """Return how many replicas there should be, from ``least`` to ``most``.
+    """Return the wanted number of replicas, from ``least`` to ``most``.
 
-    ``loads``: of the replicas that serve. ``current``: how many there should be so far, those that
-    start included. ``calm_since``: what the last call returned, None at first. At once as many are
-    added as the usage asks for, and one more than serve while requests wait; one at a time is
-    removed, when nothing else was wanted for ``quiet_seconds``. Raises ValueError unless ``least``
-    is at least 1 and not above ``most``.
+    ``loads``: loads of the serving replicas. ``current``: wanted number so far, starting replicas
+    included. ``calm_since``: the value that the last call returned, None at first. All replicas
+    that the usage requires are added at once, and one more than serve if requests wait. One replica
+    at a time is removed, after ``quiet_seconds`` in which one fewer was enough. Raises ValueError
+    unless ``least`` is at least 1 and not above ``most``.
     """
     if not 1 <= least <= most:
         raise ValueError(f"replicas from {least} to {most}: at least 1, and no fewer at most")
@@ -73,11 +73,11 @@ def want(
 
 def _num_needed(loads: Sequence[ReplicaLoad], current: int) -> int:
     needed = ceil(round(sum(each.usage for each in loads) / FULL, 9))  # 2.1 / 0.7 is 3
-    if sum(each.waiting for each in loads) >= 1:  # below 1, as a mean, requests wait now and then
+    if sum(each.waiting for each in loads) >= 1:  # with a mean below 1 requests wait only at times
         needed = max(needed, min(len(loads), current) + 1)
     return needed
 
 
 def _is_calm(loads: Sequence[ReplicaLoad], current: int) -> bool:
-    """Whether one replica fewer would be enough. Not while one of them does not serve yet."""
+    """Whether one replica fewer would be enough; False while a replica does not serve yet."""
     return len(loads) >= current and sum(each.usage for each in loads) < CALM * (current - 1)

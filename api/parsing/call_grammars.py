@@ -1,6 +1,4 @@
-"""Grammars for tool calls, one per format; each accepts only text that the format's parser
-reads.
-"""
+"""Grammars for tool calls, one per format; each accepts only text that its parser reads."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ if TYPE_CHECKING:
     from ..types.results import Tool
 
 MAX_CALLS = 32
-"""The most calls that a grammar allows in one answer.
+"""Greatest number of calls that a grammar allows in one answer.
 
-A small model that is forced to call, and may not write text after a call, otherwise goes on calling
+Otherwise a small model that is forced to call, and may not write text after a call, goes on calling
 until the context is full.
 """
 
-# Returns the rule after the first mark, for calls of these tools: one, or several if True.
+# (grammar, tools, parallel): returns the rule after the first mark, for one call or several.
 Block = Callable[[Lark, "Sequence[Tool]", bool], str]
 
 
@@ -41,7 +39,7 @@ class Marked:
 
     mark: str
     block: Block
-    repeats: bool = True  # each call is a block of its own, separated by ``between``
+    repeats: bool = True  # each call has its own block; ``between`` separates them
     between: str = ""
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
@@ -75,8 +73,9 @@ class Bare:
 
 
 def several(one: str, between: str = "", *, parallel: bool) -> str:
-    """Return the rule for one call or, if ``parallel``, up to `MAX_CALLS` separated by
-    ``between``.
+    """Return the rule for one call or, if ``parallel``, up to `MAX_CALLS` with ``between`` between.
+
+    ``one``: the rule for one call.
     """
     if not parallel:
         return one

@@ -1,4 +1,4 @@
-"""The formats of tool calls by name; each has a file in `formats/`."""
+"""The formats of tool calls by name; their files are in `formats/`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..types.results import Tool
 
 Reader: TypeAlias = Callable[[Source], Reading[None]]
-# in the order of search: a format whose clues include another's comes first
+# Sorted for the search: a format whose clues include another's comes first.
 FAMILIES: dict[str, Family] = {
     "harmony": HARMONY_FAMILY,
     "gemma4": GEMMA4_FAMILY,
@@ -64,7 +64,7 @@ FAMILIES: dict[str, Family] = {
 def reader_of(name: str, tools: Sequence[Tool], *, has_form: bool = False) -> Reader:
     """Return a reader of a family's answers.
 
-    With ``has_form`` the answer has a JSON format of its own, so JSON without marks is content.
+    ``has_form``: the answer itself has a JSON format, so that JSON without marks is content.
     """
     family, offers = FAMILIES[name], Offers(tools)
     beginnings = family.beginnings if has_form else _with_plain(name)
@@ -73,7 +73,7 @@ def reader_of(name: str, tools: Sequence[Tool], *, has_form: bool = False) -> Re
 
 @cache
 def _with_plain(name: str) -> list[Beginning]:
-    """Return a format's own beginnings, and the ones that models often write instead."""
+    """Return a format's own beginnings, and others that models often write instead."""
     own = FAMILIES[name].beginnings
     hermes = Beginning(
         mark=HERMES_BEGIN, read=read_block, ends=(HERMES_END,), where=Where.LINE,

@@ -1,4 +1,4 @@
-"""Grammars for answers as Lark text in llguidance's flavour; blocks of keyword arguments."""
+"""Grammars for answers as Lark text in llguidance's dialect, and rules for tools' arguments."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ..types.sampling_params import SamplingParams
 
 LOOSE_FORM = {**JSON_FORM, "coerce_one_of": True, "lenient": True}
-LINE_BREAKS = r"/\n{0,2}/"  # bounded: a model can not loop on them
+LINE_BREAKS = r"/\n{0,2}/"  # bounded, so that a model cannot repeat them forever
 _WRITTEN = {"/": r"\/", "\n": r"\n", "\\\n": r"\n", r"\d": "[0-9]", r"\D": "[^0-9]"}
 _REGEX_PART = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 class Lark:
-    """Rules under way. ``vocab``: marks that are tokens of it are asked for as tokens."""
+    """The rules of a grammar. ``vocab``: token ids of marks; such marks are matched as tokens."""
 
     def __init__(self, vocab: Mapping[str, int]) -> None:
         self._vocab = vocab
@@ -39,7 +39,7 @@ class Lark:
         self._num_chars = 0
 
     def rule(self, name: str, body: str, *, options: str = "") -> str:
-        """Define it, again in the same words if need be; its name."""
+        """Define a rule and return its name; an earlier rule of that name is replaced."""
         if name not in self._rules:
             self._num_chars += len(body)
         self._rules[name] = f"{name}{options}: {body}"
@@ -50,17 +50,17 @@ class Lark:
         return "\n".join([f"start: {start}", *self._rules.values(), ""])
 
     def mark(self, mark: str) -> str:
-        """One mark: its token, or the tokens that spell it."""
+        """Return the expression for one mark: its token, or its text."""
         token_id = self._vocab.get(mark)
         return lark_text(mark) if token_id is None else f"<[{token_id}]>"
 
     def up_to(
         self, mark: str, name: str, *, through: Set[int] = frozenset(), marks: Sequence[str] = ()
     ) -> str:
-        """Whatever text, and the mark where it comes first.
+        """Return a rule for any text up to and including the first mark.
 
-        ``through``: special tokens that may be in it, too; no others are text. ``marks``: others
-        that it must not hold, where marks are tokens.
+        ``through``: special tokens that the text may contain; it contains no others. ``marks``:
+        other marks that the text must not contain, if marks are tokens.
         """
         token_id = self._vocab.get(mark)
         if token_id is not None:
@@ -71,30 +71,34 @@ class Lark:
         return self.rule(name, f"/(?s:.*){_quoted(mark)}/", options="[lazy]")
 
     def lazily(self, mark: str, name: str) -> str:
-        """One mark, even where other text may begin with its characters."""
+        """Return a rule for one mark that matches even if other text may begin like the mark."""
         return self.rule(name, self.mark(mark), options="" if mark in self._vocab else "[lazy]")
 
     def breaks(self) -> str:
-        """Return the line breaks behind a thought."""
+        """Return the rule for the line breaks after a thought."""
         return self.rule("BREAKS", LINE_BREAKS)
 
     def without(self, mark: str, name: str) -> str:
-        """Whatever text does not hold the mark, not even spelt by other tokens."""
+        """Return a rule for text without the mark, not even spelt by other tokens."""
         return self.without_any((mark,), name)
 
     def without_any(self, marks: Iterable[str], name: str) -> str:
-        """Whatever text holds none of the marks."""
+        """Return a rule for text without any of the marks."""
         return self._all_but(name, f"(?s:.*)({'|'.join(map(_quoted, marks))})(?s:.*)")
 
     def not_beginning(self, marks: Iterable[str], name: str) -> str:
-        """Whatever text does not begin with one of these, white space aside."""
+        """Return a rule for text that does not begin with a mark, leading white space ignored."""
         return self._all_but(name, rf"\s*({'|'.join(map(_quoted, marks))})(?s:.*)")
 
     def _all_but(self, name: str, pattern: str) -> str:
         return self.rule(f"{name.upper()}_TEXT", f"/(?s:.*)/ & ~/{pattern}/")
 
     def each(self, tools: Sequence[Tool], written: Callable[[Tool], str]) -> str:
-        """Any of these; a rule for each, so that references inside a schema stay what they were."""
+        """Return a rule for any of the tools.
+
+        Each tool has its own rule, so that references inside its schema stay valid. Raises
+        `InvalidRequest` for a grammar that is too long.
+        """
         rules = []
         for index, tool in enumerate(tools):
             rules.append(self.rule(f"tool_{index}", written(tool)))
@@ -103,7 +107,7 @@ class Lark:
         return self.rule("tool", " | ".join(rules))
 
     def structured_output(self, params: SamplingParams) -> str | None:
-        """Return the structured output that ``params`` ask for, as a rule."""
+        """Return a rule for the structured output of ``params``, or None without one."""
         if params.json_schema is not None:
             return self.rule("form", json_rule(params.json_schema))
         if params.regex is not None:
@@ -117,10 +121,10 @@ class Lark:
 
 
 def arguments(tool: Tool) -> str:
-    """Return a tool's arguments; of a schema that need not be strict, what is not known is left
-    out.
+    """Return the rule for a tool's arguments as JSON.
 
-    A tool without parameters takes none.
+    If the tool is not strict, unknown keywords of its schema are ignored. A tool without parameters
+    takes no arguments.
     """
     if not tool.parameters:
         return '"{}"'
@@ -128,15 +132,15 @@ def arguments(tool: Tool) -> str:
 
 
 def takes_any(tool: Tool) -> bool:
-    """Whether a tool may have arguments that its schema does not name."""
+    """Whether a tool accepts arguments that its schema does not name."""
     schema = tool.parameters or {"additionalProperties": False}
     return schema.get("additionalProperties") is not False
 
 
 def value(schema: Mapping[str, Any], *, strict: bool, of: str = "") -> str:
-    """JSON of a schema, without free white space. Raises `InvalidRequest`.
+    """Return a rule for JSON of a schema. Raises `InvalidRequest`.
 
-    ``of``: the tool and the argument that it belongs to, for errors.
+    ``of``: the tool and argument that the schema belongs to, for errors.
     """
     check_size("tools", schema)
     form = JSON_FORM if strict else LOOSE_FORM
@@ -155,7 +159,7 @@ def _quoted(text: str) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """The same for between slashes, on one line; digits are those of ASCII."""
+    """Return a pattern escaped for use between slashes on one line; ``\\d`` means ASCII digits."""
 
     def written(found: re.Match[str]) -> str:
         return _WRITTEN.get(found[0], found[0])
@@ -163,21 +167,22 @@ def _regex(pattern: str) -> str:
     return _REGEX_PART.sub(written, pattern)
 
 
-# What says more of an object than which properties it has, and can not be followed here.
 _TOO_LONG = f"the parameters are too long: their grammar has over {MAX_GRAMMAR_CHARS} characters"
+# Keywords about an object as a whole, which a format with separate arguments cannot enforce.
 _ABOUT_WHOLE = (
     "anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "propertyNames",
     "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
 )  # fmt: skip
 _ABOUT_TEXT = ("pattern", "format", "minLength", "maxLength")
-MAX_PROPERTIES = 4096  # of one tool; the text of more is too long in any case
+MAX_PROPERTIES = 4096  # per tool; a grammar of more would be too long in any case
 _KEY = re.compile(r"\w+", re.ASCII)
 
 
 def listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str, *, comma: str = ", ") -> str:
-    """All members in order, those that are not required perhaps, with commas between them.
+    """Return a rule for members in order, separated by commas; optional ones may be left out.
 
-    Two chains of rules: ``first`` where nothing was written yet, ``rest`` behind something.
+    ``members``: (rule, is required). The rule consists of two chains: ``first`` applies before the
+    first written member, ``rest`` after it.
     """
     first = rest = lark.rule(f"{name}_end", '""')
     for index in reversed(range(len(members))):
@@ -190,7 +195,7 @@ def listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str, *, comma:
 
 
 def not_strict(tool: Tool, part: str) -> InvalidRequest:
-    """Return the error for a strict tool whose schema this model's format cannot follow in full."""
+    """Return the error for a strict tool whose schema has a ``part`` that cannot be enforced."""
     message = f"tools: {tool.name} cannot be strict: the model's format does not enforce {part}"
     return InvalidRequest(message, param="tools")
 
@@ -201,7 +206,10 @@ def _check_text(tool: Tool, schema: Mapping[str, Any]) -> None:
 
 
 def properties_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
-    """Schemas of the arguments, each that refers to something with what is defined."""
+    """Return the schemas of a tool's arguments by name.
+
+    A schema with references has the definitions of the whole schema. Raises `InvalidRequest`.
+    """
     schema = tool.parameters or {}
     if tool.strict and (found := [key for key in _ABOUT_WHOLE if key in schema]):
         raise not_strict(tool, f"{found[0]} at the top of its schema")
@@ -221,7 +229,7 @@ def properties_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
 
 
 def _refers(schema: Mapping[str, Any]) -> bool:
-    """Whether there is a reference in it."""
+    """Whether a schema contains a reference."""
     left: list[object] = [schema]
     while left:
         each = left.pop()
@@ -235,5 +243,5 @@ def _refers(schema: Mapping[str, Any]) -> bool:
 
 
 def required_of(tool: Tool) -> Sequence[str]:
-    """Names of the arguments that must be there."""
+    """Return the names of a tool's required arguments."""
     return required_names(tool.parameters)

@@ -1,4 +1,4 @@
-"""Syntax: how one model writes thoughts and calls, and what reads and forces that."""
+"""Syntax: a model's format of thoughts and calls, with its parsers and grammars."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """The marks of one model; made once, when the model is loaded."""
+    """The format of one model's answers, chosen once when the model is loaded."""
 
     tool_parser: str  # one of `FAMILIES`, or "none"
     thinking: Thinking | None
@@ -71,28 +71,28 @@ class Syntax:
         if reasoning_parser == "auto":
             reasoning_parser = _reasoning_parser(template, vocab)
         if tool_parser in FAMILIES and FAMILIES[tool_parser].reads_thoughts:
-            reasoning_parser = "none"  # its own reader does
+            reasoning_parser = "none"  # the family's reader separates thoughts
         return cls(tool_parser, THINKING.get(reasoning_parser), template, vocab, special_ids)
 
     @property
     def has_tools(self) -> bool:
-        """Whether the model has a way to call tools; without one, calls can not be asked for."""
+        """Whether the model has a known format for tool calls."""
         return self.tool_parser != "none"
 
     @property
     def thought_marks(self) -> Thinking | None:
-        """The text around a thought, also where the reader of calls reads thoughts, too."""
+        """The marks around a thought, also if the reader of calls separates thoughts."""
         return HARMONY_THINK if self._reads_thoughts else self.thinking
 
     def parser(
         self, *, tools: Sequence[Tool] = (), prompt_tail: str = "", has_form: bool = False
     ) -> OutputParser:
-        """Return a fresh reader of one answer.
+        """Return a new parser of one answer.
 
-        ``tools``: those that may be called, none of them when the choice is "none".
-        ``prompt_tail``: the end of the rendered prompt with its special tokens (about 64
-        characters), which may have opened the thinking. ``has_form``: the content has a form that
-        was asked for, so that JSON without marks is content.
+        ``tools``: tools that may be called, empty if the choice is "none". ``prompt_tail``: the end
+        of the rendered prompt with its special tokens (about 64 characters), which may have opened
+        a thought. ``has_form``: the request has structured output, so that JSON without marks is
+        content.
         """
         parser: OutputParser = PlainParser()
         if self._reads_thoughts or (tools and self.has_tools):
@@ -105,9 +105,9 @@ class Syntax:
         return thinking_parser(self.thinking, self.thinking.state(prompt_tail), parser)
 
     def shown_ids(self, *, tools: bool) -> frozenset[int]:
-        """Special tokens that are marks, which the text must show to be read.
+        """Return the special tokens that are marks, which the text must contain for the parser.
 
-        ``tools``: whether any may be called.
+        ``tools``: whether any tool may be called.
         """
         are_read = (tools and self.has_tools) or self._reads_thoughts
         marks = FAMILIES[self.tool_parser].marks if are_read else ()
@@ -125,11 +125,11 @@ class Syntax:
     ) -> str | None:
         """Return a grammar (Lark text in llguidance's flavour) for the whole answer.
 
-        It covers reasoning, tool calls, and the structured output that ``params`` ask for. None:
-        ``params`` are enough as they are. Otherwise the grammar replaces their json_schema, regex,
-        grammar and choice: ``replace(params, grammar=text, json_schema=None, regex=None,
-        choice=None)``. Raises `InvalidRequest` as `check_tools` does; schemas are checked when it
-        is compiled.
+        It covers reasoning, tool calls, and the structured output of ``params``. None: ``params``
+        need no change. Otherwise the grammar replaces their json_schema, regex, grammar and choice:
+        ``replace(params, grammar=text, json_schema=None, regex=None, choice=None)``. Raises
+        `InvalidRequest` for invalid tools or an invalid choice; schemas are checked when the
+        grammar is compiled.
         """
         lark = Lark(self.vocab)
         structured = body = lark.structured_output(params)
@@ -145,7 +145,7 @@ class Syntax:
             return None
         if self.thinking is None or state is ThinkingState.CLOSED:
             return lark.text(body)
-        special = self.shown_ids(tools=True)  # marks of tools inside a thought are thought
+        special = self.shown_ids(tools=True)  # marks of calls inside a thought are part of it
         return lark.text(_with_thought(lark, self.thinking, body, state, special))
 
     @property
@@ -158,7 +158,10 @@ class Syntax:
     def _answer(
         self, lark: Lark, structured: str | None, tools: Sequence[Tool], choice: ToolChoice
     ) -> str | None:
-        """Return the rule for what comes behind the thought; None for whatever the model likes."""
+        """Return the rule for the text after the thought, or None for free text.
+
+        Raises `InvalidRequest` if the model has no known format for calls.
+        """
         if not self.has_tools:
             raise InvalidRequest(
                 "tools are not supported: the model's chat template has no known format for "
@@ -186,7 +189,10 @@ def _may_be_called(tool: Tool, choice: ToolChoice) -> bool:
 def _with_thought(
     lark: Lark, marks: Thinking, body: str, state: ThinkingState, special: frozenset[int]
 ) -> str:
-    """Return the thought comes first, if there is one."""
+    """Return a rule for an answer after a thought, which is optional unless it is open already.
+
+    ``special``: special tokens that the thought may contain.
+    """
     answer = lark.rule("answer", body)
     thought = lark.up_to(marks.end, "thought", through=special)
     behind = lark.rule("behind", f"{thought} {lark.breaks()} {answer}")
@@ -199,7 +205,7 @@ def _with_thought(
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
-    """Raise `InvalidRequest` naming ``tools`` or ``tool_choice`` for what can not be."""
+    """Raise `InvalidRequest`, which names the parameter, for invalid tools or an invalid choice."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(
             f"tools must have at most {MAX_TOOLS} entries, not {len(tools)}", param="tools"

@@ -1,8 +1,8 @@
 """The parts of a model's text, the parser protocol, and the buffer that readers read from.
 
-A reader is a generator: it yields what it found, and None where it needs more text. What it does
-depends on the characters alone, never on where the pieces were cut. It goes through the text once;
-what was read is let go, unless `Source.keep` asks for it.
+A reader is a generator: it yields events, and None when it needs more text. Its result depends only
+on the characters, never on the division into pieces. It reads the text once; text that was read is
+discarded, unless `Source.keep` was called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec import Struct
 
 
 class Reasoning(Struct, frozen=True):
-    """Text between the marks of thinking, without them."""
+    """Text of a thought, without the marks around it."""
 
     text: str
 
@@ -29,7 +29,7 @@ class Content(Struct, frozen=True):
 
 
 class CallBegin(Struct, frozen=True):
-    """A call of a tool begins. Calls do not overlap: what follows belongs to it until its end."""
+    """A tool call begins. Calls do not overlap: arguments belong to it until its end."""
 
     name: str
 
@@ -50,27 +50,26 @@ Event = Reasoning | Content | CallBegin | CallArguments | CallEnd
 class OutputParser(Protocol):
     """Reads one answer as it grows.
 
-    What `feed` and `end` return adds up to the same parts however the text is cut into pieces.
-    Text that turns out to be no call after all is given as words; nothing is lost.
+    The events of `feed` and `end` together are the same for any division of the text into pieces.
+    Text that begins like a call but is no call becomes content; no text is lost.
     """
 
     def feed(self, text: str) -> Sequence[Event]:
-        """Add text; returns events that are certain now. The possible start of a mark waits."""
+        """Add text and return the events that are certain; a possible start of a mark waits."""
 
     def end(self, *, is_cut: bool = False) -> Sequence[Event]:
         """Return the last events: no text follows.
 
-        ``is_cut``: a limit or a stop string ended the text, not the model. A closing mark that the
-        model left out is forgiven, one that was cut off is not: a call that is cut short has no
-        `CallEnd`.
+        ``is_cut``: a limit or a stop string ended the text, not the model. A call whose closing
+        mark the model left out is complete; a call that was cut off has no `CallEnd`.
         """
 
 
 class PlainParser:
-    """Everything is words."""
+    """A parser for which all text is content."""
 
     def feed(self, text: str) -> Sequence[Event]:
-        """Return the text."""
+        """Return the text as content."""
         return [Content(text)] if text else []
 
     def end(self, *, is_cut: bool = False) -> Sequence[Event]:
@@ -84,24 +83,24 @@ Reading: TypeAlias = Generator[Event | None, None, T]
 _WHITE = re.compile(r"\s+")
 
 
-class Malformed(Exception):  # noqa: N818 - models make them, it is no error of ours
-    """The text that was being read is no call."""
+class Malformed(Exception):  # noqa: N818 - the model made it, not the program
+    """The text is no call."""
 
 
 class Cut(Exception):  # noqa: N818
-    """The text ended in the middle of what was being read."""
+    """The text ended inside a call or a value."""
 
 
 class Ended(Cut):
-    """Only closing marks are missing: the text ended between two parts of what was being read."""
+    """The text ended between two parts of a call or value, so only closing marks are missing."""
 
 
 class Source:
-    """Text that has arrived and was not read yet."""
+    """The buffer of text that has arrived and was not read yet."""
 
     def __init__(self) -> None:
         self.is_ended = False
-        self.is_cut = False  # ended, and not by the model
+        self.is_cut = False  # ended by a limit or a stop string
         self._text = ""
         self._pos = 0
         self._kept: list[str] = []
@@ -115,7 +114,7 @@ class Source:
     # -- looking back ---------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Remember what is read from here on; what was remembered before is let go."""
+        """Remember text that is read from now on, and forget what was remembered before."""
         self._kept, self._is_keeping = [], True
 
     def let_go(self) -> str:
@@ -130,7 +129,7 @@ class Source:
         return len(self._text) - self._pos
 
     def take(self, count: int) -> str:
-        """Return the next characters, at most ``count`` of those that are there."""
+        """Take and return the next characters, at most ``count`` of the available ones."""
         piece = self._text[self._pos : self._pos + count]
         self._pos += len(piece)
         if self._is_keeping:
@@ -138,26 +137,26 @@ class Source:
         return piece
 
     def take_all(self) -> str:
-        """All that is there."""
+        """Take and return all available text."""
         return self.take(self._num_left)
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """Take the characters that match a pattern from here on; perhaps none."""
+        """Take and return the available characters that match a pattern; perhaps ""."""
         found = pattern.match(self._text, self._pos)
         return self.take(found.end() - self._pos) if found else ""
 
     def want(self, count: int) -> Reading[None]:
-        """Wait until so many characters are there, or the text has ended."""
+        """Wait until ``count`` characters are available, or the text has ended."""
         while self._num_left < count and not self.is_ended:
             yield None
 
     def peek(self) -> Reading[str]:
-        """Yield the next character, which stays; "" at the end of the text."""
+        """Return the next character without taking it; "" at the end of the text."""
         yield from self.want(1)
         return self._text[self._pos : self._pos + 1]
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Yield a whole run of characters; ``pattern`` matches any part of one."""
+        """Take and return a whole run of characters; ``pattern`` matches any part of one."""
         pieces = []
         while True:
             pieces.append(self.match(pattern))
@@ -166,38 +165,38 @@ class Source:
             yield None
 
     def white(self) -> Reading[str]:
-        """White space, if any."""
+        """Take and return white space, if any."""
         return (yield from self.run(_WHITE))
 
     def ahead(self, literal: str, at: int = 0) -> Reading[bool]:
-        """Whether the text goes on like this ``at`` characters from here; nothing is taken."""
+        """Whether ``literal`` is ``at`` characters from here; nothing is taken."""
         while not self.is_ended and self._begins(literal, at):
             yield None
         return self._text.startswith(literal, self._pos + at)
 
     def _begins(self, literal: str, at: int = 0) -> bool:
-        """Whether what is left from ``at`` on is a beginning of ``literal``, and not all of it."""
+        """Whether the available text from ``at`` is an incomplete beginning of ``literal``."""
         left = max(self._num_left - at, 0)
         return left < len(literal) and self._text.startswith(literal[:left], self._pos + at)
 
     def which(self, literals: Iterable[str], at: int = 0) -> Reading[str]:
-        """Return which of these is ``at`` characters from here; "" for none. Nothing is taken."""
+        """Return the literal that is ``at`` characters from here, or ""; nothing is taken."""
         for literal in literals:
             if (yield from self.ahead(literal, at)):
                 return literal
         return ""
 
     def char(self, at: int) -> Reading[str]:
-        """Return the character ``at`` characters from here, "" behind the end; nothing is taken."""
+        """Return the character ``at`` characters from here, or "" after the end; take nothing."""
         yield from self.want(at + 1)
         return self._text[self._pos + at : self._pos + at + 1]
 
     def text(self, start: int, stop: int) -> str:
-        """Return the text between two places that were looked at; nothing is taken."""
+        """Return the available text from ``start`` to ``stop``, counted from here; take nothing."""
         return self._text[self._pos + start : self._pos + stop]
 
     def behind(self, pattern: re.Pattern[str], at: int) -> Reading[int]:
-        """Return where a run of characters that begins at ``at`` ends; nothing is taken.
+        """Return the end of a run of characters that begins at ``at``; nothing is taken.
 
         ``pattern`` matches any part of the run.
         """
@@ -209,25 +208,25 @@ class Source:
             yield None
 
     def behind_white(self, at: int = 0) -> Reading[int]:
-        """Return where white space that may begin at ``at`` ends; nothing is taken."""
+        """Return the end of white space that may begin at ``at``; nothing is taken."""
         return (yield from self.behind(_WHITE, at))
 
     def literal(self, literal: str) -> Reading[bool]:
-        """Take exactly this, if the text goes on so."""
+        """Take ``literal`` if it comes next; return whether it did."""
         is_there = yield from self.ahead(literal)
         if is_there:
             self.take(len(literal))
         return is_there
 
     def expect(self, literal: str) -> Reading[None]:
-        """Take exactly this. Raises `Malformed`, or `Cut` if the end of the text is in it."""
+        """Take ``literal``. Raises `Malformed`, or `Cut` if the text ends inside it."""
         if not (yield from self.literal(literal)):
             raise Cut if self._begins(literal) else Malformed
 
     def close(self, *marks: str) -> Reading[bool]:
-        """Take white space and one of these marks, also one that the end of the text cuts off.
+        """Take white space and one of ``marks``, also one that the end of the text cuts off.
 
-        Returns False, and takes nothing, where something else comes.
+        Returns False, and takes nothing, if other text comes.
         """
         at = yield from self.behind_white()
         mark = yield from self.which(marks, at)
@@ -236,17 +235,17 @@ class Source:
         return bool(mark) or is_cut_off
 
     def comma(self) -> Reading[None]:
-        """Take the comma between two members, if there is one or more, and white space around."""
+        """Take any commas between two members, and white space around them."""
         yield from self.white()
         while (yield from self.literal(",")):
             yield from self.white()
 
     def until(self, mark: str, wrap: Callable[[str], Event]) -> Reading[bool]:
-        """Give the text before a mark, which stays; False if the text ends without one."""
+        """Yield the text before a mark, which is not taken; return False if there is no mark."""
         return bool((yield from self.until_any((mark,), wrap)))
 
     def until_any(self, marks: tuple[str, ...], wrap: Callable[[str], Event]) -> Reading[str]:
-        """Give the text before the first of these marks, which stays; "" if there is none."""
+        """Yield the text before the first mark, which is not taken; return the mark or ""."""
         pattern = _any_of(marks)
         while True:
             found = pattern.search(self._text, self._pos)
@@ -259,7 +258,7 @@ class Source:
             yield None
 
     def _num_held(self, mark: str) -> int:
-        """Characters at the end that may be the beginning of the mark."""
+        """Return how many characters at the end may be the beginning of the mark."""
         at = max(self._pos, len(self._text) - len(mark) + 1)
         while (at := self._text.find(mark[0], at)) >= 0:
             if mark.startswith(self._text[at:]):
@@ -268,7 +267,7 @@ class Source:
         return 0
 
     def rest(self, wrap: Callable[[str], Event]) -> Reading[None]:
-        """Give all that follows."""
+        """Yield all text up to the end."""
         while True:
             if piece := self.take_all():
                 yield wrap(piece)
@@ -283,7 +282,7 @@ def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def collected(reading: Reading[object]) -> Reading[str]:
-    """Yield the text of the events, together, instead of the events."""
+    """Return the joined text of the events instead of yielding them."""
     pieces = []
     for event in reading:
         if event is None:
@@ -302,7 +301,7 @@ class ReaderParser:
         self._reading = reader(self._source)
 
     def feed(self, text: str) -> Sequence[Event]:
-        """Add text; returns events that are certain now."""
+        """Add text and return the events that are certain."""
         if not text:
             return []
         self._source.add(text)
@@ -323,7 +322,7 @@ class ReaderParser:
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The same with neighbours of one kind put together."""
+    """Return the events with neighbouring texts of one kind joined."""
     together: list[Event] = []
     for kind, group in groupby(events, type):
         if kind in (Content, Reasoning, CallArguments):

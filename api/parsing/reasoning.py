@@ -1,4 +1,4 @@
-"""Telling what a model thinks from what it says."""
+"""Separation of a model's reasoning from its content."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .output_parser import Event, OutputParser, ReaderParser, Reading, Reasoning
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The marks around a thought. Line breaks right behind a mark belong to it.
+    """The marks around a thought. Line breaks directly after a mark belong to it.
 
-    ``label``: what stands behind the first mark besides, as text.
+    ``label``: text that always follows the first mark.
     """
 
     begin: str
@@ -22,7 +22,7 @@ class Thinking:
     label: str = ""
 
     def state(self, prompt_tail: str) -> ThinkingState:
-        """State in which the prompt leaves the model: thinking, done with it, or free to begin."""
+        """Return the state after a prompt: a thought is open, is closed, or may begin."""
         tail = prompt_tail.rstrip()
         if tail.endswith(self.begin + self.label):
             return ThinkingState.OPEN
@@ -30,7 +30,7 @@ class Thinking:
 
 
 class ThinkingState(Enum):
-    """Whether an answer begins in a thought, may open one, or comes behind one."""
+    """Whether an answer begins inside a thought, may open one, or follows one."""
 
     OPEN = auto()
     FREE = auto()
@@ -46,7 +46,7 @@ SEED_THINK = Thinking("<seed:think>", "</seed:think>")
 
 
 def thinking_parser(marks: Thinking, state: ThinkingState, inner: OutputParser) -> OutputParser:
-    """Thoughts are told apart here, what is not thought by ``inner``."""
+    """Return a parser that separates thoughts and gives other text to ``inner``."""
     if state is ThinkingState.CLOSED:
         return inner
     is_open = state is ThinkingState.OPEN

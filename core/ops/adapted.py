@@ -1,4 +1,4 @@
-"""Operations that add what the adapters of a pass change: `Ops.linear` alone differs."""
+"""Operations of a pass with adapters: only `Ops.linear` differs from the backend's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .base import Ops
 from .lora import AdaptedRows
 from .weights import PackedLinear
 
-# Adds to outputs [T, out_features] of a linear what adapters change, of its inputs [T, in_features]
+# (outputs [T, out_features], inputs [T, in_features], linear): adds the updates to the outputs.
 AddUpdates: TypeAlias = Callable[[Tensor, Tensor, PackedLinear], None]
 
 
 def adapted_ops(ops: Ops, adapted: Sequence[AdaptedRows], device: torch.device) -> Ops:
-    """Operations for one pass, whose linears add the updates of adapters to their rows."""
+    """Return ``ops`` for one pass: their linears add each adapter's update to its rows."""
     if not adapted:
         return ops
     parts = [(each.weights.parts, torch.from_numpy(each.rows).to(device)) for each in adapted]
@@ -31,12 +31,12 @@ def adapted_ops(ops: Ops, adapted: Sequence[AdaptedRows], device: torch.device) 
 
 
 def adding_ops(ops: Ops, add: AddUpdates) -> Ops:
-    """Operations whose linears end with ``add``."""
+    """Return ``ops`` with an ``add`` that is called after every linear."""
     return cast("Ops", _AddingOps(ops, add))
 
 
 class _AddingOps:
-    """All operations of the backend but `linear`, which is another one."""
+    """A backend's operations with a `linear` of its own."""
 
     def __init__(self, ops: Ops, add: AddUpdates) -> None:
         self._ops, self._add = ops, add
@@ -45,7 +45,7 @@ class _AddingOps:
         return getattr(self._ops, name)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        """``[T, in_features] -> [T, out_features]``, with the updates of all adapters."""
+        """Compute ``[T, in_features] -> [T, out_features]`` with the updates of all adapters."""
         out = self._ops.linear(x, weight)
         self._add(out, x, weight)
         return out

@@ -1,4 +1,4 @@
-"""The backend of the operations: chosen once, at start."""
+"""Choice of the backend that computes, made once at start."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ def choose_ops(
     quantize: Quantize = "none",
     kv_dtype: KvDtype = "auto",
 ) -> Ops:
-    """The backend for a device, a dtype, shapes of heads and what keys and values are kept as.
+    """Return the backend for a device, an activation dtype, head layouts and a KV dtype.
 
-    ``auto`` takes the kernels of the device, native or Triton's, where they can be had, else
-    torch; a log line says why. Raises `ModelLoadError` when the device is not there, or kernels
-    are asked for by name, by ``quantize`` or by a KV dtype that only they
-    compute, and cannot be had.
+    ``auto`` takes the device's kernels (native on a CPU, Triton on a GPU) if they are available,
+    else torch, and logs why. Raises `ModelLoadError` if the device is missing, or if kernels are
+    unavailable that were requested by name, by ``quantize`` or by a KV dtype that torch lacks.
     """
     device = choose_device(device)
     found: Ops | str = "--backend torch was given"
@@ -54,14 +53,14 @@ def choose_ops(
 
 
 def _refuse_torch(backend: Backend, quantize: Quantize, kv_dtype: KvDtype, why: str) -> None:
-    """Raise ModelLoadError where torch cannot replace kernels that are not available."""
+    """Raise ModelLoadError if torch cannot replace the unavailable kernels."""
     if backend in ("native", "triton"):
         raise ModelLoadError(f"backend {backend} is not available: {why}")
     if quantize != "none":
         others = " or triton" if quantize == "int8" else ""
         raise ModelLoadError(f"quantize {quantize} needs the native backend{others}: {why}")
     is_native = KV_CODECS[kv_dtype].native_code is not None
-    if not is_native and backend == "auto":  # torch would take longer than without it
+    if not is_native and backend == "auto":  # torch would compute such KV slower than plain KV
         raise ModelLoadError(f"kv_cache_dtype {kv_dtype} needs a GPU and the triton backend: {why}")
 
 
@@ -73,7 +72,7 @@ def _triton_ops(
     quantize: Quantize,
     kv_dtype: KvDtype,
 ) -> Ops | str:
-    """The Triton kernels, or why they do not suit. Triton is imported only if they do."""
+    """Return the Triton backend, or why it is unsuitable. Imports Triton only if it is needed."""
     from .triton.availability import launch_problem, unsuited
 
     if quantize == "int4":
@@ -95,7 +94,7 @@ def _native_ops(
     quantize: Quantize,
     kv_dtype: KvDtype,
 ) -> Ops | str:
-    """The native kernels, or why they do not suit."""
+    """Return the native backend, or why it is unsuitable."""
     from .native import native_library
     from .native.native_ops import NativeOps
     from .native.products import bfloat16_products

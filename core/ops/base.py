@@ -1,7 +1,7 @@
-"""Ops: the operations of a decoder step, behind which the backends stand.
+"""Ops: the operations of a decoder step, which each backend implements.
 
-The torch backend is the oracle: another backend is right when it agrees with it. Every operation
-keeps a row's bits independent of the rows beside it unless the backend was made with
+The torch backend is the reference: another backend is right if it agrees with torch. In every
+operation a row's bits are independent of the other rows, unless the backend was made with
 ``exact="off"``.
 """
 
@@ -50,31 +50,31 @@ Exactness: TypeAlias = Literal["spec", "batch", "off"]
 
 
 class ForwardPlan(Protocol):
-    """A backend's preparations for one forward pass, which its layers share.
+    """A backend's preparations for one forward pass, shared by all layers.
 
-    It has no methods: only the backend that made it reads it. Each operation that takes a plan
-    asserts that it is of its own backend's class.
+    A plan has no methods: only the backend that made it reads it. Each operation that takes a plan
+    asserts that the plan is of its own backend's class.
     """
 
 
 class Rope(Protocol):
-    """cos and sin by position, float32. Backends gather rows of it, or read the table itself."""
+    """Float32 cos and sin by position. Backends gather rows or read the whole table."""
 
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``.
+        """Return cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all below ``stop``.
 
         Positions ``[3, T]`` are in time, height and width: each frequency follows one of them.
         """
 
     def table(self, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[stop or more, head_dim / 2]`` of all positions from 0 up."""
+        """Return cos and sin ``[stop or more, head_dim / 2]`` of all positions from 0."""
 
 
 class LayersOutput(NamedTuple):
     """Outputs of a decoder's layers, valid until its next pass.
 
-    A backend that copies the rows to its device itself says where ``logit_rows`` are there. One
-    that also computes the output layer fills in ``logits``; if it sampled every row, ``tokens``.
+    A backend that copies the rows' indices to its device sets ``logit_rows``. A backend that also
+    computes the output layer sets ``logits``, and ``tokens`` if it sampled every row.
     """
 
     hidden: Tensor  # [T, hidden]: the final norm's output
@@ -82,23 +82,25 @@ class LayersOutput(NamedTuple):
     logits: Tensor | None = None  # [num_logits, vocab] float32
     tokens: PendingTokens | None = None
     taps: Tensor | None = None  # [T, num_taps * hidden]
-    best: PendingBest | None = None  # for ``tokens``, where several or of a part are wanted
+    best: PendingBest | None = None  # for ``tokens``: several for each logit, or of a `DraftVocab`
 
 
 class RowPasses(Protocol):
-    """Passes of one decoder over one pool, choice of tokens included, each in one call."""
+    """Passes of one decoder over one pool: one call computes a pass and chooses its tokens."""
 
     def best(
         self, segments: Sequence[Segment], rows: Sequence[DraftedRow], num_best: int
     ) -> list[Best]:
-        """Compute segments of one row each; the best tokens behind each, as `Sampler.best`.
+        """Compute segments of one row each, and return the best next tokens of each row.
+
+        `Sampler.best` defines the result.
 
         Raises ValueError for a position without a page.
         """
 
 
 class CompiledForward(Protocol):
-    """All layers of one decoder in one call, to the same bits as one operation after another."""
+    """All layers of one decoder in one call, with the same bits as its single operations."""
 
     def __call__(
         self,
@@ -107,15 +109,19 @@ class CompiledForward(Protocol):
         wanted: Wanted,
         adapted: Sequence[AdaptedRows] = (),
     ) -> LayersOutput:
-        """Compute token ids ``[T]``; writes KV to the pool. A plan for each of its parts.
+        """Compute token ids ``[T]`` and write their KV to the pool.
 
-        ``adapted``: rows that adapters change. Calls `Wanted.tell_started`.
+        ``plans``: one for each part of the pool. ``adapted``: rows that adapters change. Calls
+        `Wanted.tell_started`.
         """
 
     def row_passes(
         self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]
     ) -> RowPasses | None:
-        """Passes over a pool, with heads and tables of each part; None: the backend has none."""
+        """Return passes over a pool, or None if the backend has none.
+
+        ``parts``: head layout and RoPE tables of each part of the pool.
+        """
 
     def warm_up(
         self,
@@ -124,21 +130,22 @@ class CompiledForward(Protocol):
         ropes: tuple[Rope, ...],
         wanted: Wanted = NOTHING_MORE,
     ) -> None:
-        """Do what the first passes over a pool would else wait for; writes none of it.
+        """Do the work that the first passes over a pool would wait for; the pool is not written.
 
-        ``wanted``: what those passes will want; of vectors and tokens to choose only that they are.
+        ``wanted``: outputs that those passes will request. Only whether it has vectors and draws
+        counts, not their values.
         """
 
 
 class Ops(Protocol):
-    """The operations of a decoder step. Rows are tokens; ``T`` counts them.
+    """The operations of a decoder step. Rows are tokens; ``T`` is their number.
 
-    ``min_rows``: the fewest rows that a batch for these operations may have. ``tile_rows``: rows
-    that share each load of a weight; one more than a multiple begins another tile.
-    ``batch_device``: where a batch's tensors are made; None: on the device of the weights.
-    ``sampler``: chooses tokens from this backend's logits. ``stored_kinds``: of quantised weights
-    that `pack_linear` takes as they are. ``has_own_threads``: whether the operations run on threads
-    of the backend's own, which sleep while they wait; torch's threads would spin beside them.
+    ``min_rows``: least number of rows of a batch. ``tile_rows``: rows of a tile, for which each
+    weight is loaded once. ``batch_device``: device on which a batch's tensors are made; None: the
+    device of the weights. ``sampler``: chooses tokens from this backend's logits.
+    ``stored_kinds``: kinds of quantised weights that `pack_linear` takes without conversion.
+    ``has_own_threads``: whether the backend has its own threads, which sleep while they wait;
+    torch's threads would spin beside them.
     """
 
     min_rows: int
@@ -149,65 +156,65 @@ class Ops(Protocol):
     has_own_threads: bool
 
     def unsuited(self, heads: HeadLayout) -> str:
-        """Name what these operations cannot compute of such heads; empty if there is nothing."""
+        """Return why these heads cannot be computed, or "" if they can."""
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Versions and variants of its kernels: results of other ones may have other bits.
+        """Versions and variants of the kernels. Other ones may give results with other bits.
 
-        Torch and the machine are not among them: see `machine_identity`.
+        Torch and the machine are not included: `machine_identity` has them.
         """
 
     def set_threads(self, count: int) -> None:
-        """Set the threads for operations called by this thread, itself included."""
+        """Set the number of threads, calling thread included, for operations of this thread."""
 
     def compile_forward(self, weights: DecoderWeights) -> CompiledForward | None:
-        """The decoder of these weights in one call, where the backend has that."""
+        """Return a forward pass over these weights in one call, or None if the backend has none."""
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, plain: bool = False
     ) -> PackedLinear:
         """Lay out a weight ``[out_features, in_features]`` for `linear`.
 
-        ``plain``: not quantised, even where these operations quantise.
+        ``plain``: leave it unquantised even if this backend quantises.
         """
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        """``[T, in_features] -> [T, out_features]``; T is at least `min_rows`."""
+        """Compute ``[T, in_features] -> [T, out_features]``; T is at least `min_rows`."""
 
     def pack_lora(self, update: LoraUpdate, dtype: torch.dtype) -> PackedLora:
-        """Lay out an adapter's update of a linear for `add_lora`; ``dtype``: of activations."""
+        """Lay out an adapter's update for `add_lora`; ``dtype`` is the activations'."""
 
     def add_lora(self, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
         """Add an update of some rows of ``x`` [T, in_features] to ``out`` [T, out_features].
 
-        ``rows`` [n] int64, rising. A row's bits depend on that row alone.
+        ``rows`` [n] int64, ascending. A row's bits depend on that row alone.
         """
 
     def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
-        """Make an embedding of a weight of `stored_kinds` that `pack_linear` has packed.
+        """Return an embedding table over a weight of `stored_kinds` that `pack_linear` packed.
 
-        Its rows are rounded to ``dtype``, and once more behind the product with ``factor``.
+        Rows are rounded to ``dtype``, multiplied by ``factor`` and rounded again.
         """
 
     def embedding(self, token_ids: Tensor, table: Table) -> Tensor:
-        """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
+        """Look up token ids ``[T] -> [T, hidden]`` in a table ``[vocab, hidden]``."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """The norm of rows ``[T, hidden]``."""
+        """Return the norm of rows ``[T, hidden]``."""
 
     def add_norm(
         self, x: Tensor, residual: Tensor, norm: Norm | None, factor: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """The norm of ``(x + residual) * factor``, and that itself; without a norm, it twice.
+        """Return the norm of ``(x + residual) * factor``, and that product.
 
-        The sum is rounded before it is multiplied.
+        Without a ``norm`` both are the product. The sum is rounded before the multiplication.
         """
 
     def plan(
         self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope
     ) -> ForwardPlan:
-        """Prepare a forward pass; ``ropes`` are the tables that `Tables` name."""
+        """Prepare a forward pass; `Tables` index ``ropes``."""
 
     def rope_write(
         self,
@@ -217,12 +224,12 @@ class Ops(Protocol):
         norm: HeadNorm | None,
         tables: Tables = FIRST_TABLE,
     ) -> Tensor:
-        """Norm and rotate queries and keys, write keys and values to the pool.
+        """Norm and rotate queries and keys, and write keys and values to the pool.
 
-        ``[T, (num_heads + 2 * num_kv_heads) * head_dim]`` to queries ``[T, num_heads * head_dim]``
-        as the backend's own `attention` takes them, scaled. May overwrite ``qkv``. Of queries
-        alone, ``[T, num_heads * head_dim]``, nothing is written. Of heads with a `HeadLayout.rank`
-        rows have no values, and there is no ``norm``.
+        ``[T, (num_heads + 2 * num_kv_heads) * head_dim]`` to scaled queries
+        ``[T, num_heads * head_dim]`` for the backend's own `attention`. May overwrite ``qkv``. If
+        ``qkv`` is queries alone, ``[T, num_heads * head_dim]``, nothing is written. With a
+        `HeadLayout.rank` rows have no values, and there is no ``norm``.
         """
 
     def attention(
@@ -236,39 +243,39 @@ class Ops(Protocol):
         sinks: Tensor | None = None,
         is_mutual: bool = False,
     ) -> Tensor:
-        """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape.
+        """Attend causally over the pages, ``[T, num_heads * head_dim]`` to the same shape.
 
-        Of heads with a `HeadLayout.rank` to ``[T, num_heads * rank]``.
+        With a `HeadLayout.rank` the result is ``[T, num_heads * rank]``.
 
         With a ``window`` a row sees itself and the ``window - 1`` positions before it. With a
         ``cap`` scores become ``cap * tanh(scores / cap)`` (Gemma 2, arXiv 2408.00118). ``sinks``
-        [num_heads] float32: the score of a key without a value that each row sees besides
-        (gpt-oss, arXiv 2508.10925). ``is_mutual``: rows see up to `RaggedBatch.reaches` where the
+        [num_heads] float32: score of one more key, without a value, that each row sees (gpt-oss,
+        arXiv 2508.10925). ``is_mutual``: a row sees positions up to `RaggedBatch.reaches` if the
         batch has them, with a window, too.
         """
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
+        """Return ``x * sigmoid(gate)``, all ``[T, width]``, computed in float32, rounded once."""
 
     def recur(
         self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
     ) -> Tensor:
-        """A recurrent layer over the states and logs of the plan's pass, which it moves on.
+        """Compute a recurrent layer and advance the states and logs of the plan's pass.
 
         ``mixed`` [T, q | k | v | z] in the activations' dtype and ``gates`` [T, rows of
-        ``weights.gates``] float32, to ``[T, num_value_heads * value_dim]`` as ``weights.out`` takes
-        it. A row's bits depend on its position and on the rows before it alone.
+        ``weights.gates``] float32 to ``[T, num_value_heads * value_dim]``, the input of
+        ``weights.out``. A row's bits depend only on its position and on earlier rows.
         """
 
     def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
-        """A gated short convolution over the states and logs of the plan's pass, which it moves on.
+        """Compute a gated short convolution and advance the states and logs of the plan's pass.
 
-        ``mixed`` [T, b | c | x] to ``[T, channels]`` as ``weights.out`` takes it, computed in
-        float32 and rounded once. A row's bits depend on the rows before it alone.
+        ``mixed`` [T, b | c | x] to ``[T, channels]``, the input of ``weights.out``, computed in
+        float32 and rounded once. A row's bits depend only on the row and on earlier rows.
         """
 
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
-        """``[T, 2 * width] -> [T, width]`` where it is gated, else ``[T, width]`` to the same."""
+        """Compute ``[T, 2 * width] -> [T, width]`` if gated, else ``[T, width]`` to the same."""
 
     def experts(
         self,
@@ -277,33 +284,36 @@ class Ops(Protocol):
         plan: ForwardPlan | None = None,
         routed_by: Tensor | None = None,
     ) -> Tensor:
-        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape.
+        """Return the sum of the outputs of each row's experts, ``[T, hidden]``.
 
-        ``plan``: of the pass whose rows these are; those that it lacks may choose no expert.
-        ``routed_by``: what the router reads where that is not ``x``, [T, hidden].
+        ``plan``: the pass that has these rows; rows beyond the plan's may be left without experts.
+        ``routed_by`` [T, hidden]: input of the router if it is not ``x``.
         """
 
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
-        """``[R, hidden] -> [R, vocab]`` float32, capped as scores are; R is at least `min_rows`."""
+        """Compute float32 logits ``[R, hidden] -> [R, vocab]``; R is at least `min_rows`.
+
+        With a ``cap`` they become ``cap * tanh(logits / cap)``.
+        """
 
 
 @runtime_checkable
 class RoughOps(Protocol):
-    """Operations with weights of 4 bits for drafts, whose sums need no fixed order."""
+    """Operations with 4-bit weights for drafts; the order of their sums is not fixed."""
 
     def rough_copy(self, weight: PackedLinear, dtype: torch.dtype) -> PackedLinear:
-        """The same weight in 4 bits, for activations of ``dtype``; the bias is shared.
+        """Return the weight in 4 bits, for activations of ``dtype``; the bias is shared.
 
         Raises ValueError for weights of fewer than 8 bits.
         """
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)`` in float32, rounded once, by torch."""
-    # F.sigmoid rounds the tail of a vector otherwise than its body; exp and divide do not.
+    """Return ``x * sigmoid(gate)``, computed by torch in float32 and rounded once."""
+    # F.sigmoid rounds the tail of a vector unlike its body; exp and divide do not.
     return (x.float() / torch.exp(-gate.float()).add_(1.0)).to(x.dtype)
 
 
 def capped(scores: Tensor, cap: float | None) -> Tensor:
-    """``cap * tanh(scores / cap)``, in place."""
+    """Return ``cap * tanh(scores / cap)``, computed in place; without a cap, the scores."""
     return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)

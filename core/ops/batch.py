@@ -1,6 +1,6 @@
-"""The ragged batch: what one forward pass computes, as index tensors shared by all layers.
+"""The ragged batch: rows of one forward pass, as index tensors shared by all layers.
 
-`Wanted` is what a caller requests of a pass besides KV and logits, `ForwardOutput` what it gets.
+`Wanted` lists the outputs that a caller requests besides KV and logits; `ForwardOutput` has them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Taps: TypeAlias = tuple[int, ...]
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
-    """One request's rows of a batch: compute KV of ``token_ids`` at positions ``start``, ...
+    """One request's rows of a batch: ``token_ids`` at positions ``start``, ``start + 1``, ...
 
-    Each row attends to every position up to its own; the KV of positions before ``start`` is in
-    the pages already. ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)``.
-    Logits are wanted for the last ``num_logits`` rows.
+    Each row attends to every position up to its own; the KV of positions before ``start`` is
+    already in the pages. ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)``.
+    Logits are computed for the last ``num_logits`` rows.
 
-    ``tail``: slots of the last ``len(tail)`` positions before `stop`, those of all rows at least,
-    where they are not in the pages; the pages hold the positions before these, one at least.
+    ``tail``: slots of the last ``len(tail)`` positions before `stop`, if these are not in the
+    pages. A tail has at least all rows of the segment, and the pages at least one position.
     """
 
     token_ids: Sequence[int]  # lent, read only; slices of array('q') are the fastest
@@ -46,7 +46,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     page_ids: array[int]  # lent, read only
     num_logits: int
     tail: Sequence[int] = ()  # lent, read only
-    extras: RowExtras | None = None  # what plain rows do not have
+    extras: RowExtras | None = None  # states, adapters and positions that plain rows lack
 
     @property
     def stop(self) -> int:
@@ -56,46 +56,46 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceTokens:
-    """Tokens of a batch that the device alone knows: a pass before this one is choosing them.
+    """Tokens of a batch that only the device knows: an earlier pass is still choosing them.
 
-    The host has a 0 in their place. ``words`` are what a `DeviceSampler` left of that pass: its
-    backend reads them. A place of which no token came gives an id of the vocabulary all the same:
-    the outcome of such a row is void.
+    The host has a 0 in their place. ``words`` is the output of a `DeviceSampler` for that pass,
+    which only its backend reads. A word without a token still yields an id of the vocabulary; the
+    outcome of such a row is void.
     """
 
     words: Tensor  # [num_words], on the device
-    sources: NDArray[np.int32]  # [num_rows] the word of each row; -1: the host knows the token
+    sources: NDArray[np.int32]  # [num_rows] index of each row's word; -1: the host has the token
     vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingPlan:
-    """Tokens that a batch's logits will decide, for a backend that can choose within the pass.
+    """Tokens that a batch's logits decide, for a backend that can choose them within the pass.
 
-    Each of ``rows`` has a run of logits: the first decides the row's token, each of the others the
-    one behind a token more of a draft. Draft ids are not needed: without edits the logits alone
-    decide, and edited rows are not chosen along with the pass. ``draft_vocab``: the tokens that the
-    logits are of, unless they are the whole vocabulary; the same in all passes of a decoder.
+    Each of ``rows`` has a run of logits: the first decides the row's token, each further one the
+    token after one more draft token. Draft ids are not needed: without edits the logits alone
+    decide, and tokens of edited rows are not chosen within the pass. ``draft_vocab``: tokens that
+    the logits are of, if not the whole vocabulary; the same in all passes of a decoder.
     """
 
     rows: Sequence[DraftedRow]
-    counts: Sequence[int]  # [len(rows)] logits of each; together all of the batch's
-    num_best: int = 1  # tokens that each logit is to give: with more than one also their scores
+    counts: Sequence[int]  # [len(rows)] rows of logits of each; the sum is the batch's num_logits
+    num_best: int = 1  # tokens to choose from each row of logits; above 1 also their scores
     draft_vocab: DraftVocab | None = None
 
 
 class Wanted(NamedTuple):
-    """Outputs that a caller wants of a pass besides KV, hidden states and logits.
+    """Outputs that a caller requests of a pass besides KV, hidden states and logits.
 
-    ``draws``: the tokens that the logits will decide. A `DeviceSampler`'s backend may choose them
-    along with the pass; other backends do not look at them. ``taps``: boundaries of the residual
-    stream, each at most once: 0 is the embedding, ``b`` lies behind ``b`` layers, and the number of
-    layers before the final norm. ``on_kernels_started`` is called just before the kernels begin, or
-    as soon as the device has them all.
-    ``inputs`` [rows of the batch, hidden]: where a token id is below 0, the row begins with its
-    vector in place of an embedding; other vectors are not read. ``layer_vectors``
-    [n, rows, hidden]: vectors added to the same rows after each of the first n layers, on a CPU.
-    ``hidden_alone``: no logits are wanted.
+    ``draws``: tokens that the logits decide. A `DeviceSampler`'s backend may choose them within
+    the pass; other backends ignore them. ``taps``: boundaries of the residual stream, each at most
+    once: 0 is the embedding, ``b`` is after ``b`` layers; the number of layers is before the final
+    norm. ``on_kernels_started`` is called just before the kernels begin, or as soon as all of them
+    are queued on the device.
+    ``inputs`` [rows of the batch, hidden]: a row whose token id is below 0 begins with its vector
+    in place of an embedding; other vectors are not read. ``layer_vectors`` [n, rows, hidden]:
+    vectors added to the same rows after each of the first n layers, on a CPU. ``hidden_alone``:
+    no logits are computed.
     """
 
     draws: SamplingPlan | None = None
@@ -119,28 +119,28 @@ class ForwardOutput(NamedTuple):
 
     hidden: Tensor  # [num_rows, hidden]: the final norm's output
     logits: Tensor  # [num_logits, vocab] float32
-    tokens: PendingTokens | None = None  # all of `Wanted.draws`, where the pass chose them
+    tokens: PendingTokens | None = None  # `Wanted.draws`, if the pass chose them
     taps: Tensor | None = None  # [num_rows, num_taps * hidden] at `Wanted.taps`, in that order
-    best: PendingBest | None = None  # for ``tokens``, where several or of a part were wanted
+    best: PendingBest | None = None  # for ``tokens``: several for each logit, or of a `DraftVocab`
 
 
 @dataclass(frozen=True, eq=False)
 class RaggedBatch:
     """Segments laid out row after row, then copies of the last row up to ``min_rows``.
 
-    Host arrays describe the segments, tensors the rows. Nothing changes once it is made.
+    Host arrays describe the segments, tensors the rows. A batch never changes.
 
-    A row attends to as many places of its segment's pages and tail as ``starts`` says. RoPE turns
-    it by ``positions``: the same, but where a segment leaves out what its rows do not see; then
-    ``turned_until`` is the first position behind all rows. Where a segment has ``turns`` they are
-    [3, num_rows]. Where a segment has ``reaches`` they are those of all rows, for the layers that
-    heed them.
+    A row attends to the places of its segment's pages and tail up to its own, counted from
+    ``starts``. RoPE turns it by ``positions``: the same number, unless KV of the segment was packed
+    away; then ``turned_until`` is the first position after all rows. If a segment has ``turns``,
+    positions are [3, num_rows]. If a segment has ``reaches``, the batch has them for all rows;
+    only some layers read them.
     """
 
     token_ids: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int64
     slots: Tensor  # [num_rows] int64: page_id * page_size + offset in the page
-    logit_rows: Tensor  # [num_logits], or none; fewer than min_rows are filled up likewise
+    logit_rows: Tensor  # [num_logits] rows with logits; the last is repeated up to min_rows
     num_logits: int
     page_size: int
     starts: IntArray  # [num_segments] position of the first row
@@ -150,13 +150,13 @@ class RaggedBatch:
     pages: IntArray  # [sum of page_counts], segment after segment
     tail_lens: IntArray  # [num_segments]
     tails: IntArray  # [sum of tail_lens] slots, segment after segment
-    # for a `DeviceSampler`'s backend; others have every token here
+    # Only a `DeviceSampler`'s backend has them; for others the host knows every token.
     device_tokens: DeviceTokens | None = None
     turned_until: int = 0
-    states: BatchStates | None = None  # of models with recurrent layers
-    # each adapter once, with its rows [n], rising; the copies of a row are with it
+    states: BatchStates | None = None  # for models with recurrent layers
+    # Each adapter once, with its rows [n], ascending; copies of a row are included.
     adapters: tuple[tuple[Adapter, IntArray], ...] = ()
-    reaches: IntArray | None = None  # [rows without the copies] first place that each does not see
+    reaches: IntArray | None = None  # [rows without the copies] first place that a row does not see
 
     @property
     def num_rows(self) -> int:
@@ -170,27 +170,27 @@ class RaggedBatch:
 
     @cached_property
     def turn_stop(self) -> int:
-        """First position behind those that RoPE turns."""
+        """First position after all that RoPE turns."""
         return max(self.turned_until, int(self.stops.max()))
 
     @cached_property
     def tail_from(self) -> IntArray:
-        """First position of each segment that its pages do not hold, [num_segments]."""
+        """First position of each segment that is not in its pages, [num_segments]."""
         return self.stops - self.tail_lens
 
     @cached_property
     def first_tails(self) -> IntArray:
-        """Index in ``tails`` of each segment's first one, [num_segments]."""
+        """Index in ``tails`` of each segment's first slot, [num_segments]."""
         return self.tail_lens.cumsum() - self.tail_lens
 
     @cached_property
     def first_pages(self) -> IntArray:
-        """Index in ``pages`` of each segment's first one, [num_segments]."""
+        """Index in ``pages`` of each segment's first page, [num_segments]."""
         return self.page_counts.cumsum() - self.page_counts
 
     @cached_property
     def page_table(self) -> IntArray:
-        """``[num_segments, max_pages]``; unused entries repeat the first page."""
+        """Page ids ``[num_segments, max_pages]``; unused entries repeat the first page."""
         counts, width = self.page_counts, int(self.page_counts.max())
         if len(self.pages) == width * len(counts):
             return self.pages.reshape(-1, width)
@@ -209,9 +209,9 @@ def build_batch(
 ) -> RaggedBatch:
     """Lay out segments as one batch of at least ``min_rows`` rows, the backend's `Ops.min_rows`.
 
-    ``device_tokens``: tokens that the device puts in the place of the host's, on `DeviceSampler`
-    backends. Raises ValueError for rows without a page or a token, and for states that segments
-    share or lack.
+    ``device_tokens``: tokens that the device puts in place of the host's, on backends with a
+    `DeviceSampler`. Raises ValueError for rows without a page or a token, and for states that
+    segments share or lack.
     """
     starts, lens, wanted = _shape(segments)
     tail_lens, tails = _tails(segments, starts, lens)
@@ -220,8 +220,8 @@ def build_batch(
     ends = lens.cumsum()
     first_rows = ends - lens
     num_rows = int(ends[-1])
-    row_pages = page_counts.cumsum() - page_counts  # where a row's pages begin
-    if num_rows == len(segments):  # plain decoding: a row each
+    row_pages = page_counts.cumsum() - page_counts  # start of each row's pages
+    if num_rows == len(segments):  # plain decoding has one row a segment
         positions = starts
         logit_rows = np.arange(num_rows) if wanted.all() else np.flatnonzero(wanted)
     else:
@@ -231,7 +231,7 @@ def build_batch(
         logit_rows = np.flatnonzero(indices >= (ends - wanted)[rows])
         row_pages = row_pages[rows]
     pages_before, in_page = np.divmod(positions, page_size)
-    if len(tails):  # whose rows have no page
+    if len(tails):  # rows in a tail have no page
         pages_before = np.minimum(pages_before, np.repeat(page_counts - 1, lens))
     slots = pages[row_pages + pages_before] * page_size + in_page
     if len(tails):
@@ -271,10 +271,10 @@ def build_batch(
 
 
 def pass_states(batch: RaggedBatch, pool: StatePool | None) -> StatePool | None:
-    """The pool of a pass's states, checked against its segments; None where there are none.
+    """Return ``pool`` after checking it against the batch's states; None if there are none.
 
-    Raises ValueError where either is missing, or a state does not stand before its segment's rows
-    with the log reaching up to them.
+    Raises ValueError if only one of pool and states is there, or if a state is after its segment's
+    first row or so far before it that the log does not reach the row.
     """
     if batch.states is None and pool is None:
         return None
@@ -293,11 +293,15 @@ def pass_states(batch: RaggedBatch, pool: StatePool | None) -> StatePool | None:
 
 
 def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:
-    """Start, rows and logit rows of each segment."""
+    """Return each segment's start, number of rows and number of logit rows.
+
+    Raises ValueError for no segments and for numbers out of range.
+    """
     if not segments:
         raise ValueError("a batch has segments")
-    starts = np.array([s.start for s in segments], dtype=np.int64)  # a third of a list of tuples'
-    lens = np.array([len(s.token_ids) for s in segments], dtype=np.int64)  # time
+    # Three lists take a third of the time of one list of tuples.
+    starts = np.array([s.start for s in segments], dtype=np.int64)
+    lens = np.array([len(s.token_ids) for s in segments], dtype=np.int64)
     wanted = np.array([s.num_logits for s in segments], dtype=np.int64)
     if lens.min() < 1:
         raise ValueError("every segment has tokens")
@@ -309,7 +313,7 @@ def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:
 def _tails(
     segments: Sequence[Segment], starts: IntArray, lens: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Length of each segment's tail, and the slots of all."""
+    """Return the length of each segment's tail, and the slots of all tails."""
     if not any([s.tail for s in segments]):  # noqa: C419 - a list is faster
         return np.zeros(len(segments), dtype=np.int64), _NO_TAILS
     tail_lens = np.array([len(s.tail) for s in segments], dtype=np.int64)
@@ -332,7 +336,7 @@ def _token_ids(segments: Sequence[Segment]) -> IntArray:
 def _pages(
     segments: Sequence[Segment], in_pages: IntArray, page_size: int
 ) -> tuple[IntArray, IntArray]:
-    """Number of pages that each segment reads or writes, and their ids in a row."""
+    """Return each segment's number of pages, and the page ids of all segments in one array."""
     counts = (in_pages + (page_size - 1)) // page_size
     joined = array("q")
     for segment, count in zip(segments, counts.tolist(), strict=True):
@@ -341,14 +345,14 @@ def _pages(
 
 
 def first_pages(segment: Segment, count: int) -> array[int]:
-    """The first ``count`` pages. Raises ValueError where there are fewer."""
+    """Return the first ``count`` page ids. Raises ValueError if the segment has fewer."""
     if len(segment.page_ids) < count:
         raise ValueError(f"{len(segment.page_ids)} pages for {segment.stop} positions")
     return segment.page_ids[:count]
 
 
 def padded_rows(values: NDArray[Any], min_rows: int, device: torch.device | str) -> Tensor:
-    """``[.., n]`` as a tensor on a device, the last one repeated up to ``min_rows``."""
+    """Return ``[.., n]`` as a tensor on a device, the last column repeated up to ``min_rows``."""
     num_rows = values.shape[-1]
     if 0 < num_rows < min_rows:
         around = [(0, 0)] * (values.ndim - 1)

@@ -1,4 +1,4 @@
-"""Weights as the blocks of a GGUF file, which stay where the file is mapped until they are packed.
+"""Weights as blocks of a GGUF file, read from the mapped file only when they are packed.
 
 Format: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
@@ -21,12 +21,12 @@ Octets = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of blocks: `number` is ggml's, ``unpack`` takes rows of blocks apart."""
+    """A block format: ggml's `number`, and ``unpack``, which decodes rows of blocks."""
 
     number: int
-    size: int  # values of a block
-    num_bytes: int  # of a block
-    kind: WeightKind  # of what is unpacked
+    size: int  # values per block
+    num_bytes: int  # bytes per block
+    kind: WeightKind  # kind of the unpacked weight
     unpack: Callable[[Tensor], UnpackedWeight] = field(compare=False, repr=False)
 
 
@@ -34,8 +34,8 @@ class BlockType:
 class BlockWeight(QuantizedWeight):
     """A weight ``[out_features, in_features]`` in blocks along its rows.
 
-    ``sources``: matrices of bytes ``[rows, row bytes]``, one below the other; they may be mapped,
-    and are never written. ``order``: which of their rows these are; None: all of them.
+    ``sources``: byte matrices ``[rows, row bytes]``, stacked; they may be mapped and are never
+    written. ``order``: indices of this weight's rows in them; None: all rows.
     """
 
     type: BlockType
@@ -55,7 +55,7 @@ class BlockWeight(QuantizedWeight):
 
     @property
     def addresses(self) -> NDArray[np.int64]:
-        """Addresses of the rows ``[out_features]``, valid as long as the sources are alive."""
+        """Memory addresses of the rows ``[out_features]``, valid while the sources are alive."""
         starts = [
             each.ctypes.data + np.arange(len(each), dtype=np.int64) * each.strides[0]
             for each in self.sources
@@ -64,7 +64,7 @@ class BlockWeight(QuantizedWeight):
         return found if self.order is None else found[self.order]
 
     def unpacked(self) -> UnpackedWeight:
-        """Return values and scales in arrays of their own."""
+        """Return the values and scales, each in its own array."""
         return self.type.unpack(self._octets())
 
     @override
@@ -104,23 +104,23 @@ class BlockWeight(QuantizedWeight):
         return np.arange(self.shape[0]) if self.order is None else self.order
 
     def _octets(self) -> Tensor:
-        """A copy of the rows, ``[out_features, row bytes]``: what is mapped cannot be written."""
+        """Return a copy of the rows, ``[out_features, row bytes]``: torch needs writable memory."""
         found = self.sources[0].copy() if len(self.sources) == 1 else np.concatenate(self.sources)
         return torch.from_numpy(found if self.order is None else found[self.order])
 
 
 def _blocks(octets: Tensor, num_bytes: int) -> Tensor:
-    """Rows of blocks ``[rows, blocks, num_bytes]`` of their bytes."""
+    """View rows of bytes as blocks ``[rows, blocks, num_bytes]``."""
     return octets.view(len(octets), -1, num_bytes)
 
 
 def _numbers(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte ``at`` of each block, ``[rows, blocks]``."""
+    """Return the float16 at byte ``at`` of each block, ``[rows, blocks]``."""
     return blocks[:, :, at : at + 2].contiguous().view(torch.float16).squeeze(2)
 
 
 def _nibbles(blocks: Tensor) -> Tensor:
-    """The low halves of 16 bytes, then the high ones: ``[rows, 32 * blocks]`` of 0 to 15."""
+    """Return the low nibbles of 16 bytes, then the high ones: 0 to 15, ``[rows, 32 * blocks]``."""
     values = blocks.new_empty((*blocks.shape[:2], 2, blocks.shape[2]))
     torch.bitwise_and(blocks, 15, out=values[:, :, 0])
     torch.bitwise_right_shift(blocks, 4, out=values[:, :, 1])
@@ -128,7 +128,7 @@ def _nibbles(blocks: Tensor) -> Tensor:
 
 
 def _fifths(octets: Tensor) -> Tensor:
-    """The bits of four bytes of each block, each times 16: ``[rows, 32 * blocks]``."""
+    """Return the bits of each block's four bytes, each times 16: ``[rows, 32 * blocks]``."""
     bits = octets.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8) & 1
     return (bits << 4).view(torch.int8).view(len(octets), -1)
 
@@ -163,7 +163,10 @@ def _q8_0(octets: Tensor) -> UnpackedWeight:
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima of 6 bits in 12 bytes of each block: ``[rows, 8 * blocks]``."""
+    """Return 8 scales and 8 minima from each block's 12 bytes, both ``[rows, 8 * blocks]``.
+
+    All of them are integers of 6 bits.
+    """
     first, second, rest = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=2)
     minima = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), dim=2)
@@ -171,10 +174,7 @@ def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _low_and_high(octets: Tensor) -> Tensor:
-    """Split bytes into 4-bit values: of each 32 bytes the low halves, then the high ones.
-
-    Returns ``[rows, blocks, 2 * groups, 32]``.
-    """
+    """Split each 32 bytes into 32 low, then 32 high nibbles: ``[rows, blocks, groups, 32]``."""
     parts = octets.reshape(*octets.shape[:2], -1, 32)
     return torch.stack((parts & 15, parts >> 4), dim=3).flatten(2, 3)
 
@@ -188,7 +188,7 @@ def _q4_k(octets: Tensor) -> UnpackedWeight:
 
 def _q5_k(octets: Tensor) -> UnpackedWeight:
     blocks = _blocks(octets, 176)
-    bits = [blocks[:, :, 16:48] >> group & 1 for group in range(8)]  # the fifth of each group
+    bits = [blocks[:, :, 16:48] >> group & 1 for group in range(8)]  # the fifth bit of each value
     values = _low_and_high(blocks[:, :, 48:]) | torch.stack(bits, dim=2) << 4
     factors = (_numbers(blocks, 0), _numbers(blocks, 2))
     scales = _k_scales(blocks[:, :, 4:16])
@@ -213,7 +213,7 @@ def _iq4_nl(octets: Tensor) -> UnpackedWeight:
 
 
 def _iq4_xs(octets: Tensor) -> UnpackedWeight:
-    """Scales of 6 bits: four low ones in nibbles, two high ones of each in a word."""
+    """Unpack IQ4_XS: a scale has 6 bits, the low four in a nibble, the high two in a word."""
     blocks = _blocks(octets, 136)
     low = torch.stack((blocks[:, :, 4:8] & 15, blocks[:, :, 4:8] >> 4), dim=3).flatten(2)
     high = torch.stack([blocks[:, :, 2:4] >> at & 3 for at in (0, 2, 4, 6)], dim=3).flatten(2)
@@ -225,7 +225,10 @@ def _iq4_xs(octets: Tensor) -> UnpackedWeight:
 
 
 def half_of_power(exponents: Tensor) -> Tensor:
-    """``2 ** (n - 128)`` of bytes: half of E8M0, for twice E2M1. bfloat16 holds all of them."""
+    """Return ``2 ** (n - 128)`` for exponent bytes n, exactly, as bfloat16.
+
+    This is half of E8M0's scale, since the value table has twice the E2M1 values.
+    """
     wide = exponents.to(torch.int16)
     return torch.where(wide < 2, 32 << wide, (wide - 1) << 7).view(torch.bfloat16)
 
@@ -251,4 +254,4 @@ BLOCK_TYPES = {
         BlockType(39, GROUP, 17, "mxfp4", _mxfp4),
     )
 }
-"""The types whose values and scales are kept as they are, by ggml's number."""
+"""Block types whose values and scales are kept unchanged, by ggml's number."""

@@ -1,4 +1,4 @@
-"""Gemma 4's layers, where they compute more than Llama's: see `Gemma4Extras`."""
+"""Gemma 4's additions to a Llama layer; `Gemma4Extras` describes them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .weights import DecoderWeights, ExpertsBeside, Gemma4Extras, TokenInputWeig
 def token_inputs(
     ops: Ops, decoder: DecoderWeights, token_ids: Tensor, embedded: Tensor
 ) -> Sequence[Tensor | None]:
-    """The inputs of each layer, ``[T, width]``, of token ids ``[T]``; None: it has none.
+    """Return each layer's inputs ``[T, width]`` for token ids ``[T]``; None: the layer has none.
 
-    ``embedded`` [T, hidden]: their rows of the embedding.
+    ``embedded`` [T, hidden]: the tokens' rows of the embedding.
     """
     weights, num_layers = decoder.token_inputs, len(decoder.layers)
     if weights is None:
@@ -37,10 +37,10 @@ def add_extras(
     plan: ForwardPlan,
     inputs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Add to a layer what it has besides: of the MLP's output ``x`` and the stream, [T, hidden].
+    """Compute a layer's extras from the MLP's output ``x`` and the stream, both [T, hidden].
 
-    ``inputs`` [T, width]: the tokens' inputs of this layer, where it has a `token_input`. Returns
-    what is still to be added to the stream, and the stream.
+    ``inputs`` [T, width]: the tokens' inputs of this layer, if it has a `token_input`. Returns the
+    summand still to be added to the stream, and the stream.
     """
     if extras.beside is not None:
         x = _add_experts(ops, extras.beside, x, residual, plan)
@@ -55,7 +55,7 @@ def add_extras(
 def _add_experts(
     ops: Ops, beside: ExpertsBeside, x: Tensor, residual: Tensor, plan: ForwardPlan
 ) -> Tensor:
-    """The sum of the MLP's output ``x`` and the experts' output, each behind its norm."""
+    """Return the sum of the MLP's output ``x`` and the experts' output, each normed first."""
     read, routed_by = ops.norm(residual, beside.norm), ops.norm(residual, beside.router_norm)
     mixed = summed(ops.experts(read, beside.experts, plan, routed_by), beside.experts.comm)
     found = ops.norm(mixed, beside.out_norm)
@@ -63,7 +63,7 @@ def _add_experts(
 
 
 def _gate_input(ops: Ops, weights: TokenInputWeights, residual: Tensor, inputs: Tensor) -> Tensor:
-    """The tokens' inputs, gated by the residual stream, as they are added to it."""
+    """Return the summand for the residual stream: the tokens' inputs, gated by the stream."""
     pair = torch.cat((ops.linear(residual, weights.gate), inputs), dim=1)
     found = ops.linear(ops.activate(pair, weights.activation), weights.out)
     return ops.norm(found, weights.out_norm)

@@ -1,4 +1,4 @@
-"""KVPool: keys and values of every layer, indexed by page."""
+"""KVPool: keys and values of all layers, indexed by page."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from ..interface.kv_codec import KV_CODECS, KvCodec, KvDtype
 from .machine.host_memory import MapBytes, map_zeros
 from .state_pool import StatePool
 
-# Blocks, and offsets in them: what indexes the first two dimensions of vectors.
+# Blocks and offsets in them: the indices of the first two dimensions of vectors.
 Places: TypeAlias = tuple[Tensor | slice, Tensor | slice]
-_SCALE_BYTES = 4  # of a float32
-_LONGER = 1.05  # a block, at most, for pages that end with the layers
+_SCALE_BYTES = 4  # bytes of a float32 scale
+_LONGER = 1.05  # limit of a block's padded length, relative to its own
 
 
 class KVPool:
     """``[num_pages, num_layers, num_blocks, num_kv_heads, page_size, head_dim]``, or bytes.
 
-    A page is one contiguous blob over all layers: the unit of ownership, copying and transfer.
-    It is made of blocks, for each layer and KV head one of keys and one of values; where values are
-    items of the keys (latent attention) there is one block alone. With a scaled `KvCodec` a block
-    is bytes: the vectors of its tokens, then a float32 scale for each, and the last two dimensions
-    are one. Content is void until written; who owns which page is the prefix cache's business.
-    ``states``: of a model with recurrent layers, whose passes get both through this pool.
-    ``others``: the parts of other processes, of a model that several of them compute, where their
-    memory is shared with this one. Else ``mirror`` is called with every copy of slots before it is
-    made.
+    A page is one contiguous blob over all layers: the unit of ownership, copying and transfer. For
+    each layer and KV head it has a block of keys and a block of values, or only one block if values
+    are items of the keys (latent attention). With a scaled `KvCodec` a block is bytes: the vectors
+    of its tokens, then a float32 scale for each; the last two dimensions are one. Content is void
+    until written. The prefix cache knows the owner of each page.
+    ``states``: recurrent states, if the model has recurrent layers; passes get both through this
+    pool. ``others``: with tensor parallelism, the other processes' pools if their memory is shared
+    with this process. Otherwise ``mirror`` is called with every copy of slots before it is made.
     """
 
     mirror: Callable[[Sequence[int], Sequence[int]], None] | None = None
@@ -53,17 +52,17 @@ class KVPool:
         num_blocks: int = 2,
         map_bytes: MapBytes = map_zeros,
     ) -> None:
-        """``map_bytes`` gives the memory of a pool on the host."""
+        """Allocate the pool; ``map_bytes`` allocates it if ``device`` is the CPU."""
         self.num_pages = num_pages
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.num_blocks = num_blocks
         self.page_size = page_size
-        self.dtype = dtype  # of what is read; stored so, too, unless scaled
+        self.dtype = dtype  # dtype of loaded vectors, and of stored ones unless they are scaled
         self.states = states
         self.block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
-        self.page_blocks = self.own_blocks  # from a page to the next
+        self.page_blocks = self.own_blocks  # distance between pages, in blocks
         items = (self.block.num_items,) if self.block.codec.is_scaled else (page_size, head_dim)
         shape = (num_pages, num_layers, num_blocks, num_kv_heads, *items)
         self.data: Tensor = _fresh(math.prod(shape), self.block.dtype, device, map_bytes).view(
@@ -72,28 +71,29 @@ class KVPool:
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
-        """Tensors whose row p is of page p: this pool's, and those of others."""
+        """Tensors whose row p is page p: this pool's and the other processes'."""
         return self.data, *(other.data for other in self.others)
 
     @property
     def parts(self) -> tuple[KVPool, ...]:
-        """Pools of layers that are alike, over the same pages; of a uniform model itself alone."""
+        """Pools over the same pages, one for each KV shape; the pool itself if there is one."""
         return (self,)
 
     @property
     def own_blocks(self) -> int:
-        """Blocks of a page that are of these layers."""
+        """Number of a page's blocks that belong to this pool's layers."""
         return self.num_layers * self.num_blocks * self.num_kv_heads
 
     @property
     def blocks(self) -> Tensor:
-        """All blocks in their order in memory, ``[num_blocks, block.num_items]``."""
+        """All blocks in memory order, ``[num_blocks, block.num_items]``."""
         return self.data.view(-1, self.block.num_items)
 
     def split(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return views of some of the blocks: vectors ``[n, page_size, head_dim]``, their scales.
+        """Return views of ``blocks``: vectors ``[n, page_size, head_dim]`` and their scales.
 
-        Where there are scales ``[n, page_size]`` the vectors are numbers of the codec as int8.
+        Scales are float32 ``[n, page_size]``, and vectors then the codec's numbers as int8; None:
+        the codec has no scales.
         """
         shape, scales_at = (-1, self.page_size, self.head_dim), self.block.scales_at
         if not self.block.codec.is_scaled:
@@ -103,7 +103,7 @@ class KVPool:
         return vectors, scales.view(torch.float32)
 
     def store(self, blocks: Tensor, at: Places, rows: Tensor) -> None:
-        """Write ``rows`` [.., head_dim] float32 to places of some of the blocks."""
+        """Write ``rows`` [.., head_dim] float32 to the places ``at`` of ``blocks``."""
         vectors, scales = self.split(blocks)
         if scales is None:
             vectors[at] = rows.to(vectors.dtype)
@@ -111,24 +111,24 @@ class KVPool:
             vectors[at], scales[at] = encode(self.block.codec, rows)
 
     def load(self, blocks: Tensor, at: Places, dtype: torch.dtype) -> Tensor:
-        """Return the vectors at places of some of the blocks, ``[.., head_dim]``."""
+        """Return the vectors at the places ``at`` of ``blocks``, ``[.., head_dim]``."""
         vectors, scales = self.split(blocks)
         if scales is None:
             return vectors[at].to(dtype)
         return decode(self.block.codec, vectors[at], scales[at], dtype)
 
     def load_blocks(self, blocks: Tensor) -> Tensor:
-        """Return all vectors of some of the blocks, ``[n, page_size, head_dim]`` in `dtype`.
+        """Return all vectors of ``blocks``, ``[n, page_size, head_dim]`` in `dtype`.
 
-        They are views where the codec is not scaled.
+        They are views if the codec is not scaled.
         """
         return self.load(blocks, (slice(None), slice(None)), self.dtype)
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the content of some slots, over all layers, into as many others.
+        """Copy the content of slots, over all layers, to other slots.
 
-        A slot is ``page_id * page_size + offset``. Raises ValueError for a target that is another's
-        target, or a source: which was first would be undefined on a GPU.
+        A slot is ``page_id * page_size + offset``. Raises ValueError for a target that occurs twice
+        or is a source: the order of copies is undefined on a GPU.
         """
         if not targets:
             return
@@ -141,18 +141,17 @@ class KVPool:
             pool._copy_slots(slots.to(self.data.device, non_blocking=True))
 
     def pack(self, page_ids: Sequence[int], kept: Tensor, first: int) -> None:
-        """Move tokens of a request forward, over all layers, each KV head's own ones.
+        """Move the kept KV of a request to the places ``first``, ``first + 1``, ..., in all layers.
 
-        Places count through ``page_ids``. ``kept`` [num_layers, num_kv_heads, n]: those that are
-        kept, rising; they move to the places ``first``, ``first + 1``, ... A dimension of 1 means
-        that all layers, or heads, keep the same ones.
+        Places count through ``page_ids``. ``kept`` [num_layers, num_kv_heads, n]: places to keep,
+        ascending. A dimension of 1 means that all layers, or all heads, keep the same places.
         """
         pages = torch.tensor(list(page_ids), dtype=torch.int64, device=self.data.device)
         kept = kept.to(pages.device)
         targets = torch.arange(first, first + kept.shape[2], device=pages.device)
         vectors, scales = self.split(self.blocks)
         shape = (self.num_blocks, self.num_kv_heads, kept.shape[2])
-        for layer in range(self.num_layers):  # each is gathered whole before it is written
+        for layer in range(self.num_layers):  # a layer is gathered whole before it is written
             own = layer * self.num_blocks * self.num_kv_heads
             block = torch.arange(own, own + shape[0] * shape[1], device=pages.device).view(
                 *shape[:2], 1
@@ -166,7 +165,7 @@ class KVPool:
                 part[to_block, to_offset] = part[from_block, from_offset]
 
     def _copy_slots(self, slots: Tensor) -> None:
-        """``slots`` [2, n]: from, to."""
+        """Copy ``slots[0]`` to ``slots[1]``; ``slots`` is [2, n]."""
         each = torch.arange(self.own_blocks, device=slots.device)
         firsts = (slots // self.page_size).mul_(self.page_blocks)
         blocks, offsets = firsts.unsqueeze(-1) + each, (slots % self.page_size).unsqueeze(-1)
@@ -183,17 +182,17 @@ class KVPool:
 def _fresh(
     num_items: int, dtype: torch.dtype, device: torch.device | str, map_bytes: MapBytes
 ) -> Tensor:
-    """Zeros; on the host mapped on first touch, so that pages never written cost nothing."""
+    """Return zeros. Host memory is mapped on first touch: pages never written cost nothing."""
     if torch.device(device).type == "cpu":
         return map_bytes(num_items * dtype.itemsize).view(dtype)
     return torch.zeros(num_items, dtype=dtype, device=device)
 
 
 class KvShape(NamedTuple):
-    """Layers whose keys and values are alike.
+    """Number of layers whose keys and values have the same shape, and that shape.
 
-    ``num_blocks`` of a page, layer and KV head: keys and values, or 1 where values are items of the
-    keys.
+    ``num_blocks`` per page, layer and KV head: 2 for keys and values, or 1 if values are items of
+    the keys.
     """
 
     num_layers: int
@@ -203,17 +202,17 @@ class KvShape(NamedTuple):
 
 
 class KvPlace(NamedTuple):
-    """Place of a layer's keys and values: index in `KVPool.parts`, and layer of that part."""
+    """Place of a layer's keys and values: index in `KVPool.parts`, and layer in that part."""
 
     part: int
     layer: int
 
 
 class _PartPool(KVPool):
-    """The layers of one shape of a `MixedKVPool`, over the memory of all."""
+    """The layers of one shape of a `MixedKVPool`, over the memory of all shapes."""
 
     def __init__(self, whole: KVPool, shape: KvShape, block: BlockLayout, memory: Tensor) -> None:
-        """``memory``: as much as the whole pool has, from where the shape's first layer lies."""
+        """View ``memory``, which is as large as the whole pool and begins at the first layer."""
         self.num_pages, self.page_size, self.dtype = whole.num_pages, whole.page_size, whole.dtype
         self.num_layers, self.num_kv_heads, self.head_dim, self.num_blocks = shape
         self.states = whole.states
@@ -225,9 +224,9 @@ class _PartPool(KVPool):
 class MixedKVPool(KVPool):
     """`KVPool` of layers of several shapes; a page is still one contiguous blob over all of them.
 
-    Each of ``parts`` is a uniform pool over the memory of all: what lies behind its own layers in
-    a page is not its own. So a kernel that reads uniform pools reads a part. For this a page is a
-    whole number of every part's blocks long: `page_items`.
+    Each of ``parts`` is a uniform pool over the whole memory; only its own layers' blocks of a page
+    are its own. Kernels for uniform pools can thus read a part. To make this possible, a page's
+    length is a multiple of every part's block length: `page_items`.
     """
 
     def __init__(
@@ -242,14 +241,14 @@ class MixedKVPool(KVPool):
         states: StatePool | None = None,
         map_bytes: MapBytes = map_zeros,
     ) -> None:
-        """``map_bytes``: as in `KVPool`."""
+        """Allocate the pool; ``map_bytes`` allocates it if ``device`` is the CPU."""
         self.num_pages, self.page_size, self.dtype = num_pages, page_size, dtype
         self.states = states
         self.num_layers = sum(shape.num_layers for shape in shapes)
         blocks = _blocks(shapes, page_size, dtype, kv_dtype)
         items = page_items(shapes, blocks)
         size = num_pages * items
-        # The last page of a part that begins later ends behind the last page of the first one.
+        # The last page of a part that begins later ends after the last page of the first part.
         memory = _fresh(size + items, blocks[0].dtype, device, map_bytes)
         self.data = memory[:size].view(num_pages, items)
         starts = accumulate(map(_layers_items, shapes, blocks), initial=0)
@@ -260,7 +259,7 @@ class MixedKVPool(KVPool):
 
     @property
     def parts(self) -> tuple[KVPool, ...]:
-        """One for each shape, in the order of the shapes."""
+        """One pool for each shape, in the order of the shapes."""
         return self._parts
 
     def _copy_slots(self, slots: Tensor) -> None:
@@ -279,7 +278,7 @@ def make_pool(
     states: StatePool | None = None,
     map_bytes: MapBytes = map_zeros,
 ) -> KVPool:
-    """A pool of layers of these shapes: uniform where there is one."""
+    """Return a pool for layers with the given shapes: a uniform one if there is one shape."""
     if len(shapes) > 1:
         return MixedKVPool(
             num_pages,
@@ -305,7 +304,7 @@ def make_pool(
 
 
 def page_items(shapes: Sequence[KvShape], blocks: Sequence[BlockLayout]) -> int:
-    """Items of a page of layers of these shapes."""
+    """Return the number of items of a page over layers with the given shapes."""
     step = math.lcm(*(block.num_items for block in blocks))
     return -(-sum(map(_layers_items, shapes, blocks)) // step) * step
 
@@ -317,11 +316,10 @@ def _layers_items(shape: KvShape, block: BlockLayout) -> int:
 def _blocks(
     shapes: Sequence[KvShape], page_size: int, dtype: torch.dtype, kv_dtype: KvDtype
 ) -> list[BlockLayout]:
-    """The blocks of layers of these shapes.
+    """Return the block layout of each shape.
 
-    Beside smaller ones a block with scales may be longer than it needs to be: a whole number of
-    the smallest of them long, where that adds little, so that a page is not much longer than its
-    layers.
+    A page's length is a multiple of all block lengths. To keep pages short, a block with scales is
+    padded to a multiple of the smallest block if that adds less than 5 %.
     """
     found = [BlockLayout.of(page_size, s.head_dim, dtype, kv_dtype) for s in shapes]
     least = min(block.num_items for block in found)
@@ -337,7 +335,7 @@ def _blocks(
 def bytes_per_mixed_page(
     shapes: Sequence[KvShape], *, page_size: int, dtype: torch.dtype, kv_dtype: KvDtype = "auto"
 ) -> int:
-    """Bytes of a page of a `MixedKVPool`, and of a uniform one where there is one shape."""
+    """Return the bytes of a page of the pool that `make_pool` makes for ``shapes``."""
     blocks = _blocks(shapes, page_size, dtype, kv_dtype)
     return page_items(shapes, blocks) * blocks[0].dtype.itemsize
 
@@ -347,15 +345,15 @@ class BlockLayout:
     """A page's keys or values of one layer and KV head: ``num_items`` of ``dtype``."""
 
     codec: KvCodec
-    dtype: torch.dtype  # int8 for bytes: not every torch that computes on a GPU indexes float8
+    dtype: torch.dtype  # int8 for bytes: not every torch version indexes float8 on a GPU
     num_items: int
-    scales_at: int  # bytes before the scales, a multiple of 4; 0: there are none
+    scales_at: int  # bytes before the scales, a multiple of 4; 0: the block has no scales
 
     @classmethod
     def of(
         cls, page_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: KvDtype
     ) -> BlockLayout:
-        """The layout of a pool's blocks; ``dtype`` is the model's."""
+        """Return the layout of a pool's blocks; ``dtype`` is the model's."""
         codec = KV_CODECS[kv_dtype]
         if not codec.is_scaled:
             return cls(codec, dtype, page_size * head_dim, 0)
@@ -378,7 +376,7 @@ def bytes_per_page(
     kv_dtype: KvDtype = "auto",
     num_blocks: int = 2,
 ) -> int:
-    """Bytes of one page over all layers, keys and values."""
+    """Return the bytes of one page over all layers, keys and values."""
     block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
     return num_blocks * num_layers * num_kv_heads * block.num_bytes
 
@@ -386,18 +384,18 @@ def bytes_per_page(
 def encode(codec: KvCodec, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``rows`` [.., head_dim] float32 as a scaled codec's numbers, and float32 scales [..].
 
-    The numbers are the bytes of their dtype, as int8. The largest of a row becomes the codec's
-    ``top``, what lies between two numbers goes to the nearest, ties to even; a row of zeros has the
-    scale 0. The scale of a row that is not finite is not finite either, and its numbers are 0: so
-    all of it is NaN when it is read.
+    The numbers are the bytes of their dtype, as int8. The largest magnitude of a row becomes the
+    codec's ``top``; values are rounded to the nearest number, ties to even. A row of zeros has the
+    scale 0. A row with a value that is not finite has a scale that is not finite and numbers that
+    are 0, so it is read as NaN.
     """
     largest = rows.abs().amax(dim=-1)
-    # Divided by a tensor: of a division by a number a GPU makes a product with the reciprocal.
+    # A GPU replaces a division by a number with a product with its reciprocal, but not by a tensor.
     scales = largest / torch.full_like(largest, codec.top)
     items = (rows / scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0)
-    # The scale of numbers near the smallest there are is itself rounded.
+    # A scale near float32's smallest number is itself rounded: quotients may exceed ``top``.
     items.clamp_(-codec.top, codec.top)
-    if codec.number == "int8":  # to which torch truncates
+    if codec.number == "int8":  # torch truncates when it converts to int8
         items.round_()
     return items.to(getattr(torch, codec.number)).view(torch.int8), scales
 

@@ -37,10 +37,10 @@ def run_layers(
     given: Tensor | None = None,
     layer_vectors: Tensor | None = None,
 ) -> LayersOutput:
-    """Compute token ids ``[T]``; writes KV to the pool. ``plans``: of each of its parts.
+    """Compute token ids ``[T]`` and write their KV to the pool.
 
-    ``tapped`` [T, num_taps * hidden]: where the taps go; a new tensor if None. ``given``: as
-    `Wanted.inputs`. ``layer_vectors``: as `Wanted.layer_vectors`.
+    ``plans``: one for each part of the pool. ``tapped`` [T, num_taps * hidden]: receives the taps;
+    None: a new tensor does. ``given``: `Wanted.inputs`. ``layer_vectors``: `Wanted.layer_vectors`.
     """
     known_ids = token_ids if given is None else token_ids.clamp(min=0)
     residual = ops.embedding(known_ids, weights.embedding)
@@ -73,9 +73,9 @@ def run_layers(
 
 
 def join(ops: Ops, weights: JoinedInputs, embedded: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the first mixer's input, ``[T, 2 * hidden]``, and the residual stream of these rows.
+    """Return the first mixer's input, ``[T, 2 * hidden]``, and the residual stream [T, hidden].
 
-    ``embedded`` and ``given``: [T, hidden] both.
+    ``embedded`` and ``given`` are [T, hidden].
     """
     normed = ops.norm(given, weights.given_norm)
     x = torch.cat((ops.norm(embedded, weights.embedding_norm), normed), dim=-1)
@@ -83,7 +83,7 @@ def join(ops: Ops, weights: JoinedInputs, embedded: Tensor, given: Tensor) -> tu
 
 
 def _tap(tapped: Tensor | None, taps: Taps, boundary: int, residual: Tensor) -> None:
-    """Copy the residual stream at a boundary, if it is wanted."""
+    """Copy the residual stream at a boundary into ``tapped`` if ``taps`` has the boundary."""
     if tapped is not None and boundary in taps:
         at, width = taps.index(boundary), residual.shape[1]
         tapped[:, at * width : (at + 1) * width].copy_(residual)
@@ -92,7 +92,10 @@ def _tap(tapped: Tensor | None, taps: Taps, boundary: int, residual: Tensor) -> 
 def _mix_and_think(
     ops: Ops, layer: LayerWeights, x: Tensor, residual: Tensor, plan: ForwardPlan
 ) -> tuple[Tensor, Tensor]:
-    """Normed input and residual of a layer to what its last part adds to the stream, and that."""
+    """Compute a layer's mixer and MLP from its normed input ``x`` and the residual stream.
+
+    Returns the last summand, not yet added to the stream, and the stream, both [T, hidden].
+    """
     mlp = layer.mlp
     if layer.mixer is not None:
         mixed = _mix(ops, layer, layer.mixer, x, plan)
@@ -117,9 +120,10 @@ def run_mlp(ops: Ops, x: Tensor, mlp: MlpWeights) -> Tensor:
 
 
 def _linear_of_ranks(ops: Ops, x: Tensor, weight: PackedLinear, comm: Comm | None) -> Tensor:
-    """``[T, in_features] -> [T, out_features]``, where each rank may have some of the columns.
+    """Compute ``[T, in_features] -> [T, out_features]``, summed over ranks if there is a ``comm``.
 
-    Products of such are float32 where the backend has them so: they are rounded once, as a sum.
+    Each rank then has some of the columns. Its products are float32, so that only the sum is
+    rounded.
     """
     if comm is None:
         return ops.linear(x, weight)
@@ -127,7 +131,7 @@ def _linear_of_ranks(ops: Ops, x: Tensor, weight: PackedLinear, comm: Comm | Non
 
 
 def linear_of_few(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
-    """``[.., in_features] -> [.., out_features]`` for any number of rows from 1 up."""
+    """Compute ``[.., in_features] -> [.., out_features]`` for one or more rows."""
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
     if count < ops.min_rows:
@@ -137,7 +141,7 @@ def linear_of_few(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
 
 
 def write_kv(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> None:
-    """Write a layer's keys and values of rows ``[T, hidden]`` of the stream, and no more."""
+    """Write a layer's keys and values for rows ``[T, hidden]`` of the stream; compute no output."""
     mixer = layer.mixer
     x = x if layer.mixer_norm is None else ops.norm(x, layer.mixer_norm)
     if isinstance(mixer, LatentWeights):
@@ -154,7 +158,7 @@ def write_kv(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Non
 def _mix(
     ops: Ops, layer: LayerWeights, mixer: MixerWeights, x: Tensor, plan: ForwardPlan
 ) -> Tensor:
-    """Compute the summand that a layer's mixers add to the residual stream, ``[T, hidden]``."""
+    """Return the summand that a layer's mixers add to the residual stream, ``[T, hidden]``."""
     beside = None if layer.beside is None else _recur(ops, layer.beside, x, plan)
     if isinstance(mixer, AttentionWeights):
         x = _attend(ops, mixer, x, plan)
@@ -170,7 +174,7 @@ def _mix(
 
 
 def _attend(ops: Ops, mixer: AttentionWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
-    """``[T, hidden]`` to the same, by attention over the pages."""
+    """Compute attention over the pages, ``[T, hidden] -> [T, hidden]``."""
     index = mixer.place.layer
     qkv, gate = ops.linear(x, mixer.qkv), None
     if mixer.gate:
@@ -185,7 +189,7 @@ def _attend(ops: Ops, mixer: AttentionWeights, x: Tensor, plan: ForwardPlan) -> 
 
 
 def _attend_latents(ops: Ops, mixer: LatentWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
-    """``[T, hidden]`` to the same, by attention over latents in the pages."""
+    """Compute attention over the latents in the pages, ``[T, hidden] -> [T, hidden]``."""
     index = mixer.place.layer
     q = ops.rope_write(_latent_rows(ops, mixer, x), index, plan, None, mixer.tables)
     read = ops.attention(q, index, plan, None)
@@ -193,9 +197,9 @@ def _attend_latents(ops: Ops, mixer: LatentWeights, x: Tensor, plan: ForwardPlan
 
 
 def _latent_rows(ops: Ops, mixer: LatentWeights, x: Tensor) -> Tensor:
-    """Rows ``[T, hidden]`` to every head's query and the key, ``[T, (num_heads + 1) * key_dim]``.
+    """Return each head's query and the key of rows, ``[T, (num_heads + 1) * key_dim]``.
 
-    Their last ``rope_dim`` items are still to be turned.
+    RoPE has not yet turned their last ``rope_dim`` items.
     """
     shape, num_heads = mixer.shape, len(mixer.keys)
     made = ops.linear(x, mixer.down)
@@ -211,17 +215,20 @@ def _latent_rows(ops: Ops, mixer: LatentWeights, x: Tensor) -> Tensor:
 
 
 def _by_head(ops: Ops, x: Tensor, weights: Sequence[PackedLinear]) -> Tensor:
-    """``[T, num_heads * in_features] -> [T, num_heads * out_features]``, by a weight a head."""
+    """Multiply each head by its weight.
+
+    ``[T, num_heads * in_features] -> [T, num_heads * out_features]``.
+    """
     pairs = zip(x.chunk(len(weights), dim=1), weights, strict=True)
     return torch.cat([ops.linear(part.contiguous(), weight) for part, weight in pairs], dim=1)
 
 
 def _recur(ops: Ops, mixer: RecurrentWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
-    """``[T, hidden]`` to the same, by the states of the sequences."""
+    """Compute a recurrent layer over the sequences' states, ``[T, hidden] -> [T, hidden]``."""
     mixed, gates = ops.linear(x, mixer.in_proj), ops.logits(x, mixer.gates)
     return ops.linear(ops.recur(mixed, gates, mixer, plan), mixer.out)
 
 
 def _convolve(ops: Ops, mixer: ConvWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
-    """``[T, hidden]`` to the same, by the rows before each that a convolution reads."""
+    """Compute a short convolution over rows and earlier ones, ``[T, hidden] -> [T, hidden]``."""
     return ops.linear(ops.short_conv(ops.linear(x, mixer.in_proj), mixer, plan), mixer.out)

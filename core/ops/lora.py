@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): low-rank updates of a decoder's linears, for some rows of a pass."""
+"""LoRA (arXiv 2106.09685): low-rank updates of a decoder's linears for some rows of a pass."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .batch import IntArray, RaggedBatch
 
 
 class LoraBlock(NamedTuple):
-    """An update of ``len(b)`` outputs from ``first_out`` on: ``b`` times some of A's outputs.
+    """Update of the ``len(b)`` outputs from ``first_out``: ``b`` times some of A's outputs.
 
-    No output of a layer is in two blocks.
+    An output of a layer is in at most one block.
     """
 
     first_out: int
-    first_rank: int  # of the outputs of A
+    first_rank: int  # first output of A that ``b`` reads
     b: Tensor  # [num_outputs, num_ranks], scaled
 
 
 class LoraUpdate(NamedTuple):
-    """An adapter's update of one packed linear: A, and for its outputs the blocks of B.
+    """An adapter's update of one packed linear: A, and the blocks of B that read A's outputs.
 
-    Matrices that are stacked into one, as Q, K and V are, have an A and a B each: the rows of all A
-    stand together, and a block reads those of its own.
+    Matrices stacked into one linear, such as Q, K and V, have an A and a B each: all rows of A are
+    in one matrix, and a block reads its own.
     """
 
     a: Tensor  # [ranks, in_features]
@@ -41,12 +41,12 @@ class PackedLora:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Size in memory in bytes."""
         raise NotImplementedError
 
 
 class LoraWeights(Adapter):
-    """A LoRA adapter for one decoder. ``parts``: its update of each `PackedLinear` it changes."""
+    """A LoRA adapter for one decoder. ``parts``: the update of each changed `PackedLinear`."""
 
     __slots__ = ("parts",)
 
@@ -63,11 +63,11 @@ class AdaptedRows(NamedTuple):
     """Rows of a pass that an adapter changes."""
 
     weights: LoraWeights
-    rows: IntArray  # [n], rising
+    rows: IntArray  # [n], ascending
 
 
 def adapted_rows(batch: RaggedBatch) -> list[AdaptedRows]:
-    """The rows of each adapter of a batch. Raises TypeError for one that is not of LoRA."""
+    """Return each adapter of a batch with its rows. Raises TypeError for one that is not LoRA."""
     found = []
     for adapter, rows in batch.adapters:
         if not isinstance(adapter, LoraWeights):

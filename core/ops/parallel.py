@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LOOPBACK = "127.0.0.1"
-MEETING = timedelta(seconds=120)  # for the ranks to meet; for a sum until the engine starts
-SHARED_ITEMS = 2**19  # of a sum, from which on each rank adds up a share of them (measured)
+MEETING = timedelta(seconds=120)  # timeout for the ranks to meet, and for sums before the start
+SHARED_ITEMS = 2**19  # items from which each rank adds up only its share of a sum (measured)
 _NEVER = timedelta(days=365)
 
 
 class Comm(Protocol):
-    """The place of this process among the ``size`` ranks of a model, and their sums."""
+    """The rank of this process among the ``size`` ranks of a model, and sums over the ranks."""
 
     rank: int
     size: int
 
     def sum(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """Add up the ranks' parts, all of one shape, in float32 and in rank order.
+        """Return the sum of the ranks' parts, all of one shape, in float32 and in rank order.
 
-        The result is rounded to ``dtype`` once, and has the same bits on every rank. An item of it
-        depends on the same item of the parts alone: a row has the same bits beside any other rows,
-        which all_reduce does not promise (from three ranks up its order of addition depends on
-        where an item lies in the tensor). Raises `RankLost`.
+        The result is rounded to ``dtype`` once and has the same bits on every rank. An item depends
+        only on the same item of the parts, so a row's bits do not depend on other rows. all_reduce
+        does not promise this: with three or more ranks, its order of addition depends on an item's
+        place in the tensor. Raises `RankLost`.
         """
 
 
@@ -43,20 +43,20 @@ class GlooComm:
     """`Comm` of processes on one CPU, by gloo over the loopback interface."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
-        """Meet the other ranks. Blocks until all of them are here.
+        """Meet the other ranks. Blocks until all of them have connected.
 
-        Raises `RankLost` where one does not come within two minutes, or where gloo may not open its
-        sockets. Rank 0's sums have as long, until `wait_in_sums`; those of the others wait for
-        rank 0, with which they end.
+        Raises `RankLost` if a rank does not connect within two minutes, or if gloo cannot open its
+        sockets. Rank 0's sums have the same timeout until `wait_in_sums`; the other ranks' sums
+        wait without a limit, because these processes end with rank 0.
 
-        ``folder``: an empty one that all ranks see, in place of a port that would listen. The group
-        is this object's: torch's default group is left to the program.
+        ``folder``: an empty folder that all ranks see; with it no port listens. The process group
+        belongs to this object; torch's default group is left to the program.
         """
-        # Not at the top: a process without other ranks needs none of it.
+        # Imported here because a process without other ranks does not need it.
         from torch import distributed
 
         self.rank, self.size = rank, size
-        gloo: Any = distributed.ProcessGroupGloo  # names an address only by what is not typed
+        gloo: Any = distributed.ProcessGroupGloo  # only the untyped members accept an address
         options = gloo._Options()
         options._timeout, options._threads = MEETING, 1
         try:
@@ -74,14 +74,14 @@ class GlooComm:
             self.wait_in_sums()
 
     def wait_in_sums(self) -> None:
-        """Let sums take as long as they do: one that does not end is the watchdog's business."""
+        """Remove the timeout of sums; the watchdog handles a sum that does not end."""
         self._group._set_default_timeout(_NEVER)  # type: ignore[attr-defined]
 
     def sum(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """Add up all parts on every rank, or of large ones each rank's share; see `Comm.sum`.
+        """Add up small parts on every rank; of large parts, let each rank add up its share.
 
-        Both add the same items in the same order. The latter sends less and waits twice: on two
-        cores it took 0.6 to 0.9 times as long at `SHARED_ITEMS`, 0.5 to 0.7 at twice as many.
+        Both ways add the same items in the same order. Shares send less and wait twice: on two
+        cores they took 0.6 to 0.9 times as long at `SHARED_ITEMS` and 0.5 to 0.7 at twice as many.
         """
         own = part.float().contiguous()
         is_shared = own.numel() >= SHARED_ITEMS and own.numel() % self.size == 0
@@ -96,24 +96,24 @@ class GlooComm:
         return in_rank_order(parts).to(dtype)
 
     def _sum_shares(self, own: Tensor, dtype: torch.dtype) -> Tensor:
-        """Send each rank its share of the items, add up this one's, and gather the sums."""
+        """Send each rank its share of the items, add up this rank's share, and gather the sums."""
         parts, total = torch.empty_like(own), own.new_empty(own.shape, dtype=dtype)
         self._group.alltoall_base(parts.view(-1), own.view(-1), [], []).wait()
         share = in_rank_order(parts.view(self.size, -1)).to(dtype)
-        # As bytes: gloo does not know every type.
+        # Gloo does not support every dtype, so the sums are sent as bytes.
         all_bytes, own_bytes = total.view(-1).view(torch.uint8), share.view(torch.uint8)
         self._group._allgather_base(all_bytes, own_bytes).wait()
         return total
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """Add up the parts as torch does, for comparison alone: see `Comm.sum`."""
+        """Return torch's own all_reduce of the parts. Only comparisons use it."""
         total = part.clone()
         self._group.allreduce([total]).wait()
         return total
 
 
 def in_rank_order(parts: Tensor) -> Tensor:
-    """``[size, ...]`` in float32 to the sum over ranks: the first, plus the second, and so on."""
+    """Return the sum over ranks of float32 parts ``[size, ...]``, added in rank order."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -121,5 +121,5 @@ def in_rank_order(parts: Tensor) -> Tensor:
 
 
 def summed(part: Tensor, comm: Comm | None) -> Tensor:
-    """The sum over ranks of what each of them computed a part of; without ranks the part itself."""
+    """Return the sum over ranks of their parts, or ``part`` itself without a ``comm``."""
     return part if comm is None else comm.sum(part, part.dtype)

@@ -1,4 +1,4 @@
-"""Weights as small integers with scales: our own rounding, and what quantised files hold."""
+"""Weights as small integers with scales: our own rounding, and the formats of quantised files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WeightKind: TypeAlias = Literal[
 ]  # fmt: skip
 
 GROUP = 32  # neighbours along in_features that share a scale
-SUPER = 256  # those whose scales share a factor, where scales are bytes
-# Twice the values of E2M1: sign, two bits of exponent, one of mantissa.
+SUPER = 256  # neighbours whose scales share a factor, if scales are bytes
+# Twice the values of E2M1, which has a sign, two bits of exponent and one of mantissa.
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _TABLES: dict[WeightKind, tuple[int, ...]] = {
@@ -38,7 +38,7 @@ class QuantizedWeight(ABC):
     @property
     @abstractmethod
     def kinds(self) -> frozenset[WeightKind]:
-        """The kinds of its rows."""
+        """The kinds of the rows."""
 
     @property
     @abstractmethod
@@ -57,25 +57,25 @@ class QuantizedWeight(ABC):
     def columns(self, start: int, stop: int) -> QuantizedWeight:
         """Select the columns from ``start`` to ``stop``.
 
-        Raises ValueError where these are not the ends of groups with a scale of their own.
+        Raises ValueError if ``start`` or ``stop`` is inside a group that shares a scale.
         """
 
     @abstractmethod
     def arrays(self) -> Iterator[Tensor]:
-        """Yield the arrays that hold the weight, for a digest."""
+        """Yield the arrays of the weight, for a digest."""
 
     def above(self, below: QuantizedWeight) -> QuantizedWeight | None:  # noqa: ARG002
-        """Return this weight's rows and those of ``below`` as one weight.
+        """Return this weight's rows, then the rows of ``below``, as one weight.
 
-        None where the two are stored in different ways.
+        Returns None if the two are stored in different ways.
         """
         return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnpackedWeight(QuantizedWeight):
-    """Values and scales in arrays of their own. A value is ``values * scale``, plus ``minimum``
-    where there is one.
+    """Values and scales in separate arrays. A weight is ``values * scale``, plus ``minimum`` if
+    there is one.
 
     ==============  ===============  ===============================  =======================
     kind            values           scale, minimum                   who makes it
@@ -97,11 +97,11 @@ class UnpackedWeight(QuantizedWeight):
     ``iq4_xs``      int8 0..15       int8 ``[out, in / 32]``          GGUF IQ4_XS
     ==============  ===============  ===============================  =======================
 
-    ``factors``: of those whose scales are bytes, float16 ``[out, in / 256]``: one multiplies the
-    scales, and one that multiplies the minima, which are taken from the products. The last three
-    are numbers in a table of 16 values: GGUF's, or twice those of E2M1. The native kernels round
-    activations to int8 for the first two, to 16 bits for the others. ``in_features`` of an ``int4``
-    weight's values is padded to whole groups.
+    ``factors``: float16 ``[out, in / 256]``, for kinds whose scales are bytes: the first multiplies
+    the scales, the second the minima, which are then subtracted. Values of the last three kinds
+    index a table of 16 numbers: GGUF's, or twice E2M1's. The native kernels round activations to
+    int8 for the first two kinds, to 16 bits for the others. ``in_features`` of an ``int4`` weight's
+    values is padded to whole groups.
     """
 
     kind: WeightKind
@@ -122,7 +122,10 @@ class UnpackedWeight(QuantizedWeight):
         return rows, columns
 
     def dequantize(self) -> Tensor:
-        """Compute one product and one sum for each value."""
+        """Return float32 weights ``[out_features, padded in_features]``.
+
+        Each value takes one product and at most one sum.
+        """
         if self.kind == "int8":
             return self.values.float() * self.scale.unsqueeze(1)
         scale, minimum = self._scales()
@@ -138,7 +141,7 @@ class UnpackedWeight(QuantizedWeight):
         return wide.view(len(self.values), -1)
 
     def _scales(self) -> tuple[Tensor, Tensor | None]:
-        """One for each group, and what is added, in float32."""
+        """Return each group's scale, and the minimum to add or None, in float32."""
         scale = self.scale.float()
         minimum = None if self.minimum is None else self.minimum.float()
         if self.factors:
@@ -158,7 +161,7 @@ class UnpackedWeight(QuantizedWeight):
         width = self.values.shape[1]
 
         def cut(numbers: Tensor) -> Tensor:
-            size = width // numbers.shape[1]  # columns that share one of them
+            size = width // numbers.shape[1]  # columns that share a number
             check_columns(start, stop, size)
             return numbers[:, start // size : stop // size].contiguous()
 
@@ -188,7 +191,7 @@ class UnpackedWeight(QuantizedWeight):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedWeight(QuantizedWeight):
-    """Rows of several weights, one weight below the other. Neighbours cannot be joined to one."""
+    """Rows of several weights, stacked. Neighbours are stored in different ways."""
 
     parts: tuple[QuantizedWeight, ...]
 
@@ -207,7 +210,7 @@ class StackedWeight(QuantizedWeight):
         return torch.cat([each.dequantize() for each in self.parts])
 
     def rows(self, order: Tensor) -> QuantizedWeight:
-        """Select rows: a part for each run of rows that are of one part."""
+        """Select the rows ``order`` [num_rows]; each run of rows from one part becomes a part."""
         counts = torch.tensor([each.shape[0] for each in self.parts])
         ends = counts.cumsum(0)
         places = torch.searchsorted(ends, order, right=True)
@@ -229,38 +232,38 @@ class StackedWeight(QuantizedWeight):
 
 
 def check_columns(start: int, stop: int, size: int) -> None:
-    """Raise ValueError unless columns begin and end where groups of ``size`` do."""
+    """Raise ValueError unless ``start`` and ``stop`` are multiples of ``size``."""
     if start % size or stop % size:
         raise ValueError(f"columns {start} to {stop} do not end at groups of {size}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedStack:
-    """Matrices of several experts in one tensor, ``[experts, in_features, out_features]``.
+    """Matrices of several experts as one tensor, ``[experts, in_features, out_features]``.
 
-    ``one`` makes that of an expert, ``[out_features, in_features]``: a layer's are gigabytes while
-    each value is a byte.
+    ``one`` makes the matrix of one expert, ``[out_features, in_features]``: all experts of a layer
+    would take gigabytes while a value is a byte.
     """
 
     count: int
     one: Callable[[int], QuantizedWeight]
 
     def dequantize(self) -> Tensor:
-        """Dequantise the weights to float32."""
+        """Return all matrices in float32, ``[experts, in_features, out_features]``."""
         return torch.stack([self.one(index).dequantize().T for index in range(self.count)])
 
 
 StoredWeight: TypeAlias = Tensor | QuantizedWeight | QuantizedStack
-"""A tensor of a checkpoint: quantised ones may be as they are stored."""
+"""A tensor of a checkpoint, quantised or plain."""
 
 
 def _spread(factors: Tensor, numbers: Tensor) -> Tensor:
-    """A factor of many groups for each of them."""
+    """Return ``factors`` repeated along the columns to the shape of ``numbers``, in float32."""
     return factors.float().repeat_interleave(numbers.shape[1] // factors.shape[1], dim=1)
 
 
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Put rows of several weights of the same width one below the other."""
+    """Return the rows of several weights of the same width as one weight."""
     parts: list[QuantizedWeight] = []
     for weight in weights:
         for part in weight.parts if isinstance(weight, StackedWeight) else (weight,):
@@ -270,7 +273,7 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def quantize_weight(weight: Tensor, kind: Literal["int8", "int4"]) -> UnpackedWeight:
-    """Round ``[out_features, in_features]`` to the nearest of int8 by row or int4 by group."""
+    """Round ``[out_features, in_features]`` to int8 with a scale per row, or int4 per group."""
     return _to_int8(weight.float()) if kind == "int8" else _to_int4(weight.float())
 
 
@@ -281,7 +284,7 @@ def _to_int8(wide: Tensor) -> UnpackedWeight:
 
 
 def _to_int4(wide: Tensor) -> UnpackedWeight:
-    """The value furthest from zero becomes -8, whatever its sign: all 16 levels are used."""
+    """Round to int4; a group's value furthest from zero becomes -8, so all 16 levels are used."""
     out_features, in_features = wide.shape
     padded = torch.nn.functional.pad(wide, (0, -in_features % GROUP))
     groups = padded.view(out_features, -1, GROUP)
@@ -292,10 +295,10 @@ def _to_int4(wide: Tensor) -> UnpackedWeight:
 
 
 def round_to_levels(wide: Tensor, dtype: torch.dtype) -> UnpackedWeight:
-    """Round float32 ``[out_features, groups * GROUP]`` to 16 levels from a group's least to its
-    greatest value: ``int4_min``, with scales and minima of ``dtype``.
+    """Round float32 ``[out_features, groups * GROUP]`` to ``int4_min`` with scales of ``dtype``.
 
-    These are rounded before the values, which make up for that.
+    The 16 levels of a group go from its least to its greatest value. Scales and minima are rounded
+    first; the values are then chosen for the rounded ones.
     """
     groups = wide.view(len(wide), -1, GROUP)
     low, high = groups.aminmax(dim=2)

@@ -1,4 +1,4 @@
-"""RowExtras: what only some rows have beside tokens and pages; a batch of plain rows has none."""
+"""RowExtras: data that only some rows have besides tokens and pages; plain rows have none."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _Ints: TypeAlias = NDArray[np.int64]
 
 
 class SegmentState(msgspec.Struct, frozen=True, gc=False):
-    """Recurrent state and log of a segment's request, by their indices in the `StatePool`.
+    """Indices of a segment's recurrent state and log in the `StatePool`.
 
-    Positions below ``final_stop`` are final, rows from there on are drafts: at most `DRAFT_ROOM`,
-    in a chain. ``keeps``: page ends from the segment's start to ``final_stop``, rising, each with
-    the slot to which the state there is written.
+    Positions below ``final_stop`` are final, later rows are drafts: at most `DRAFT_ROOM`, in a
+    chain. ``keeps``: page ends from the segment's start to ``final_stop``, ascending, each with the
+    slot to which the state at the position is written.
     """
 
     slot: int
@@ -31,17 +31,17 @@ class SegmentState(msgspec.Struct, frozen=True, gc=False):
 
 
 class RowExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What the rows of a segment have beside tokens and pages.
+    """Data of a segment's rows besides tokens and pages.
 
-    ``state``: of models with recurrent layers. ``adapter``: changes what the rows are computed
-    with. ``turns``: [3, rows] positions by which RoPE turns the rows; None: their places.
+    ``state``: for models with recurrent layers. ``adapter``: changes the weights of the rows.
+    ``turns``: [3, rows] positions by which RoPE turns the rows; None: their places.
 
-    ``shift``: tokens before the segment whose KV was packed away. All positions count what is left;
-    RoPE alone turns a row by its true position, ``shift`` further on.
+    ``shift``: number of earlier tokens whose KV was packed away. All positions count the tokens
+    that are left; only RoPE uses a row's true position, ``shift`` higher.
 
-    ``reaches``: [rows] the first position that each row does not see, in layers whose rows may see
-    others behind them: behind its own, at most the segment's stop, and never falling. None: the
-    next one.
+    ``reaches``: [rows] first position that each row does not see, in layers whose rows may see
+    later rows: above the row's own position, at most the segment's stop, never decreasing. None:
+    the position after the row.
     """
 
     state: SegmentState | None = None
@@ -62,7 +62,7 @@ class BatchStates:
     logs: _Ints  # [num_segments]
     final_stops: _Ints  # [num_segments]
     keep_counts: _Ints  # [num_segments]
-    keeps: _Ints  # [sum of keep_counts, 2] position, slot; segment after segment
+    keeps: _Ints  # [sum of keep_counts, 2] (position, slot), segment after segment
 
 
 class BatchExtras(NamedTuple):
@@ -76,9 +76,9 @@ class BatchExtras(NamedTuple):
 
 
 def fresh_state(states: StatePool | None, index: int, stop: int) -> RowExtras | None:
-    """Reset slot ``index`` and return the state of rows from position 0 to ``stop``, no drafts.
+    """Reset slot ``index`` and return the extras of rows from position 0 to ``stop``, no drafts.
 
-    The log has the same index. Return None where there are no ``states``.
+    The log has the same index. Returns None if there are no ``states``.
     """
     if states is None:
         return None
@@ -95,10 +95,10 @@ def batch_extras(
     page_size: int,
     num_rows: int,
 ) -> BatchExtras:
-    """Lay out the extras of segments with these ``starts`` and ``lens`` [num_segments].
+    """Lay out the extras of segments with the given ``starts`` and ``lens`` [num_segments].
 
-    ``positions`` [rows]: their places. ``num_rows``: with the copies of the last row. Raises
-    ValueError for states that segments share or lack, and for reaches that are none.
+    ``positions`` [rows]: places of the rows. ``num_rows``: number of rows with the copies of the
+    last one. Raises ValueError for states that segments share or lack, and for invalid reaches.
     """
     extras = [NO_EXTRAS if each is None else each for each in given]
     shifted, turned_until = _shifted(extras, positions, lens)
@@ -112,9 +112,9 @@ def batch_extras(
 
 
 def _shifted(extras: Sequence[RowExtras], positions: _Ints, lens: _Ints) -> tuple[_Ints, int]:
-    """Positions [num_rows] with the shifts of their segments, and the first one behind them all.
+    """Return positions [num_rows] plus the segments' shifts, and the first position after all.
 
-    The latter is 0 where no segment has a shift.
+    The latter is 0 if no segment has a shift.
     """
     shifts = np.array([each.shift for each in extras], dtype=np.int64)
     if not shifts.any():
@@ -124,7 +124,7 @@ def _shifted(extras: Sequence[RowExtras], positions: _Ints, lens: _Ints) -> tupl
 
 
 def _turns(extras: Sequence[RowExtras], positions: _Ints, lens: _Ints) -> _Ints:
-    """The positions by which RoPE turns, [num_rows], or [3, num_rows] where a segment has such."""
+    """Return RoPE's positions [num_rows], or [3, num_rows] if a segment has ``turns``."""
     if all(each.turns is None for each in extras):
         return positions
     found, first = np.stack([positions] * 3), 0
@@ -138,7 +138,11 @@ def _turns(extras: Sequence[RowExtras], positions: _Ints, lens: _Ints) -> _Ints:
 def _states(
     extras: Sequence[RowExtras], starts: _Ints, lens: _Ints, page_size: int
 ) -> BatchStates | None:
-    """The states of all segments; None where none has one."""
+    """Return the states of all segments, or None if no segment has one.
+
+    Raises ValueError if only some have one, if a segment has no final row or too many drafts, or if
+    two segments would write the same slot or log.
+    """
     states = [each.state for each in extras if each.state is not None]
     if not states:
         return None
@@ -166,7 +170,7 @@ def _states(
 
 
 def _check_keeps(start: int, state: SegmentState, page_size: int) -> None:
-    """Raise ValueError where the kept positions are not rising page ends of final rows."""
+    """Raise ValueError unless the kept positions are ascending page ends of final rows."""
     before = start - 1
     for position, _ in state.keeps:
         if position % page_size or not before < position <= state.final_stop:
@@ -179,7 +183,7 @@ def _check_keeps(start: int, state: SegmentState, page_size: int) -> None:
 def _adapters(
     extras: Sequence[RowExtras], lens: _Ints, num_rows: int
 ) -> tuple[tuple[Adapter, _Ints], ...]:
-    """The rows of each adapter, of ``num_rows`` with the copies of the last one."""
+    """Return each adapter with its rows; ``num_rows`` includes the copies of the last row."""
     ends = lens.cumsum()
     stops = [*ends[:-1].tolist(), num_rows]  # a copy writes the same KV as its row
     found: dict[Adapter, list[_Ints]] = {}
@@ -190,7 +194,10 @@ def _adapters(
 
 
 def _reaches(extras: Sequence[RowExtras], starts: _Ints, lens: _Ints) -> _Ints | None:
-    """The reach of each row, [num_rows]; None where every row sees up to itself."""
+    """Return each row's reach [num_rows], or None if every row sees only up to itself.
+
+    Raises ValueError for reaches that exclude the row itself, exceed the segment or decrease.
+    """
     if all(each.reaches is None for each in extras):
         return None
     found = []

@@ -1,11 +1,11 @@
-"""StatePool: recurrent states at page ends, and logs of the positions behind them.
+"""StatePool: recurrent states at page ends, and logs of the positions after them.
 
     S_t = decay_t S_(t-1) + k_t u_t^T        u_t = beta_t (v_t - (decay_t S_(t-1))^T k_t)
     o_t = S_t^T q_t
 
-A row reads S of its page's start and the log of the page's positions before it, in their order. So
-its bits depend on its position and on what came before, never on how rows were cut into passes, and
-a draft that was not accepted is an entry of the log that is overwritten: nothing is rolled back.
+A row reads S at its page's start and the log of the page's earlier positions, in order. So its bits
+depend only on its position and on earlier rows, never on the division of rows into passes. A
+rejected draft is a log entry that is overwritten later: nothing is rolled back.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from torch import Tensor
 from .machine.host_memory import map_zeros
 
 DRAFT_ROOM = 32
-"""Rows of a segment that may be drafts: so many positions a log holds beside a page."""
+"""Greatest number of draft rows of a segment: positions of a log besides a page's."""
 STATE_PAGE_SIZES = (16, 32, 64)
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # bytes to whose multiples fields are aligned
 
 
 TensorKind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 class LayerStates(Protocol):
-    """The tensors of a layer in a slot and in a log, whose activations are of ``dtype``."""
+    """The tensors of a layer in a slot and in a log; ``dtype`` is the activations'."""
 
     def slot_tensors(self, dtype: torch.dtype) -> list[TensorKind]:
-        """Shapes and data types of the layer's tensors in a slot."""
+        """Return shapes and dtypes of the layer's tensors in a slot."""
 
     def log_tensors(self, dtype: torch.dtype, ring: int) -> list[TensorKind]:
-        """Shapes and data types of its tensors in a log of ``ring`` positions."""
+        """Return shapes and dtypes of the layer's tensors in a log of ``ring`` positions."""
 
 
 class StateShape(NamedTuple):
-    """One layer: S ``[num_heads, key_dim, value_dim]``, and inputs of a convolution.
+    """State of one layer: S ``[num_heads, key_dim, value_dim]``, and inputs of a convolution.
 
-    The state at a position has the inputs of the ``conv_len - 1`` positions before it. Of a short
-    convolution these are all: ``num_heads`` is 0, and S and what folds into it are empty.
+    The state at a position has the inputs of the ``conv_len - 1`` earlier positions. A layer that
+    is only a short convolution has ``num_heads`` 0: S and the log's k, u and c are empty.
     """
 
     num_heads: int
@@ -55,14 +55,14 @@ class StateShape(NamedTuple):
     conv_len: int
 
     def slot_tensors(self, dtype: torch.dtype) -> list[TensorKind]:
-        """The tensors of a `SlotLayer`."""
+        """Return shapes and dtypes of a `SlotLayer`."""
         return [
             ((self.num_heads, self.key_dim, self.value_dim), torch.float32),
             ((self.conv_len - 1, self.conv_channels), dtype),
         ]
 
     def log_tensors(self, dtype: torch.dtype, ring: int) -> list[TensorKind]:
-        """The tensors of a `LogLayer`."""
+        """Return shapes and dtypes of a `LogLayer`."""
         return [
             ((self.num_heads, ring, self.key_dim), torch.float32),
             ((self.num_heads, ring, self.value_dim), torch.float32),
@@ -75,11 +75,11 @@ class SlotLayer(NamedTuple):
     """Views of one layer of a slot."""
 
     state: Tensor  # S [num_heads, key_dim, value_dim] float32
-    tail: Tensor  # [conv_len - 1, conv_channels] inputs, the oldest first
+    tail: Tensor  # [conv_len - 1, conv_channels] inputs, oldest first
 
 
 class LogLayer(NamedTuple):
-    """Views of one layer of a log. Position p lies at ``p % ring``, ``ring = StatePool.ring``."""
+    """Views of one layer of a log. Position p is at ``p % ring``, ``ring = StatePool.ring``."""
 
     k: Tensor  # [num_heads, ring, key_dim] float32
     u: Tensor  # [num_heads, ring, value_dim] float32
@@ -91,28 +91,28 @@ class LogLayer(NamedTuple):
 class _Field:
     """A tensor of a layer in the memory of a slot or a log."""
 
-    at: int  # bytes before it
+    at: int  # offset in bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of it."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, memory: Tensor) -> Tensor:
-        """The part in the memory of one slot or log."""
+        """Return a view of the tensor in the memory of one slot or log."""
         part = memory[self.at : self.at + self.num_bytes]
         return part.view(self.dtype).view(self.shape)
 
 
 class StatePool:
-    """States and logs of the recurrent layers, each of them one blob over all layers.
+    """States and logs of the recurrent layers; each slot and log is one blob over all layers.
 
-    A slot holds a state at a page's end: it belongs to a running request, or to that page. A log
-    belongs to a running request. Who owns which is the prefix cache's business. ``at`` [num_slots,
-    num_layers] int64, on the host: the position at which S of a layer stands, a multiple of the
-    page size; a pass that failed may have moved some layers on.
+    A slot holds a state at a page's end and belongs to a running request or to that page. A log
+    belongs to a running request. The prefix cache knows the owners. ``at`` [num_slots, num_layers]
+    int64, on the host: position of a layer's S, a multiple of the page size; a failed pass may have
+    advanced some layers.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class StatePool:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """``dtype``: of activations, in which inputs of convolutions are kept.
+        """Allocate slots and logs; convolution inputs have ``dtype``, the activations'.
 
-        Raises ValueError for a page size other than `STATE_PAGE_SIZES`.
+        Raises ValueError for a page size that is not in `STATE_PAGE_SIZES`.
         """
         if page_size not in STATE_PAGE_SIZES:
             sizes = ", ".join(map(str, STATE_PAGE_SIZES))
@@ -142,29 +142,29 @@ class StatePool:
         self.slots = _fresh(num_slots * self.bytes_per_slot, device).view(num_slots, -1)
         self.logs = _fresh(num_logs * self.bytes_per_log, device).view(num_logs, -1)
         self.at = torch.zeros((num_slots, len(self.shapes)), dtype=torch.int64, device="cpu")
-        # Bytes before each field of a layer, [num_layers, num_fields], as the C kernels read them.
+        # Byte offsets of each layer's fields, [num_layers, num_fields]. The C kernels read them.
         self.slot_offsets = _offsets(self._slot_fields)
         self.log_offsets = _offsets(self._log_fields)
 
     @property
     def num_bytes(self) -> int:
-        """Size of slots and logs in bytes."""
+        """Size of all slots and logs in bytes."""
         return self.slots.nbytes + self.logs.nbytes
 
     def slot(self, index: int, layer: int) -> SlotLayer:
-        """Views of a layer of a slot."""
+        """Return views of a layer of a slot."""
         return SlotLayer(*self.slot_views(index, layer))
 
     def log(self, index: int, layer: int) -> LogLayer:
-        """Views of a layer of a log."""
+        """Return views of a layer of a log."""
         return LogLayer(*self.log_views(index, layer))
 
     def slot_views(self, index: int, layer: int) -> list[Tensor]:
-        """Views of the tensors of a layer in a slot, as its shape lists them."""
+        """Return views of a layer's tensors in a slot, in the order of its shape."""
         return [field.view(self.slots[index]) for field in self._slot_fields[layer]]
 
     def log_views(self, index: int, layer: int) -> list[Tensor]:
-        """Views of the tensors of a layer in a log, as its shape lists them."""
+        """Return views of a layer's tensors in a log, in the order of its shape."""
         return [field.view(self.logs[index]) for field in self._log_fields[layer]]
 
     def copy_slot(self, source: int, target: int) -> None:
@@ -173,22 +173,22 @@ class StatePool:
         self.at[target] = self.at[source]
 
     def stand_in(self, slot: int, log: int, position: int) -> None:  # noqa: ARG002
-        """Have a state and a log of any content stand before a position, for passes to be timed."""
+        """Set the state's position for timing a pass from ``position``; contents are arbitrary."""
         self.at[slot] = position // self.page_size * self.page_size
 
     def reset(self, slot: int) -> None:
-        """Make a slot the state before a sequence: zeros at position 0."""
+        """Set a slot to the initial state: zeros at position 0."""
         self.slots[slot].zero_()
         self.at[slot] = 0
 
 
 def bytes_per_slot(shapes: Sequence[LayerStates], dtype: torch.dtype) -> int:
-    """Bytes of one slot of a `StatePool`."""
+    """Return the bytes of one slot of a `StatePool`."""
     return _slot_fields(shapes, dtype)[1]
 
 
 def bytes_per_log(shapes: Sequence[LayerStates], dtype: torch.dtype, *, page_size: int) -> int:
-    """Bytes of one log of a `StatePool`."""
+    """Return the bytes of one log of a `StatePool`."""
     return _log_fields(shapes, page_size + DRAFT_ROOM, dtype)[1]
 
 
@@ -197,7 +197,7 @@ def _offsets(layers: Sequence[Sequence[_Field]]) -> NDArray[np.int64]:
 
 
 def _fresh(num_bytes: int, device: torch.device | str) -> Tensor:
-    """Zeros; on the host mapped on first touch."""
+    """Return zeroed bytes; host memory is mapped on first touch."""
     if torch.device(device).type == "cpu":
         return map_zeros(num_bytes)
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -206,21 +206,21 @@ def _fresh(num_bytes: int, device: torch.device | str) -> Tensor:
 def _slot_fields(
     shapes: Sequence[LayerStates], dtype: torch.dtype
 ) -> tuple[list[list[_Field]], int]:
-    """The fields of each layer of a slot, and the bytes of all."""
+    """Return the fields of each layer of a slot, and the bytes of all."""
     return _laid_out([shape.slot_tensors(dtype) for shape in shapes])
 
 
 def _log_fields(
     shapes: Sequence[LayerStates], ring: int, dtype: torch.dtype
 ) -> tuple[list[list[_Field]], int]:
-    """The fields of each layer of a log, and the bytes of all."""
+    """Return the fields of each layer of a log, and the bytes of all."""
     return _laid_out([shape.log_tensors(dtype, ring) for shape in shapes])
 
 
 def _laid_out(
     layers: Sequence[Sequence[TensorKind]],
 ) -> tuple[list[list[_Field]], int]:
-    """Fields one behind the other, each aligned."""
+    """Return consecutive aligned fields for each layer's tensors, and the bytes of all."""
     at, found = 0, []
     for layer in layers:
         fields = []

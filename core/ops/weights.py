@@ -1,6 +1,6 @@
-"""Weights of a decoder as backends lay them out, and the shapes of its layers.
+"""Weights of a decoder in a backend's layout, and the shapes of its layers.
 
-They say what is computed; `Ops` (base.py) computes it.
+The classes describe each computation; `Ops` (base.py) does it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class PackedLinear:
 
     weight: Tensor
     bias: Tensor | None
-    packed: bool  # whether the layout is the backend's rather than plain
+    packed: bool  # whether the layout is the backend's own, not plain
 
     @property
     def num_weights(self) -> int:
-        """Weights, those included that fill up the layout."""
+        """Number of weights, padding of the layout included."""
         return self.weight.numel()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight, with its scales."""
+        """Bytes of the weight and its scales."""
         return self.weight.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTable:
-    """An embedding ``[vocab, hidden]`` that is a packed weight; ``rows`` unpacks some of it.
+    """An embedding ``[vocab, hidden]`` stored as a packed weight; ``rows`` unpacks rows.
 
     A row is rounded to ``dtype``, multiplied by ``factor`` and rounded again.
     """
@@ -54,7 +54,7 @@ class PackedTable:
 
     @property
     def device(self) -> torch.device:
-        """The device that has the weight."""
+        """Device of the weight."""
         return self.weight.weight.device
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ Table: TypeAlias = Tensor | PackedTable
 
 
 def table_rows(table: Table, token_ids: Tensor) -> Tensor:
-    """Look token ids ``[..]`` up in an embedding, ``[.., hidden]``."""
+    """Return the embedding's rows ``[.., hidden]`` of token ids ``[..]``."""
     return F.embedding(token_ids, table) if isinstance(table, Tensor) else table.rows(token_ids)
 
 
@@ -79,21 +79,21 @@ def whole_table(table: Table) -> Tensor:
 class Norm:
     """RMS norm (arXiv 1910.07467), or layer norm (arXiv 1607.06450), of the residual stream.
 
-    A weight in float32 is multiplied before the result is rounded to the dtype of the activations.
+    A float32 weight is applied before the result is rounded to the activations' dtype.
     """
 
-    weight: Tensor  # [hidden], of the activations' dtype or float32; of a layer norm float32
+    weight: Tensor  # [hidden], float32 or the activations' dtype; float32 in a layer norm
     eps: float
-    bias: Tensor | None = None  # [hidden] float32, of a layer norm
+    bias: Tensor | None = None  # [hidden] float32, only in a layer norm
     is_layer: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorm:
-    """RMS norm of queries and keys before RoPE, or behind it; ``weight`` is one row per head.
+    """RMS norm of queries and keys before RoPE, or after it; ``weight`` has one row per head.
 
-    ``whole``: the mean is taken over all query heads of a row together, and over all key heads;
-    before RoPE alone.
+    ``whole``: one mean is taken over all query heads of a row and one over all key heads; only
+    before RoPE.
     """
 
     weight: Tensor  # [num_heads + num_kv_heads, head_dim] float32
@@ -105,22 +105,22 @@ class HeadNorm:
 class Activation(NamedTuple):
     """Function between the two matrices of an MLP.
 
-    ``gated``: the input is a gate and a factor side by side, the output ``act(gate) * factor``;
+    ``gated``: the input is a gate and a factor side by side, and the output ``act(gate) * factor``;
     else the output is ``act(input)``. The clamped kind is gpt-oss's (arXiv 2508.10925):
-    ``(factor + 1) * gate * sigmoid(1.702 * gate)`` of a gate of at most ``limit`` and a factor from
-    ``-limit`` to ``limit``.
+    ``(factor + 1) * gate * sigmoid(1.702 * gate)``, the gate clamped to at most ``limit`` and the
+    factor to ``-limit`` ... ``limit``.
     """
 
     kind: Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu"] = "silu"
     gated: bool = True
-    limit: float = 0.0  # of the clamped kind
+    limit: float = 0.0  # only for the clamped kind
 
 
 SILU = Activation()
 
 
 class Tables(NamedTuple):
-    """Indices of the plan's RoPE tables that turn a layer's queries and keys."""
+    """Indices of the plan's RoPE tables for a layer's queries and keys."""
 
     queries: int = 0
     keys: int = 0
@@ -133,16 +133,16 @@ FIRST_TABLE = Tables()
 class HeadLayout:
     """Heads in a row of packed QKV: queries, then keys, then values.
 
-    With a ``rank`` (latent attention) there are no values of their own: a key's first items are its
-    value, too, and RoPE turns the others alone, of queries likewise.
+    With a ``rank`` (latent attention) there are no separate values: the first ``rank`` items of a
+    key are also its value, and RoPE turns only the other items of keys and queries.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float  # of the scores, usually head_dim ** -0.5
-    value_eps: float | None = None  # of an RMS norm of each value, without a weight; None: no norm
-    rank: int = 0  # items of a key that are its value; 0: values have rows of their own
+    scale: float  # factor of the scores, usually head_dim ** -0.5
+    value_eps: float | None = None  # epsilon of each value's RMS norm without weight; None: no norm
+    rank: int = 0  # items of a key that are also its value; 0: values are separate
 
     @property
     def group_size(self) -> int:
@@ -151,25 +151,25 @@ class HeadLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of a page, layer and KV head."""
+        """Number of blocks per page, layer and KV head."""
         return 1 if self.rank else 2
 
     @property
     def value_dim(self) -> int:
-        """Items of a value."""
+        """Number of items of a value."""
         return self.rank or self.head_dim
 
     @property
     def turned_dim(self) -> int:
-        """Items of a query or key that RoPE's tables are of, the last ones."""
+        """Number of items of a query or key that RoPE's tables cover: the last ones."""
         return self.head_dim - self.rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlpWeights:
-    """An MLP, with gate and up packed into one matrix; without a gate, that is up alone.
+    """An MLP, with gate and up packed into one matrix; without a gate the matrix is up alone.
 
-    ``comm``: of an MLP of which each rank has a part; ``down`` then gives a summand.
+    ``comm``: present if each rank has a part of the MLP; ``down`` then yields a summand.
     """
 
     gate_up: PackedLinear
@@ -187,11 +187,10 @@ class Routing(NamedTuple):
     """Choice of experts by the logits of a router, and their weights.
 
     A score is a softmax over all experts or a sigmoid; with ``of_chosen`` the ``top_k`` best logits
-    are chosen, and scored among themselves. With ``num_groups`` above 1 experts are in so many
-    groups of neighbours, and only the ``kept_groups`` best ones are chosen from: those whose best
-    score, or whose two best ones together, are the highest (arXiv 2412.19437, section 2.1.2).
-    Weights are the scores of the chosen, divided by their sum and ``renorm`` unless that is None,
-    times ``factor``.
+    are chosen and scored among themselves. With ``num_groups`` above 1 neighbouring experts form
+    that many groups, and only the ``kept_groups`` best groups are eligible, ranked by their best
+    score or the sum of their two best (arXiv 2412.19437, section 2.1.2). Weights are the scores of
+    the chosen experts times ``factor``, divided by their sum plus ``renorm`` unless that is None.
     """
 
     top_k: int
@@ -206,20 +205,19 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ExpertWeights:
-    """A mixture of experts: each row's are chosen by a router, their outputs added up.
+    """A mixture of experts: a router chooses experts for each row, and their outputs are added up.
 
-    ``choice_bias`` is added to the scores in choosing alone. ``shared`` is an MLP of all rows,
-    whose output a sigmoid of ``shared_gate`` weighs, if there is one. Sums are float32, in the
-    order in which a row's experts were chosen, best first, then what is shared. ``comm``: of
-    experts of which each rank has a part, or some of them: those from number ``first`` on. The sum
-    over the ranks comes last.
+    ``choice_bias`` is added to the scores for the choice only. ``shared`` is an MLP for all rows;
+    the sigmoid of ``shared_gate``, if there is one, multiplies its output. Sums are float32, in the
+    order of a row's choices, best first, then the shared MLP. ``comm``: present if each rank has a
+    part of each expert, or the experts from number ``first``. The sum over the ranks comes last.
     """
 
     router: PackedLinear  # [num_experts, hidden], not quantised
     routing: Routing
     experts: tuple[MlpWeights, ...]  # all of one shape
     choice_bias: Tensor | None = None  # [num_experts] float32
-    factors: Tensor | None = None  # [num_experts] float32, of the output of each
+    factors: Tensor | None = None  # [num_experts] float32, multiply the experts' outputs
     shared: MlpWeights | None = None
     shared_gate: PackedLinear | None = None  # [1, hidden], not quantised
     comm: Comm | None = None
@@ -234,23 +232,24 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsBeside:
-    """A mixture of experts beside an MLP; both read the stream, each by a norm of its own.
+    """A mixture of experts beside an MLP; both read the stream, each through its own norm.
 
-    The outputs of MLP and experts are added up, each behind its norm (Gemma 4).
+    The outputs of MLP and experts are normed separately and added up (Gemma 4).
     """
 
     experts: ExpertWeights
-    norm: Norm  # of what the experts read
-    router_norm: Norm  # of what the router reads
+    norm: Norm  # norm of the experts' input
+    router_norm: Norm  # norm of the router's input
     out_norm: Norm
     mlp_out_norm: Norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenInputWeights:
-    """Weights that add a layer's input of each token to the stream, behind its MLP (Gemma 4).
+    """Weights that add a layer's per-token input to the stream after the MLP (Gemma 4).
 
-    A gate that reads the stream is activated, times the input, and goes through ``out``.
+    The activated gate, computed from the stream, is multiplied by the input and goes through
+    ``out``.
     """
 
     gate: PackedLinear  # [width, hidden]
@@ -261,10 +260,10 @@ class TokenInputWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenInputs:
-    """Makes the inputs of all layers of a token: ``[T, num_layers * width]``.
+    """Weights that make the per-token inputs of all layers: ``[T, num_layers * width]``.
 
-    The norm of each layer's part of a projection of the embedding, plus a row of a second table,
-    times ``factor``.
+    Each layer's part of a projection of the embedding is normed, added to the token's row of a
+    second table, and multiplied by ``factor``.
     """
 
     table: Tensor  # [vocab, num_layers * width]
@@ -275,13 +274,13 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Gemma4Extras:
-    """Parts of a Gemma 4 layer besides Llama's; gemma4.py computes them.
+    """Parts of a Gemma 4 layer that Llama's lacks; gemma4.py computes them.
 
-    ``out_norm``: of the sum of MLP and experts, in place of `LayerWeights.mlp_out_norm`.
+    ``out_norm``: norm of the sum of MLP and experts, in place of `LayerWeights.mlp_out_norm`.
     """
 
     out_norm: Norm
-    factor: float  # of the residual stream behind the layer
+    factor: float  # multiplies the residual stream after the layer
     beside: ExpertsBeside | None = None
     token_input: TokenInputWeights | None = None
 
@@ -297,21 +296,22 @@ class Gemma4Extras:
 class AttentionWeights:
     """Attention over the pages, with Q, K and V packed into one matrix.
 
-    A layer without keys of its own (``has_keys``) reads the keys and values of an earlier one: it
-    has queries alone in ``qkv``, and that layer's ``place``. With a ``gate`` rows of ``qkv`` are
-    queries, keys, values and the gate, whose sigmoid weighs what was attended to before ``o``
-    (Qwen3-Next). ``comm``: of heads that are shared out among ranks; ``o`` then gives a summand.
+    A layer without its own keys (``has_keys`` is False) reads the keys and values of an earlier
+    layer: its ``qkv`` has only queries, and its ``place`` is the earlier layer's. With a ``gate``
+    rows of ``qkv`` are queries, keys, values and the gate, whose sigmoid multiplies the attention's
+    output before ``o`` (Qwen3-Next). ``comm``: present if the heads are divided among ranks; ``o``
+    then yields a summand.
     """
 
     qkv: PackedLinear
     head_norm: HeadNorm | None
     o: PackedLinear
     window: int | None  # positions that a row sees, itself included; None: all before it
-    place: KvPlace  # of its keys and values
+    place: KvPlace  # place of the layer's keys and values
     tables: Tables = FIRST_TABLE
-    cap: float | None = None  # of the scores
+    cap: float | None = None  # limit of the scores, by tanh; None: unlimited
     sinks: Tensor | None = None  # [num_heads] float32: scores of a key without a value
-    gate: int = 0  # width of the gate: that of the queries; 0: there is none
+    gate: int = 0  # width of the gate, equal to the queries'; 0: no gate
     has_keys: bool = True
     comm: Comm | None = None
     is_mutual: bool = False  # rows of an image see each other
@@ -323,22 +323,22 @@ class AttentionWeights:
 
 
 class LatentShape(NamedTuple):
-    """Sizes of latent attention. Of a head's query ``nope_dim`` items meet the latent."""
+    """Sizes of latent attention; ``nope_dim`` items of a head's query meet the latent."""
 
-    q_rank: int  # of what queries are made of; 0: they are made of the stream
-    rank: int  # of the latent: what is kept of a position besides ``rope_dim`` items
+    q_rank: int  # width of the queries' compressed input; 0: queries are made from the stream
+    rank: int  # width of the latent, which a position keeps besides ``rope_dim`` items
     nope_dim: int
     rope_dim: int  # items of a query and of the key that RoPE turns
     value_dim: int
 
     @property
     def query_dim(self) -> int:
-        """Items of a head's query before it meets the latent."""
+        """Number of items of a head's query before absorption."""
         return self.nope_dim + self.rope_dim
 
     @property
     def key_dim(self) -> int:
-        """Items that are kept of a position."""
+        """Number of items kept per position."""
         return self.rank + self.rope_dim
 
 
@@ -346,19 +346,19 @@ class LatentShape(NamedTuple):
 class LatentWeights:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1), absorbed.
 
-    A position keeps one row for all heads: its latent, and a key that RoPE has turned. A head's
-    matrix of keys takes its query to the latent's dimensions, and its matrix of values takes what
-    it read of the latents to its output; so no key or value of a head is ever made.
+    A position keeps one row for all heads: its latent, and a key that RoPE has turned. A head's key
+    matrix maps its query to the latent's dimensions, and its value matrix maps the weighted sum of
+    latents to its output; no key or value of a single head is ever made.
     """
 
-    down: PackedLinear  # rows: what queries are made of, the latent, the key that RoPE turns
+    down: PackedLinear  # rows: input of the queries, latent, key that RoPE turns
     q_norm: Norm | None  # None: ``down`` makes the queries themselves
     q_up: PackedLinear | None  # [num_heads * query_dim, q_rank]
-    kv_norm: Norm  # of the latent
-    keys: tuple[PackedLinear, ...]  # of each head, [rank, nope_dim]
-    values: tuple[PackedLinear, ...]  # of each head, [value_dim, rank]
+    kv_norm: Norm  # norm of the latent
+    keys: tuple[PackedLinear, ...]  # one per head, [rank, nope_dim]
+    values: tuple[PackedLinear, ...]  # one per head, [value_dim, rank]
     o: PackedLinear
-    place: KvPlace  # of its latents
+    place: KvPlace  # place of the layer's latents
     shape: LatentShape
     tables: Tables = FIRST_TABLE
 
@@ -372,26 +372,26 @@ class LatentWeights:
 class RecurrentShape(NamedTuple):
     """Heads of a layer with a recurrent state, and the taps of its convolution.
 
-    Value head j reads key head ``j // (num_value_heads // num_key_heads)``; where heads are tiled
-    (as GGUF files have them), key head ``j % num_key_heads``. Of Mamba-2 a key head is a group,
-    its queries and keys are C and B, and values are x.
+    Value head j reads key head ``j // (num_value_heads // num_key_heads)``, or if heads are tiled
+    (in GGUF files) key head ``j % num_key_heads``. In Mamba-2 a key head is a group, queries and
+    keys are C and B, and values are x.
     """
 
     num_key_heads: int
     num_value_heads: int
-    key_dim: int  # of a head
+    key_dim: int  # items of a head
     value_dim: int
     conv_len: int  # taps, the row itself included
     is_tiled: bool = False
 
     @property
     def conv_channels(self) -> int:
-        """Queries, keys and values of a row, which the convolution reads."""
+        """Width of a row's queries, keys and values together, which the convolution reads."""
         return 2 * self.num_key_heads * self.key_dim + self.value_width
 
     @property
     def value_width(self) -> int:
-        """Values of a row."""
+        """Width of a row's values over all heads."""
         return self.num_value_heads * self.value_dim
 
     @property
@@ -408,12 +408,12 @@ class RecurrentShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaWeights:
-    """The gated delta rule (arXiv 2412.06464) behind a short convolution, as Qwen3-Next has it.
+    """The gated delta rule (arXiv 2412.06464) after a short convolution, as in Qwen3-Next.
 
-    Of a row: q, k and v of ``in_proj`` go through the convolution and silu; q and k are divided by
-    their length, q by the root of ``key_dim`` besides. ``log decay = decay * softplus(a +
-    dt_bias)`` and ``beta = most_beta * sigmoid(b)`` of each value head. What is read of the state
-    goes through an RMS norm of each head, is multiplied by ``silu(z)``, and goes through ``out``.
+    A row's q, k and v from ``in_proj`` go through the convolution and silu; q and k are divided by
+    their length, and q also by the root of ``key_dim``. Each value head has ``log decay = decay *
+    softplus(a + dt_bias)`` and ``beta = most_beta * sigmoid(b)``. The state's output goes through
+    an RMS norm per head, is multiplied by ``silu(z)``, and goes through ``out``.
     """
 
     in_proj: PackedLinear  # rows: q, k, v, z
@@ -425,7 +425,7 @@ class DeltaWeights:
     norm_eps: float
     out: PackedLinear
     shape: RecurrentShape
-    layer: int  # of the pass's `StatePool`
+    layer: int  # index in the pass's `StatePool`
     most_beta: float = 1.0
 
     @property
@@ -436,16 +436,16 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mamba2Weights:
-    """Mamba-2 (arXiv 2405.21060) behind a short convolution.
+    """Mamba-2 (arXiv 2405.21060) after a short convolution.
 
-    Of a row: C, B and x of ``in_proj`` go through the convolution and silu. ``dt = softplus(gate +
-    dt_bias)`` and ``log decay = decay * dt`` of each head, whose state gets ``B (dt x)^T``. What C
-    reads of it, plus ``skip * x``, is multiplied by ``silu(z)``, goes through an RMS norm of each
-    of ``num_norms`` equal parts of the row, if there is a norm, and through ``out``.
+    A row's C, B and x from ``in_proj`` go through the convolution and silu. Each head has ``dt =
+    softplus(gate + dt_bias)`` and ``log decay = decay * dt``, and adds ``B (dt x)^T`` to its state.
+    The state's output for C, plus ``skip * x``, is multiplied by ``silu(z)``, goes through an RMS
+    norm of each of ``num_norms`` equal parts of the row, if there is a norm, and through ``out``.
     """
 
     in_proj: PackedLinear  # rows: C, B, x, z
-    gates: PackedLinear  # rows: one of each head; not quantised
+    gates: PackedLinear  # rows: one per head; not quantised
     conv: Tensor  # [conv_channels, conv_len] float32, the last tap is the row's own
     conv_bias: Tensor | None  # [conv_channels] float32
     decay: Tensor  # [num_value_heads] float32, below 0: -exp(A_log)
@@ -456,7 +456,7 @@ class Mamba2Weights:
     num_norms: int
     out: PackedLinear
     shape: RecurrentShape
-    layer: int  # of the pass's `StatePool`
+    layer: int  # index in the pass's `StatePool`
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
@@ -465,7 +465,7 @@ class Mamba2Weights:
 
 
 class ConvShape(NamedTuple):
-    """A layer of a short convolution: its channels, and its taps, the row itself included."""
+    """Channels of a layer's short convolution, and its taps, the row itself included."""
 
     channels: int
     conv_len: int
@@ -478,17 +478,17 @@ class ConvShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConvWeights:
-    """A gated short convolution, as LFM2 has it (arXiv 2511.23404).
+    """A gated short convolution, as in LFM2 (arXiv 2511.23404).
 
-    A row of ``in_proj`` is b, c and x. The convolution reads ``b * x`` of a row and of those before
-    it, each rounded to the activations' dtype; its sums times c go through ``out``.
+    A row of ``in_proj`` is b, c and x. The convolution reads ``b * x`` of the row and earlier rows,
+    each rounded to the activations' dtype; its sums times c go through ``out``.
     """
 
     in_proj: PackedLinear  # rows: b, c, x
     conv: Tensor  # [channels, conv_len] float32, the last tap is the row's own
-    bias: Tensor | None  # [channels] float32, of the convolution
+    bias: Tensor | None  # [channels] float32, added by the convolution
     out: PackedLinear
-    layer: int  # of the pass's `StatePool`
+    layer: int  # index in the pass's `StatePool`
 
     @property
     def shape(self) -> ConvShape:
@@ -509,12 +509,12 @@ MixerWeights: TypeAlias = AttentionWeights | LatentWeights | RecurrentWeights | 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer: what mixes rows of a sequence, then an MLP, and its declared differences.
+    """One layer: a mixer of a sequence's rows, then an MLP, and deviations from this.
 
-    Without a norm before the mixer or the MLP, these read the residual stream itself. The norms of
-    what the mixer and the MLP add to the stream stand before the sum. ``is_parallel``: the MLP
-    reads what the mixer reads. A layer may have a mixer or an MLP alone; the MLP then reads what
-    the mixer would. ``beside``: reads what attention reads; both outputs are added up.
+    Without its norm the mixer or the MLP reads the residual stream itself. ``mixer_out_norm`` and
+    ``mlp_out_norm`` norm an output before it is added to the stream. ``is_parallel``: the MLP has
+    the mixer's input. A layer may have only a mixer or only an MLP, which then has the mixer's
+    input. ``beside``: a second mixer with the same input; both outputs are added up.
     """
 
     mixer_norm: Norm | None
@@ -529,12 +529,12 @@ class LayerWeights:
 
     @property
     def mixers(self) -> tuple[MixerWeights, ...]:
-        """The parts that mix rows of a sequence, attention first."""
+        """All mixers of the layer, attention first."""
         return tuple(each for each in (self.mixer, self.beside) if each is not None)
 
     @property
     def part(self) -> int:
-        """Part of the pool, and so the plan, that the layer's operations read."""
+        """Index of the pool's part, and of its plan, that the layer uses."""
         mixer = self.mixer
         return mixer.place.part if isinstance(mixer, AttentionWeights | LatentWeights) else 0
 
@@ -547,10 +547,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedInputs:
-    """Makes rows of the embedding of their token and the vector that they are given, each normed.
+    """Norms that join a row's token embedding and the vector given for it.
 
-    The first layer's mixer reads both side by side; the residual stream begins with the given one,
-    or with its norm (EAGLE-3, arXiv 2503.01840).
+    The first layer's mixer reads both, normed, side by side; the residual stream begins with the
+    given vector or with its norm (EAGLE-3, arXiv 2503.01840).
     """
 
     embedding_norm: Norm
@@ -560,9 +560,9 @@ class JoinedInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
-    """All weights, in the layout of the ops that will use them.
+    """All weights of a decoder, in the layout of the `Ops` that will use them.
 
-    ``joined``: of layers whose rows all have both a token and a vector (`Wanted.inputs`).
+    ``joined``: present if every row has both a token and a vector (`Wanted.inputs`).
     """
 
     embedding: Table  # [vocab, hidden]

@@ -1,1 +1,1 @@
-"""The front: the engine of a server that computes nothing, because its replicas do."""
+"""The front: the engine of a server whose replicas compute."""

@@ -1,4 +1,4 @@
-"""Dispatcher: sends requests to replicas, and sends them to another when theirs is lost."""
+"""Dispatcher: sends requests to replicas, and moves them when a replica is lost."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from .replica_link import MAX_REASON, ReplicaLink
 from .roster import NO_REPLICA, Roster
 from .routing import Choice, Router
 
-PREFILL_TOKENS = 256  # of a prompt, to compute, from which on a replica for prompts does so
+PREFILL_TOKENS = 256  # uncached prompt tokens from which a prefill replica computes a prompt
 
 
 class DeadReplicaError(WireError):
-    """A replica that does not serve any longer, by its own messages."""
+    """A message shows that its replica no longer serves."""
 
 
 class Dispatcher:
-    """The requests of a front that have not ended, and where each is. Belongs to one event loop.
+    """The live requests of a front, and the replica of each. Belongs to one event loop.
 
-    A request that no replica has waits for one with room, for ``failover_seconds`` where there is
-    no replica at all. Only a request that lost its replica waits: a new one is refused instead.
+    A request that lost its replica waits for one with room, but only ``failover_seconds`` while
+    there is no replica at all. A new request never waits: it is refused.
     """
 
     def __init__(
@@ -60,25 +60,25 @@ class Dispatcher:
         clock: Callable[[], float],
     ) -> None:
         self.live: dict[str, LiveRequest] = {}  # all requests that have not ended
-        self.idle = asyncio.Event()  # there are none
+        self.idle = asyncio.Event()  # set while there is no live request
         self.idle.set()
         self._roster, self._router, self._metrics = roster, router, metrics
         self._failover_seconds, self._clock = failover_seconds, clock
-        self._places: dict[str, ReplicaLink] = {}  # by request, where one has it
-        self._waiting: dict[str, LiveRequest] = {}  # those that no replica has
-        self._finished: deque[float] = deque(maxlen=NUM_TIMES)  # times, without a pause between
+        self._places: dict[str, ReplicaLink] = {}  # replica of each request that has one
+        self._waiting: dict[str, LiveRequest] = {}  # requests without a replica
+        self._finished: deque[float] = deque(maxlen=NUM_TIMES)  # end times since the last pause
 
     def owed(self, link: ReplicaLink) -> int:
-        """Tokens left to compute for the requests of a replica."""
+        """Return the number of tokens left to compute for a replica's requests."""
         return self._router.owed(link.peer)
 
     # -- from callers ---------------------------------------------------------------------------
 
     def submit(self, request: Request, session: str | None) -> TokenStream:
-        """Send a new request.
+        """Send a new request to a replica, and return its stream.
 
-        Raises `InvalidRequest` and `QueueFull`, and `Unavailable` where there is no replica at this
-        moment, or none with the request's adapter.
+        Raises `InvalidRequest`, `QueueFull`, and `Unavailable` if no replica is connected or none
+        has the request's adapter.
         """
         if request.request_id in self.live:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
@@ -101,7 +101,7 @@ class Dispatcher:
             raise Unavailable(f"no replica has the adapter {name} at this moment")
 
     def abort(self, request_id: str) -> None:
-        """End a request between two steps; unknown and finished ones are ignored."""
+        """Abort a request between two steps; unknown and finished ones are ignored."""
         live = self.live.get(request_id)
         if live is None:
             return
@@ -112,20 +112,20 @@ class Dispatcher:
             self._roster.send(link, Abort(request_id=request_id))
 
     def end_all(self, error: EngineDead | None) -> None:
-        """End all requests by an error, or as aborted."""
+        """End all requests with an error, or as aborted if it is None."""
         for live in list(self.live.values()):
             self._finish(live, aborted() if error is None else Delta(error=error))
 
     # -- from replicas --------------------------------------------------------------------------
 
     def add(self, link: ReplicaLink) -> None:
-        """Send requests to a replica from now on, those that wait first."""
+        """Send requests to a replica from now on, beginning with the waiting ones."""
         hello = link.hello
         self._router.join(link.peer, page_size=hello.page_size, fingerprint=hello.fingerprint)
         self.serve_waiting()
 
     def remove(self, link: ReplicaLink) -> None:
-        """Move the requests of a replica that is lost."""
+        """Move the requests of a lost replica."""
         lives = list(link.requests.values())
         for live in lives:
             live.is_prefilling = False
@@ -138,7 +138,10 @@ class Dispatcher:
             self._move(live)
 
     def take_step(self, link: ReplicaLink, step: Step) -> None:
-        """Take news of pages and deltas. Raises `WireError` for what no engine sends."""
+        """Process a step's page news and deltas.
+
+        Raises `WireError` for values that no engine sends.
+        """
         link.load = step.load
         for news in step.pages:
             if len(news.keys) > link.hello.num_pages * KEY_BYTES:
@@ -178,9 +181,10 @@ class Dispatcher:
     def _take_prefill(
         self, live: LiveRequest, delta: Delta, handed: bytes | None, now: float
     ) -> None:
-        """Take the end of a prompt that was computed for another replica, however it ended.
+        """Process a delta of a prompt that is computed for another replica.
 
-        Its token is not read: the other replica draws the same one.
+        When the prompt ends, in any way, the request goes to the other replica unless it was
+        aborted. Tokens are not read: the other replica draws the same ones.
         """
         _check_lives(live, delta)
         if not delta.terminal:
@@ -197,15 +201,15 @@ class Dispatcher:
             return
         self._waiting[request_id] = live
         self._serve_one(live, now)
-        if self._waiting:  # there is room now
+        if self._waiting:  # the replica has room now
             asyncio.get_running_loop().call_soon(self.serve_waiting)
 
     # -- parts of prompts -----------------------------------------------------------------------
 
     def _take_part(self, live: LiveRequest, part: HeldPrompt, now: float) -> None:
-        """Have the replica of the answer read what is computed of its prompt so far.
+        """Let the replica of the answer read the pages of the prompt computed so far.
 
-        It finds these pages in its own pool later; what it has not got by then, it reads as ever.
+        It later finds these pages in its own cache, and reads only the missing ones.
         """
         links = self._roster.links
         if live.reader is None and not live.is_aborted:
@@ -224,7 +228,7 @@ class Dispatcher:
             self._free(part)
 
     def _forget_reader(self, peer: bytes) -> None:
-        """Have the parts freed that a lost replica was to read."""
+        """Free the parts of prompts that a lost replica was to read."""
         for live in self.live.values():
             if live.reader == peer:
                 live.reader = None
@@ -232,15 +236,15 @@ class Dispatcher:
                     self._free(live.part)
 
     def _free(self, held: HeldPrompt) -> None:
-        """Have pages freed that no replica reads; where they are free already, that is ignored."""
+        """Tell the holder to free pages that no replica reads; it ignores pages already freed."""
         if held.holder in self._roster.links:
-            # Not `Roster.send`: a replica that does not read is found by its next beat.
+            # Not by `Roster.send`, which may lose a replica: its next beat does that.
             self._roster.socket.send(held.holder, held.drop)
 
-    # -- where a request is ---------------------------------------------------------------------
+    # -- placing a request ----------------------------------------------------------------------
 
     def _place(self, live: LiveRequest, now: float) -> bool:
-        """Send a request to a replica; False where none has room."""
+        """Send a request to a replica; return False if none has room."""
         request = live.request
         if self._place_prompt(live, now):
             return True
@@ -253,7 +257,7 @@ class Dispatcher:
             if not self._roster.send(link, submit):
                 continue
             if held is not None:
-                live.held = None  # its replica has the pages freed; it is good once
+                live.held = None  # usable once; the replica has its pages freed
             self._drop_prompt(live)
             live.sent(now)
             self._note_place(live, link, choice)
@@ -262,7 +266,7 @@ class Dispatcher:
         return False
 
     def _drop_prompt(self, live: LiveRequest) -> None:
-        """Have the pages of a prompt freed that no replica reads."""
+        """Free the held pages of a prompt, if there are any."""
         held, live.held = live.held, None
         if held is not None:
             self._free(held)
@@ -274,9 +278,9 @@ class Dispatcher:
         self._router.begin(request_id, choice)
 
     def _place_prompt(self, live: LiveRequest, now: float) -> bool:
-        """Send the prompt of a request to a replica for prompts; False if none is to have it.
+        """Send the prompt of a request to a prefill replica; return False if that is not done.
 
-        That of the answer is chosen again behind that.
+        The replica of the answer is chosen when the prompt has been computed.
         """
         links = self._roster.links
         for_prompts = {
@@ -310,11 +314,11 @@ class Dispatcher:
     def _choose(
         self, live: LiveRequest, now: float, *, is_sent: bool = True
     ) -> Choice[bytes] | None:
-        """Return the replica for a request: one that is ready, else any with room."""
+        """Return the replica for a request: a ready one, else any with room, or None."""
         links = self._roster.links
         full = {peer for peer, each in links.items() if not each.takes(live.request)}
         for_prompts = {peer for peer, each in links.items() if each.role == "prefill"}
-        if len(for_prompts) < len(links):  # else they compute whole requests
+        if len(for_prompts) < len(links):  # prefill replicas alone compute whole requests
             full |= for_prompts
         unready = {peer for peer, each in links.items() if each.unready is not None}
         for excluded in (full | unready, full) if unready else (full,):
@@ -346,7 +350,7 @@ class Dispatcher:
         self._serve_one(live, now)
 
     def serve_waiting(self) -> None:
-        """Place the requests that no replica has, or end those that waited too long."""
+        """Send waiting requests to replicas, and end those that waited too long."""
         now = self._clock()
         for live in list(self._waiting.values()):
             if live.request.request_id in self._waiting:  # a loss meanwhile may have ended it
@@ -361,7 +365,7 @@ class Dispatcher:
             message = f"no replica came within {self._failover_seconds:g} s"
             self._finish(live, Delta(error=Unavailable(message)))
 
-    # -- its end --------------------------------------------------------------------------------
+    # -- the end of a request -------------------------------------------------------------------
 
     def _queue_full(self) -> QueueFull:
         num_waiting = max(0, len(self.live) - self._roster.room.max_running)
@@ -370,7 +374,7 @@ class Dispatcher:
         return full
 
     def _finish(self, live: LiveRequest, delta: Delta) -> None:
-        """End a request by a delta of the front's own."""
+        """End a request with a delta that the front makes."""
         now = self._clock()
         live.request.usage.total_time = live.elapsed(now)
         if isinstance(delta.error, DeadlineExceeded):
@@ -379,7 +383,7 @@ class Dispatcher:
         self._deliver(live, delta, now)
 
     def _end(self, live: LiveRequest, now: float) -> None:
-        """Let go of a request."""
+        """Remove a request from all tables."""
         request_id = live.request.request_id
         del self.live[request_id]
         self._waiting.pop(request_id, None)
@@ -388,7 +392,7 @@ class Dispatcher:
         if (link := self._places.pop(request_id, None)) is not None:
             link.forget(request_id)
             self._router.end(request_id)
-        if self._waiting:  # there is room now
+        if self._waiting:  # the replica has room now
             asyncio.get_running_loop().call_soon(self.serve_waiting)
         elif not self.live:
             self.idle.set()
@@ -400,7 +404,7 @@ class Dispatcher:
 
 
 def _check_lives(live: LiveRequest, delta: Delta) -> None:
-    """Raise `DeadReplicaError` for a delta that an engine sends when it ends."""
+    """Raise `DeadReplicaError` for a delta that only a stopping engine sends."""
     if isinstance(delta.error, EngineDead):
         raise DeadReplicaError(f"its engine ended: {str(delta.error)[:MAX_REASON]!r}")
     is_abort = delta.finish_reason is FinishReason.ABORT and delta.stop_reason is None

@@ -1,4 +1,4 @@
-"""FrontAdapters: adapters that each replica of a front has, those that come later included."""
+"""FrontAdapters: the adapters that all replicas of a front load, at once or when they join."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from .replica_link import ReplicaLink
 from .roster import NO_REPLICA, Roster
 
 logger = logging.getLogger(__name__)
-LOAD_SECONDS = 300.0  # in which a replica has to read an adapter
+LOAD_SECONDS = 300.0  # timeout for a replica to load an adapter
 
 
 class _Loaded(NamedTuple):
-    """An adapter that all replicas have, or get as they join."""
+    """An adapter that all replicas have or load when they join."""
 
     question: LoadAdapter
-    digest: bytes  # of its files
+    digest: bytes  # digest of the adapter's files
 
 
 class FrontAdapters:
     """An `AdapterLoader` that loads into replicas. Belongs to one event loop.
 
-    Each replica reads the same path, and must find the same files there. One that joins later and
-    cannot is lost. ``on_equipped`` is called when a replica has all adapters.
+    Each replica reads the same path and must find the same files there. A replica that joins later
+    and does not find them is lost. ``on_equipped`` is called when a new replica has all adapters.
     """
 
     def __init__(self, roster: Roster, on_equipped: Callable[[], None]) -> None:
@@ -47,10 +47,10 @@ class FrontAdapters:
         self._equipping: set[asyncio.Task[None]] = set()
 
     async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:
-        """Have all replicas load an adapter.
+        """Let all replicas load an adapter.
 
-        Raises `Unavailable` without a replica, `ModelLoadError` where their files differ, and what
-        one of them raises: none of them has it then.
+        Raises `Unavailable` without a replica, `ModelLoadError` if their files differ, and any
+        replica's error. After an error no replica has the adapter.
         """
         question = _question(name, number, folder)
         try:
@@ -65,7 +65,10 @@ class FrontAdapters:
         return LoadedAdapter(remote, facts.rank, facts.num_bytes, facts.digest)
 
     async def _load_everywhere(self, question: LoadAdapter) -> dict[ReplicaLink, AdapterFacts]:
-        """Ask all replicas, until none is there that was not asked. Raises as `load` does."""
+        """Ask all replicas, those that join meanwhile included, to load an adapter.
+
+        Raises `Unavailable`, `ModelLoadError`, and any replica's error.
+        """
         asked: set[bytes] = set()
         found: dict[ReplicaLink, AdapterFacts] = {}
         links = self._roster.links
@@ -80,7 +83,7 @@ class FrontAdapters:
         return found
 
     async def unload(self, loaded: LoadedAdapter) -> None:
-        """Have all replicas let go of an adapter."""
+        """Let all replicas unload an adapter."""
         remote = loaded.weights
         if isinstance(remote, RemoteAdapter):
             del self._loaded[remote]
@@ -89,14 +92,14 @@ class FrontAdapters:
             await self._unload(remote.number)
 
     def equip(self, link: ReplicaLink) -> None:
-        """Have a replica that has just joined load what the others have."""
+        """Let a new replica load the adapters of the others."""
         if self._loaded:
             task = asyncio.create_task(self._equip(link))
             self._equipping.add(task)
             task.add_done_callback(self._equipping.discard)
 
     def close(self) -> None:
-        """Wait for no replica any longer."""
+        """Stop waiting for replicas."""
         for task in self._equipping:
             task.cancel()
 

@@ -26,32 +26,32 @@ from .routing import Route
 logger = logging.getLogger(__name__)
 DEFAULT_FAILOVER_SECONDS = 30.0
 ANY_PORT = "tcp://127.0.0.1:0"
-CHECK_SECONDS = 2.0  # between looks at what starts replicas
+CHECK_SECONDS = 2.0  # interval between checks of the launcher
 
 
 class Launcher(Protocol):
-    """Starts replicas, and changes how many there are."""
+    """Starts replicas, and changes their number."""
 
     async def start(self, address: str) -> None:
-        """Ask for replicas that dial in at an address. Raises `ForetokenError`."""
+        """Request replicas that connect to an address. Raises `ForetokenError`."""
 
     async def failure(self) -> str | None:
-        """Why replicas cannot be started; None if all is well."""
+        """Return why replicas cannot be started, or None."""
 
     async def change(self, least: int, most: int) -> None:
-        """Ask for between ``least`` and ``most`` replicas. Raises `ForetokenError`."""
+        """Request between ``least`` and ``most`` replicas. Raises `ForetokenError`."""
 
     async def close(self) -> None:
-        """Stop them."""
+        """Stop the replicas."""
 
 
 class FrontClient(EngineClient):
-    """Serves by the replicas that dial in at ``front.front``; nothing is computed here.
+    """An `EngineClient` whose replicas, connected at ``front.front``, compute.
 
     ``model`` has the tokenizer and the chat template. `prepare` listens for replicas, `start` waits
-    for the first one, which says what is served. Raises `InvalidRequest` for an address that is
-    none, or is open to other machines without a key. ``launcher`` starts the replicas; without one
-    they come by themselves.
+    for the first one, whose greeting describes the model. Raises `InvalidRequest` for an invalid
+    address, or for one that is open to other machines without a key. ``launcher`` starts the
+    replicas; None: they are started by other means.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class FrontClient(EngineClient):
         check_address(self._address, self._key)
         self._front, self._launcher = front, launcher
         self._watch: asyncio.Task[None] | None = None
-        self._path = Path()  # of the model; `prepare` finds it
+        self._path = Path()  # path of the model, which `prepare` finds
         self._replicas: Replicas | None = None
 
     def replicas(self) -> Body:
-        """Return the replicas that are there."""
+        """Return the connected replicas."""
         return {"replicas": [] if self._replicas is None else self._replicas.describe()}
 
     async def change_replicas(self, least: int, most: int) -> None:
-        """Change the fewest and most replicas.
+        """Change the least and the greatest number of replicas.
 
-        Raises `InvalidRequest` where they come by themselves, and what the launcher raises.
+        Raises `InvalidRequest` without a launcher, and the launcher's errors.
         """
         if self._launcher is None:
             await super().change_replicas(least, most)
@@ -86,14 +86,14 @@ class FrontClient(EngineClient):
             await self._launcher.change(least, most)
 
     async def when_complete(self) -> None:
-        """Wait until all wanted replicas are there."""
+        """Wait until all wanted replicas have connected."""
         if self._replicas is not None:
             await self._replicas.complete()
 
     async def prepare(self) -> None:
-        """Listen for replicas: a server refuses requests then until `start` is done.
+        """Listen for replicas; until `start` is done, a server refuses requests.
 
-        Raises `EngineDead` after `close`, and what finding the model and `Replicas.start` raise.
+        Raises `EngineDead` after `close`, and the errors of `find_model` and `Replicas.start`.
         """
         self._check_open()
         if self._replicas is None:
@@ -119,7 +119,7 @@ class FrontClient(EngineClient):
 
     @property
     def engine(self) -> ServingEngine:
-        """The replicas, those that are to come included; only after `prepare`."""
+        """All present and future replicas; available after `prepare`."""
         if self._replicas is None:
             raise self._absence
         return self._replicas
@@ -130,7 +130,10 @@ class FrontClient(EngineClient):
         return Unavailable(reason or "the server starts")
 
     async def _build(self) -> Built[ServingEngine]:
-        """Wait for the first replica. Raises `InvalidRequest` if it has another tokenizer."""
+        """Wait for the first replica and return its model.
+
+        Raises `InvalidRequest` if the replica has another tokenizer.
+        """
         await self.prepare()
         replicas, launcher = self._replicas, self._launcher
         assert replicas is not None  # `prepare` made them
@@ -150,17 +153,17 @@ class FrontClient(EngineClient):
             raise
 
     def _end_tokens(self, built: Built[ServingEngine], tokenizer: Tokenizer) -> frozenset[int]:  # noqa: ARG002 - as the base's
-        """Return those of the replicas, which end the answers."""
+        """Return the replicas' end tokens: replicas end the answers."""
         return built.eos_token_ids
 
     async def _while_launching(self, launcher: Launcher, first: asyncio.Future[Hello]) -> None:
-        """Wait for the first replica. Raises `ForetokenError` if none can come."""
+        """Wait for the first replica. Raises `ForetokenError` if the launcher fails."""
         while not (await asyncio.wait((first,), timeout=CHECK_SECONDS))[0]:
             if (reason := await launcher.failure()) is not None:
                 raise ForetokenError(f"the replicas did not start: {reason}")
 
     async def _watch_launcher(self, launcher: Launcher, replicas: Replicas) -> None:
-        """Log once when nothing starts replicas any longer, and once when it does again."""
+        """Log once when the launcher fails, and once when it works again."""
         known: str | None = None
         while True:
             await asyncio.sleep(CHECK_SECONDS)
@@ -173,18 +176,18 @@ class FrontClient(EngineClient):
             replicas.metrics.not_replaced.set(known is not None)
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, let running ones finish for a time, stop the replicas."""
+        """Refuse new requests, let running ones finish for ``drain_seconds``, stop the replicas."""
         if self._watch is not None:
             self._watch.cancel()
         if self._replicas is not None and self._built is None:
-            await self._replicas.close()  # else `start` would go on to wait for them
+            await self._replicas.close()  # ends a `start` that waits for replicas
         await super().close(drain_seconds=drain_seconds)
         if self._launcher is not None:
             await self._launcher.close()
 
 
 def _find(model: str | os.PathLike[str] | None) -> tuple[Path, str]:
-    """Return the files of a model and the hash of its tokenizer; blocking.
+    """Return the path of a model and the hash of its tokenizer. Blocking.
 
     Raises `ModelLoadError`.
     """

@@ -1,4 +1,4 @@
-"""FrontMetrics: what a front counts itself, and its replicas' metrics with the label replica."""
+"""FrontMetrics: a front's own counts, and its replicas' metrics with the label replica."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ....core.telemetry.observers import Observers
 logger = logging.getLogger(__name__)
 LABEL = "replica"
 CAUSES = ("closed", "silent", "left", "died", "wrong")
-"""Causes of a loss: its connection closed, no beats, it said so, its engine died, it was wrong."""
+"""Causes of a loss: connection closed, no beats, it left, dead engine, invalid messages."""
 
 Texts = Mapping[str, bytes]
 """The metrics of each replica by its number, in the text format of Prometheus."""
 
 
 class ReplicaFamilies(Collector):
-    """The families of all replicas as they were read last; each sample has its replica."""
+    """The latest metric families of all replicas; each sample has its replica's label."""
 
     def __init__(self) -> None:
         self._families: list[Metric] = []
 
     def put(self, texts: Texts) -> None:
-        """Replace them. A text that is none is left out, with a line in the log."""
+        """Replace all families. A text that cannot be parsed is logged and left out."""
         families: dict[str, Metric] = {}
         for number, text in texts.items():
             try:
@@ -60,7 +60,7 @@ class ReplicaFamilies(Collector):
 class FrontMetrics:
     """The metrics of a front.
 
-    ``read`` returns owed tokens and requests by replica, ``fetch`` the texts of all replicas.
+    ``read`` returns (owed tokens, requests) by replica, ``fetch`` the texts of all replicas.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class FrontMetrics:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
 
     def lost(self, cause: str) -> None:
-        """Count a loss."""
+        """Count a loss; ``cause`` is one of `CAUSES`."""
         self._lost.labels(cause).inc()
 
     def _read_replicas(self) -> Iterator[Metric]:
@@ -113,9 +113,9 @@ class FrontMetrics:
             yield family
 
     async def refresh(self) -> None:
-        """Read the metrics of the replicas; those that do not answer are left out."""
+        """Read the replicas' metrics; replicas that do not answer are left out."""
         self._families.put(await self._fetch())
 
     def render(self) -> tuple[bytes, str]:
-        """Body and content type, in the text format of Prometheus."""
+        """Return body and content type, in the text format of Prometheus."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST

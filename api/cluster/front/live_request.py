@@ -1,7 +1,7 @@
-"""LiveRequest: a request between its caller, here, and the replica that computes it.
+"""LiveRequest: a request between its caller and the replica that computes it.
 
-The replica decides tokens and the end. Here are the text, the stream and the sum of what several
-replicas did for it, should one be lost.
+The replica decides the tokens and the end. The front has the text, the stream, and the usage summed
+over all replicas that served the request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..wire.forms import usage_of
 from ..wire.messages import Drop
 
 logger = logging.getLogger(__name__)
-MAX_LOSSES = 3  # replicas that a request may lose: it may be what ends them
+MAX_LOSSES = 3  # losses that end a request, which may be the cause of them
 K = TypeVar("K")
 
 
@@ -27,13 +27,13 @@ K = TypeVar("K")
 class HeldPrompt:
     """The KV of a prompt that one replica holds for another one."""
 
-    transfer: bytes  # where it is to be read
-    holder: bytes  # peer of the replica that holds it until it is read,
-    drop: Drop  # or gets this
+    transfer: bytes  # parameters for reading the KV, JSON
+    holder: bytes  # peer that holds the KV until it is read or dropped
+    drop: Drop  # message by which the holder frees the KV
 
 
 class LiveRequest:
-    """A request that has not ended. Only `Dispatcher` moves it."""
+    """A request that has not ended. Only `Dispatcher` sends it to replicas."""
 
     def __init__(self, request: Request, session: str | None, now: float) -> None:
         self.request = request
@@ -42,28 +42,28 @@ class LiveRequest:
         self.num_losses = 0
         self.is_aborted = False
         self.is_prefilling = False  # a replica computes its prompt for another one
-        self.was_prefilled = False  # or did so before: that is tried once
-        self.held: HeldPrompt | None = None  # until a replica gets it that reads it
-        self.reader: bytes | None = None  # peer that reads its prompt while that is computed
-        self.part: HeldPrompt | None = None  # that it reads now, or has read
-        self.waits_since = now  # for a replica, where it has none
+        self.was_prefilled = False  # prefill on another replica was tried; it is tried once
+        self.held: HeldPrompt | None = None  # its prompt's KV, until it is sent to a reader
+        self.reader: bytes | None = None  # peer that reads the prompt's KV as it is computed
+        self.part: HeldPrompt | None = None  # the latest part of the prompt sent to the reader
+        self.waits_since = now  # start of its wait for a replica
         self._sent = now
-        self._before: Usage | None = None  # of the replicas that were lost
+        self._before: Usage | None = None  # usage on the lost replicas
         request.arrival_time = now
         request.usage.prompt_tokens = request.prompt_len
         request.usage.image_tokens = sum(image.num_rows for image in request.extras.images)
 
     def elapsed(self, now: float) -> float:
-        """Seconds since its arrival."""
+        """Return the seconds since the request's arrival."""
         return now - self.request.arrival_time
 
     def is_late(self, now: float) -> bool:
-        """Whether its deadline has passed."""
+        """Whether the request's deadline has passed."""
         deadline = self.request.deadline
         return deadline is not None and self.elapsed(now) >= deadline
 
     def describe(self, now: float) -> Body:
-        """Sizes and losses, for a dump."""
+        """Return the request's sizes, age and losses, for a dump."""
         return {
             "id": self.request.request_id,
             "prompt_tokens": self.request.prompt_len,
@@ -74,18 +74,18 @@ class LiveRequest:
 
     @property
     def may_be_prefilled(self) -> bool:
-        """Whether another replica than that of its answer may compute its prompt."""
+        """Whether a replica other than the answer's may compute the prompt."""
         request, sampling = self.request, self.request.sampling
         is_plain = sampling.pooling is None and sampling.params.prompt_logprobs is None
         is_new = not (self.was_prefilled or request.num_output)
         return is_new and is_plain and not request.cache.is_private
 
     def sent(self, now: float) -> None:
-        """Note that a replica has it."""
+        """Record that the request was sent to a replica."""
         self._sent = now
 
     def lose(self, now: float) -> None:
-        """Note that its replica is lost: what that did counts, and another one goes on."""
+        """Record the loss of the replica, whose usage is kept and added to the next one's."""
         self.num_losses += 1
         self.waits_since = now
         self._before = deepcopy(self.request.usage)
@@ -95,7 +95,8 @@ class LiveRequest:
     def take(self, delta: Delta, form: Usage | None, now: float) -> None:
         """Add a step's tokens to the request, its text and its usage.
 
-        A text that cannot be read ends it: the delta becomes an error.
+        ``form``: the replica's usage, if it sent one. If reading the text fails, the delta becomes
+        an error.
         """
         request = self.request
         request.tokens.extend(delta.token_ids)
@@ -118,7 +119,7 @@ class LiveRequest:
             delta.error = ForetokenError("the answer could not be decoded")
 
     def _watch(self, delta: Delta) -> None:
-        """Feed the text as the scheduler does, where it watches for stop strings."""
+        """Pass tokens to ``on_token`` if the request has one, without stop ids."""
         if (on_token := self.request.on_token) is None:
             return
         for token_id in delta.token_ids:
@@ -126,12 +127,12 @@ class LiveRequest:
                 on_token(token_id)
 
     def _set_usage(self, usage: Usage) -> None:
-        """Write into the request's own usage: others hold it, too."""
+        """Copy all fields into the request's usage object, which other objects refer to."""
         for each in fields(Usage):
             setattr(self.request.usage, each.name, getattr(usage, each.name))
 
     def _summed(self, run: Usage) -> Usage:
-        """Usage of all runs. Whoever computed the prompt has the counts of the cache."""
+        """Return the usage over all replicas; cache counts are of the run that made the prompt."""
         before, first = self._before, self.request.usage
         run.prompt_tokens = self.request.prompt_len
         run.time_to_first_token, run.moves = first.time_to_first_token, 0
@@ -151,7 +152,7 @@ class LiveRequest:
 
 
 def _count(usage: Usage, delta: Delta) -> None:
-    """Count a step by its delta, until the replica sends its own counts. O(tokens)."""
+    """Add a step's counts, taken from its delta, until the replica sends its own. O(tokens)."""
     if not delta.token_ids:
         return
     num_accepted = len(delta.accepted_sources)
@@ -171,5 +172,5 @@ def _add_one(counts: dict[K, int], key: K) -> None:
 
 
 def aborted() -> Delta:
-    """Return the end of a request that nobody waits for."""
+    """Return the last delta of an aborted request."""
     return Delta(finish_reason=FinishReason.ABORT)

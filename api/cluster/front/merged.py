@@ -1,4 +1,4 @@
-"""Reports of several replicas as one: counts are summed, each replica's own follow."""
+"""Reports of several replicas merged into one: counts are summed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_PAGES = {"held": 0, "pinned": 0, "cached": 0, "free": 0}
 
 
 def merged_cache(page_size: int, bodies: Bodies) -> Body:
-    """`ServingEngine.cache_info` over all replicas."""
+    """Return `ServingEngine.cache_info` over all replicas."""
     body: Body = {"page_size": page_size}
     body |= {name: _sum(bodies, name) for name in SUMMED_IN_CACHE}
     total = _sum(bodies, "total_pages")
@@ -33,7 +33,7 @@ def merged_cache(page_size: int, bodies: Bodies) -> Body:
 
 
 def merged_overview(views: Mapping[int, Mapping[str, Any]]) -> Body:
-    """`ServingEngine.overview` over all replicas by number; their trees stand side by side."""
+    """Return `ServingEngine.overview` over replicas by number, their trees side by side."""
     bodies = list(views.values())
     body: Body = {name: _sum(bodies, name) for name in SUMMED_IN_OVERVIEW}
     body |= {name: _added(each.get(name, {}) for each in bodies) for name in COUNTS_IN_OVERVIEW}
@@ -55,7 +55,7 @@ def merged_overview(views: Mapping[int, Mapping[str, Any]]) -> Body:
 
 
 def merged_audit(audits: Mapping[int, Mapping[str, Any]]) -> Body:
-    """`ServingEngine.audit` over all replicas by number: sound if all are."""
+    """Return `ServingEngine.audit` over replicas by number; "ok" if all replicas are."""
     bodies = list(audits.values())
     body: Body = {
         "ok": all(each.get("ok") is True for each in bodies),
@@ -73,7 +73,7 @@ def merged_audit(audits: Mapping[int, Mapping[str, Any]]) -> Body:
     return body | ({"violation": "; ".join(wrong)} if wrong else {})
 
 
-def _sum(bodies: Bodies, name: str) -> Any:  # noqa: ANN401 - an int or a float, as it came
+def _sum(bodies: Bodies, name: str) -> Any:  # noqa: ANN401 - the type of the values, int or float
     return sum(each.get(name, 0) for each in bodies)
 
 

@@ -1,4 +1,4 @@
-"""Questions: one call to all replicas of a front, and their answers."""
+"""Questions: a call to all replicas of a front, and their answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .replica_link import ReplicaLink
 from .roster import Roster
 
 logger = logging.getLogger(__name__)
-CALL_SECONDS = 30.0  # an audit waits for a step
+CALL_SECONDS = 30.0  # timeout of a call; an audit waits for the end of a step
 T = TypeVar("T")
 
 
@@ -28,10 +28,10 @@ async def ask_all(
     seconds: float = CALL_SECONDS,
     skips: bool = False,
 ) -> dict[ReplicaLink, T]:
-    """Return the answers of all replicas, or of these; those that are lost meanwhile are left out.
+    """Return the answers of ``links`` (default: all replicas) to a question.
 
-    ``read`` is one of the functions below. Raises what one of them answered, or with ``skips``
-    leaves it out, too.
+    ``read`` decodes an answer and raises its error. Replicas that are lost meanwhile are left out.
+    Raises a replica's error; with ``skips`` that replica is left out, too.
     """
     links = list(roster.links.values()) if links is None else links
     asked = [_ask(roster, each, question, seconds) for each in links]
@@ -62,7 +62,7 @@ async def _ask(roster: Roster, link: ReplicaLink, question: Question, seconds: f
 
 
 def number_of(answer: Answer) -> int:
-    """Return the number that a call answered. Raises its error, or `WireError`."""
+    """Return the number in an answer. Raises the answer's error, or `WireError`."""
     result = _result(answer)
     if not isinstance(result, int):
         raise WireError("an answer that is no number")
@@ -70,12 +70,12 @@ def number_of(answer: Answer) -> int:
 
 
 def body_in(answer: Answer) -> Body:
-    """Return the object that a call answered. Raises its error, or `WireError`."""
+    """Return the JSON object in an answer. Raises the answer's error, or `WireError`."""
     return body_of(bytes_of(answer))
 
 
 def bytes_of(answer: Answer) -> bytes:
-    """Return the text that a call answered. Raises its error, or `WireError`."""
+    """Return the bytes in an answer. Raises the answer's error, or `WireError`."""
     result = _result(answer)
     if not isinstance(result, bytes):
         raise WireError("an answer that is no text")

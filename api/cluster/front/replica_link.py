@@ -1,4 +1,4 @@
-"""ReplicaLink: one replica as its front knows it, and the rules that its messages must keep."""
+"""ReplicaLink: a front's state of one replica, and checks of the replica's messages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..wire.forms import WireError
 from ..wire.messages import Answer, Call, FromFront, Hello, Load, Question
 from .live_request import LiveRequest
 
-CALL_SECONDS = 30.0  # an audit waits for a step
-NUM_ENDED = 4096  # requests whose late deltas are expected
-MAX_REASON = 200  # characters of a replica's words in our log
+CALL_SECONDS = 30.0  # timeout of a call; an audit waits for the end of a step
+NUM_ENDED = 4096  # ended requests whose late deltas are still accepted
+MAX_REASON = 200  # characters of a replica's text in the front's log
 NO_LOAD = Load(running=0, waiting=0, kv_usage=0.0)
 
 
@@ -26,20 +26,20 @@ NO_LOAD = Load(running=0, waiting=0, kv_usage=0.0)
 class ReplicaLink:
     """The state of one replica, from its greeting to its loss.
 
-    ``requests`` are those that it serves now, owned by `Dispatcher`; the rest is written here.
+    ``requests`` are the requests that it serves now. `Dispatcher` writes them, this class the rest.
     """
 
     peer: bytes
-    number: int  # in the order of arrival; never given twice
+    number: int  # numbered in the order of arrival; never reused
     hello: Hello
-    since: float  # on the front's clock
+    since: float  # time of arrival on the front's clock
     role: str | None = None  # prefill, decode or both; None: it transfers no KV
     load: Load = NO_LOAD
-    unready: str | None = None  # why it cannot take requests, in its own words
+    unready: str | None = None  # its own reason why it cannot take requests
     requests: dict[str, LiveRequest] = field(default_factory=dict)
-    adapters: set[Adapter] = field(default_factory=set)  # that it has loaded
+    adapters: set[Adapter] = field(default_factory=set)  # adapters that it has loaded
     num_served: int = 0  # requests that ended there
-    num_silent_beats: int = 0  # beats of the front since its last message
+    num_silent_beats: int = 0  # beats that the front sent since its last message
     _ended: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_ENDED))
     _calls: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
     _call_ids: itertools.count[int] = field(default_factory=itertools.count)
@@ -50,18 +50,19 @@ class ReplicaLink:
 
     @property
     def capacity(self) -> int:
-        """Requests that it accepts, running and waiting."""
+        """Number of requests that it accepts, running and waiting."""
         return self.hello.max_running + self.hello.max_queued
 
     def takes(self, request: Request) -> bool:
-        """Whether its queue would take another request, and it has the adapter of this one."""
+        """Whether the replica has room for another request and the request's adapter."""
         adapter = request.extras.adapter
         has_adapter = adapter is None or adapter in self.adapters
         return has_adapter and len(self.requests) < self.capacity
 
     def describe(self, now: float, owed: int) -> Body:
-        """Return a row for lists of replicas; ``owed`` tokens are left to compute for its
-        requests.
+        """Return a row for lists of replicas.
+
+        ``owed``: number of tokens left to compute for its requests.
         """
         return {
             "number": self.number,
@@ -82,12 +83,12 @@ class ReplicaLink:
             "total_pages": self.hello.num_pages,
         }
 
-    # -- what it sends --------------------------------------------------------------------------
+    # -- messages of the replica ----------------------------------------------------------------
 
     def request_of(self, request_id: str) -> LiveRequest | None:
-        """Return the request of a delta; None if it has ended.
+        """Return the request of a delta, or None if the request has ended.
 
-        Raises `WireError` for an unknown one.
+        Raises `WireError` for an unknown request.
         """
         live = self.requests.get(request_id)
         if live is None and request_id not in self._ended:
@@ -95,7 +96,7 @@ class ReplicaLink:
         return live
 
     def check_tokens(self, delta: Delta, live: LiveRequest) -> None:
-        """Raise `WireError` for a delta that no engine makes."""
+        """Raise `WireError` for a delta that no engine sends."""
         num_tokens, vocab = len(delta.token_ids), self.hello.vocab_size
         logprobs = (*delta.logprobs, *delta.prompt_logprobs)
         if max((*delta.token_ids, *map(_highest, logprobs)), default=0) >= vocab:
@@ -108,7 +109,7 @@ class ReplicaLink:
         _check_pooled(delta, live, self.hello.pooling.dimensions)
 
     def forget(self, request_id: str) -> None:
-        """Let go of a request; what it still sends for it is ignored."""
+        """Remove a request; later deltas of it are ignored."""
         if self.requests.pop(request_id, None) is not None:
             self._ended.append(request_id)
             self.num_served += 1
@@ -116,7 +117,7 @@ class ReplicaLink:
     # -- calls ----------------------------------------------------------------------------------
 
     def ask(self, question: Question) -> tuple[FromFront, asyncio.Future[Answer]]:
-        """Return a message that asks, and its answer to come."""
+        """Return a call with the question, and the future of its answer."""
         call_id = self._num_calls = next(self._call_ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
@@ -124,7 +125,10 @@ class ReplicaLink:
         return Call(call_id=call_id, question=question), future
 
     def answered(self, answer: Answer) -> None:
-        """Pass an answer on; one that nobody waits for any longer is dropped."""
+        """Pass an answer to its caller, or drop it if the caller no longer waits.
+
+        Raises `WireError` for an answer without a call.
+        """
         if answer.call_id > self._num_calls:
             raise WireError("an answer to a call that was not made")
         future = self._calls.get(answer.call_id)
@@ -132,14 +136,14 @@ class ReplicaLink:
             future.set_result(answer)
 
     def fail_calls(self) -> None:
-        """Fail all calls that are open."""
+        """Fail all open calls with `EngineDead`."""
         for future in list(self._calls.values()):
             if not future.done():
                 future.set_exception(EngineDead(f"{self} is lost"))
 
 
 def _check_pooled(delta: Delta, live: LiveRequest, dimensions: int) -> None:
-    """Raise `WireError` for other numbers of a prompt's last row than the request wants."""
+    """Raise `WireError` unless the delta has the pooled numbers that the request wants."""
     pooling = live.request.sampling.pooling
     has_stopped = pooling is not None and delta.finish_reason is FinishReason.STOP
     if (delta.pooled is not None) != has_stopped or (pooling is not None and delta.token_ids):

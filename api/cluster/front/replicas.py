@@ -1,8 +1,8 @@
-"""Replicas: the engine of a front. Others compute: they dial in, and requests go to them.
+"""Replicas: the `ServingEngine` of a front, which sends requests to connected replicas.
 
-It is a `ServingEngine`. All text and all state of the API are in this process, so a replica that
-is lost costs no answer: a request with its output so far is what a preempted request is already,
-and another replica goes on behind it with the same tokens.
+All text and all state of the API are in this process, so the loss of a replica ends no answer: a
+request with its output so far is like a preempted one, and another replica resumes it with the same
+tokens.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from .routing import Route, Router
 
 logger = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
-METRICS_SECONDS = 2.0  # that a scrape waits for a replica's metrics
-MAX_IMAGE_BYTES = 24 * 2**20  # of one request: `transport.MAX_MESSAGE` holds them and its prompt
+METRICS_SECONDS = 2.0  # timeout of a replica's metrics for a scrape
+MAX_IMAGE_BYTES = 24 * 2**20  # per request; images and prompt fit into `transport.MAX_MESSAGE`
 SHUTTING_DOWN, CLOSED = "the engine is shutting down", "the engine was closed"
 
 
 class Replicas:
-    """A `ServingEngine` over the replicas that dial in. Belongs to one event loop.
+    """A `ServingEngine` over the connected replicas. Belongs to one event loop.
 
-    ``wanted`` replicas must have come before the first request is served; ``tokenizer`` is the
+    ``wanted`` replicas must have connected before the first request is served; ``tokenizer`` is the
     hash of the front's own. A request waits ``failover_seconds`` when no replica is left.
     """
 
@@ -95,7 +95,7 @@ class Replicas:
         )
         self._dispatcher = Dispatcher(
             self._roster,
-            Router[bytes](route, fingerprint=None),  # by peer
+            Router[bytes](route, fingerprint=None),  # replicas are named by peer
             self.metrics,
             failover_seconds=failover_seconds,
             clock=clock,
@@ -104,16 +104,16 @@ class Replicas:
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
-    # -- its state ------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
-        """Whether it serves, with replicas or without."""
+        """Whether the front is running, with or without replicas."""
         return self._task is not None and not self._task.done() and not self._task.cancelling()
 
     @property
     def readiness(self) -> str | None:
-        """Why it cannot take new requests now; None if it can."""
+        """Reason why new requests are refused now, or None."""
         if self.draining:
             return SHUTTING_DOWN
         if not self.alive:
@@ -130,22 +130,22 @@ class Replicas:
 
     @property
     def address(self) -> str:
-        """The address at which replicas dial in; only after `start`."""
+        """The address for replicas; available after `start`."""
         return self._roster.socket.address
 
     @property
     def limits(self) -> RequestRoom:
-        """Requests that all replicas accept; without any, those that the last ones did."""
+        """Numbers of requests that all replicas accept; without a replica the last numbers."""
         return self._roster.room
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page of the prefix cache; only after the first replica came."""
+        """Tokens per page of the prefix cache; available after the first replica's greeting."""
         return self._roster.greeting.page_size
 
     @property
     def num_pages(self) -> int:
-        """Pages of all KV pools."""
+        """Number of pages of all KV pools."""
         return sum(each.hello.num_pages for each in self._roster.links.values())
 
     def describe(self) -> list[Body]:
@@ -156,7 +156,7 @@ class Replicas:
     # -- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> TokenStream:
-        """Accept a request; its answer arrives on the stream.
+        """Accept a request and return the stream of its answer.
 
         Raises `EngineDead`, `Unavailable`, `QueueFull`, `PromptTooLong` and `InvalidRequest`.
         """
@@ -169,7 +169,7 @@ class Replicas:
         return self._dispatcher.submit(request, session_id() or request.tenant)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that `submit` would refuse even with an empty queue; submits nothing.
+        """Raise for a request that `submit` would refuse even with an empty queue.
 
         Raises `PromptTooLong` and `InvalidRequest`.
         """
@@ -185,7 +185,7 @@ class Replicas:
             raise InvalidRequest(message, param="messages")
 
     def abort(self, request_id: str) -> None:
-        """End a request between two steps; unknown and finished ones are ignored."""
+        """Abort a request between two steps; unknown and finished ones are ignored."""
         self._dispatcher.abort(request_id)
 
     # -- messages of replicas -------------------------------------------------------------------
@@ -240,14 +240,17 @@ class Replicas:
             self.beat()
 
     def beat(self) -> None:
-        """Show the replicas that the front lives; part with silent ones. Called each second."""
+        """Send a beat to all replicas, lose silent ones, and place waiting requests.
+
+        Called once per second.
+        """
         self._roster.beat()
         self._dispatcher.serve_waiting()
 
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen for replicas. Raises `EngineDead` after `close`, and what `Roster.open` raises."""
+        """Listen for replicas. Raises `EngineDead` after `close`, and errors of `Roster.open`."""
         if self.draining:
             raise EngineDead(CLOSED)
         if self._task is None:
@@ -255,14 +258,14 @@ class Replicas:
             self._task = asyncio.create_task(self._run(), name="foretoken-replicas")
 
     async def first(self) -> Hello:
-        """Return the first replica's greeting.
+        """Wait for the first replica's greeting and return it.
 
-        Raises `InvalidRequest` if it has another tokenizer.
+        Raises `InvalidRequest` if the replica has another tokenizer.
         """
         return await self._roster.when_first()
 
     async def complete(self) -> None:
-        """Wait until all wanted replicas have come, or until `close`."""
+        """Wait until all wanted replicas have connected, or until `close`."""
         await self._roster.complete.wait()
 
     async def _run(self) -> None:
@@ -280,7 +283,10 @@ class Replicas:
             self._dispatcher.end_all(None if self.draining else error)
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, wait for running ones, abort those that are left; idempotent."""
+        """Refuse new requests, wait ``drain_seconds`` for running ones, and abort the rest.
+
+        Idempotent.
+        """
         self.draining = True
         self._roster.complete.set()
         if self._closing is None:
@@ -297,39 +303,40 @@ class Replicas:
         self.adapters.close()
         self._roster.close()
 
-    # -- what all replicas answer ---------------------------------------------------------------
+    # -- calls to all replicas ------------------------------------------------------------------
 
     async def flush_cache(self, *namespaces: str | None) -> int:
-        """Drop unused cached prefixes on all replicas; returns how many pages that freed."""
+        """Drop unused cached prefixes on all replicas; return the number of freed pages."""
         question = FlushCache(namespaces=list(namespaces))
         return sum((await ask_all(self._roster, question, number_of)).values())
 
     async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
-        """Drop what begins with these tokens on all replicas; returns how many pages that freed.
+        """Drop cached prefixes that begin with ``tokens``; return the number of freed pages.
 
-        Raises `InvalidRequest` for tokens that do not fill a page.
+        All replicas drop them. Raises `InvalidRequest` for tokens that do not fill a page.
         """
         question = FlushPrefix(tokens=ids_form(tokens), namespace=namespace)
         return sum((await ask_all(self._roster, question, number_of)).values())
 
     async def cache_info(self, namespace: str | None = None) -> Body:
-        """Occupancy and hit counters of all replicas together, and of each."""
+        """Return occupancy and hit counters, summed over all replicas and of each replica."""
         question = CacheInfo(namespace=namespace)
         found = await ask_all(self._roster, question, body_in, skips=True)
         each = [{"number": link.number, "pid": link.hello.pid, **found[link]} for link in found]
         return {**merged_cache(self.page_size, list(found.values())), "replicas": each}
 
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> Body:  # noqa: ARG002
-        """Counts and state of all replicas together, and a row for each.
+        """Return counts and state merged over all replicas, and a row for each replica.
 
-        Paths have the number of the replica. Each replica remembers its own requests that ended.
+        Requests have their replica's number. ``finished`` is ignored: each replica remembers its
+        own finished requests.
         """
         found = await ask_all(self._roster, Overview(), body_in, skips=True)
         views = {link.number: body for link, body in found.items()}
         return {**merged_overview(views), "replicas": self.describe()}
 
     async def audit(self) -> Body:
-        """Audit all replicas: sound if all are. Raises `EngineDead` and `Unavailable`."""
+        """Audit all replicas; "ok" if all are. Raises `EngineDead` and `Unavailable`."""
         if not self.alive:
             raise EngineDead(NOT_RUNNING)
         found = await ask_all(self._roster, Audit(), body_in)
@@ -352,7 +359,7 @@ class Replicas:
         }
 
     def report(self, reason: str) -> Body:
-        """Describe the front; any thread may call it, whatever is stuck."""
+        """Return a report of the front. Any thread may call this, even if the loop is stuck."""
         now = self._clock()
         return {
             "reason": reason,

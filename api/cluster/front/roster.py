@@ -1,4 +1,4 @@
-"""Roster: the replicas that are connected to a front, from their greeting to their loss."""
+"""Roster: the replicas connected to a front, from their greeting to their loss."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NOT_RUNNING, NO_REPLICA = "the engine is not running", "no replica is there"
-MAX_SILENT_BEATS = 3  # of ours, without a message: two of its own are missing then
-REFUSAL_SECONDS = 10.0  # in which a refusal that is repeated is not logged again
-TOLD_CAUSES = ("wrong", "died", "left")  # those that a replica hears why the front parts with it
+MAX_SILENT_BEATS = 3  # front's beats without a message: two of the replica's are then missing
+REFUSAL_SECONDS = 10.0  # interval in which a repeated refusal is not logged again
+TOLD_CAUSES = ("wrong", "died", "left")  # causes for which a replica is told the reason
 MODEL_FACTS = (
     "name", "vocab_size", "tokenizer", "page_size", "max_model_len", "eos_token_ids", "pooling",
 )  # fmt: skip
-"""Fields of `Hello` that all replicas of a front must have in common."""
+"""Fields of `Hello` that must be equal for all replicas of a front."""
 
 BITS_FACTS = ("kernels", "fingerprint", "exact")
 """Fields that decide whether two replicas compute the same bits."""
 
 
 class UnfitError(WireError):
-    """A replica that this front does not take."""
+    """This front refuses the replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class RequestRoom:
 class Roster:
     """The replicas of a front. Belongs to one event loop.
 
-    ``wanted`` of them must have come before the front is complete; ``tokenizer`` is the hash of
-    the front's own. ``on_joined`` is called with a replica that was taken, ``on_lost`` with one
-    that is not in ``links`` any longer, and the cause, one of `CAUSES`.
+    The front is complete once ``wanted`` replicas are connected; ``tokenizer`` is the hash of the
+    front's own. ``on_joined`` is called with an accepted replica, ``on_lost`` with a replica that
+    was removed from ``links`` and the cause, one of `CAUSES`.
     """
 
     def __init__(
@@ -61,61 +61,61 @@ class Roster:
         on_lost: Callable[[ReplicaLink, str], None],
     ) -> None:
         self.links: dict[bytes, ReplicaLink] = {}  # by peer, in the order of arrival
-        self.room = RequestRoom(0, 0)  # of the last replicas that were there
+        self.room = RequestRoom(0, 0)  # without a replica the last one's room
         self.max_priority = math.inf
-        self.num_joined = 0  # ever
-        self.complete = asyncio.Event()  # the wanted ones were all there once
+        self.num_joined = 0  # replicas accepted since the start
+        self.complete = asyncio.Event()  # set once all wanted replicas were connected
         self.first: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
         self._on_joined, self._on_lost = on_joined, on_lost
         self._tokenizer, self._wanted, self._clock = tokenizer, wanted, clock
-        self._logged_refusal, self._refused_at = "", -math.inf  # the last one that was logged
+        self._logged_refusal, self._refused_at = "", -math.inf  # the last logged refusal
         self._has_warned = False
         self._socket: FrontSocket | None = None
 
     @property
     def socket(self) -> FrontSocket:
-        """The socket at which replicas dial in. Raises `EngineDead` before `open`."""
+        """The socket to which replicas connect. Raises `EngineDead` before `open`."""
         if self._socket is None:
             raise EngineDead(NOT_RUNNING)
         return self._socket
 
     @property
     def missing(self) -> str | None:
-        """Why no request can be sent; None if there are replicas, and the wanted ones came."""
+        """Reason why no request can be sent: too few replicas have connected; None if enough."""
         if not self.complete.is_set():
             return f"waiting for replicas: {len(self.links)} of {self._wanted} are there"
         return None if self.links else NO_REPLICA
 
     @property
     def greeting(self) -> Hello:
-        """The greeting of the first replica. Raises `Unavailable` before that came."""
+        """The greeting of the first replica. Raises `Unavailable` before it arrives."""
         if not self.first.done():
             raise Unavailable(NO_REPLICA)
         return self.first.result()
 
     def open(self, address: str, key: str | None) -> None:
-        """Listen. Raises `InvalidRequest` for an address that cannot be used."""
+        """Listen for replicas. Raises `InvalidRequest` for an unusable address."""
         from ..wire.transport import FrontSocket  # needs an extra
 
         self._socket = FrontSocket(address, key, clock=self._clock)
 
     async def when_first(self) -> Hello:
-        """Return the first replica's greeting.
+        """Wait for the first replica's greeting and return it.
 
-        Raises `InvalidRequest` if it has another tokenizer.
+        Raises `InvalidRequest` if the replica has another tokenizer.
         """
         logger.info("waiting for %d replicas at %s", self._wanted, self.socket.address)
         return await asyncio.shield(self.first)
 
     def send(self, link: ReplicaLink, message: FromFront) -> bool:
-        """Send to a replica; one that does not read is lost, and False is returned."""
+        """Send to a replica; return False, and lose the replica, if it does not read."""
         sent = self.socket.send(link.peer, message)
         if not sent:
             self.lose(link, "closed", "it does not read")
         return sent
 
     def beat(self) -> None:
-        """Show the replicas that the front lives; part with silent ones."""
+        """Send a beat to all replicas, and lose the silent ones."""
         for link in list(self.links.values()):
             link.num_silent_beats += 1
             if link.num_silent_beats >= MAX_SILENT_BEATS:
@@ -124,7 +124,7 @@ class Roster:
                 self.send(link, Beat())
 
     def lose(self, link: ReplicaLink, cause: str, reason: str) -> None:
-        """Part with a replica. ``cause``: one of `CAUSES`."""
+        """Remove a replica and end its connection. ``cause``: one of `CAUSES`."""
         if self.links.get(link.peer) is not link:
             return
         del self.links[link.peer]
@@ -132,14 +132,14 @@ class Roster:
         logger.log(level, "%s is lost: %s; requests to move: %d", link, reason, len(link.requests))
         if cause in TOLD_CAUSES:
             self.socket.part(link.peer, Leaving(reason=reason))
-        elif cause == "silent":  # without a word: a replica that wakes up dials anew
+        elif cause == "silent":  # without a message, so that it connects again when it wakes up
             self.socket.part(link.peer)
         link.fail_calls()
         self._count_room()
         self._on_lost(link, cause)
 
     def close(self) -> None:
-        """Part with all replicas, and listen no longer."""
+        """Remove all replicas and close the socket."""
         if self._socket is None:
             return
         for link in self.links.values():
@@ -147,18 +147,18 @@ class Roster:
         self.links.clear()
         if not self.first.done():
             self.first.set_exception(EngineDead(NOT_RUNNING))
-            self.first.exception()  # maybe it is waited for, maybe not
+            self.first.exception()  # marks it as retrieved, since perhaps no task awaits it
         self._socket.close()
 
-    # -- who comes ------------------------------------------------------------------------------
+    # -- connections ----------------------------------------------------------------------------
 
     def disconnected(self, peer: bytes) -> None:
-        """Note that a connection was closed."""
+        """Lose the replica of a closed connection."""
         if (link := self.links.get(peer)) is not None:
             self.lose(link, "closed", "its connection closed")
 
     def greet(self, peer: bytes, message: FromReplica | WireError) -> None:
-        """Take or refuse a replica by its first message."""
+        """Accept or refuse a replica by its first message."""
         try:
             hello = _hello_in(message)
             self._check_fits(hello)
@@ -169,14 +169,14 @@ class Roster:
         self._join(peer, hello)
 
     def _log_refusal(self, reason: str) -> None:
-        """Log a refusal, unless it is repeated at once: a broken peer dials again and again."""
+        """Log a refusal, unless it was logged just before: a broken peer connects repeatedly."""
         now = self._clock()
         if reason != self._logged_refusal or now - self._refused_at >= REFUSAL_SECONDS:
             self._logged_refusal, self._refused_at = reason, now
             logger.warning("a replica is refused: %s", reason)
 
     def _check_fits(self, hello: Hello) -> None:
-        """Refuse a replica of another model. Raises `UnfitError`."""
+        """Raise `UnfitError` for a replica of another model."""
         if self.first.done():
             first = self.first.result()
             _check_same_model(hello, first)
@@ -208,7 +208,7 @@ class Roster:
             logger.info("%s joined: %d are there", link, num_there)
         if not self.first.done():
             self.first.set_result(hello)
-        self.socket.send(peer, Beat())  # it knows now that it is taken
+        self.socket.send(peer, Beat())  # tells the replica that it is accepted
         self._on_joined(link)
 
     def _count_room(self) -> None:
@@ -233,7 +233,7 @@ def _role_of(hello: Hello) -> str | None:
 
 
 def _check_same_model(hello: Hello, first: Hello) -> None:
-    """Raise `UnfitError` for a replica whose model is not that of the first one."""
+    """Raise `UnfitError` for a replica whose model differs from the first replica's."""
     for name in MODEL_FACTS:
         ours, theirs = getattr(first, name), getattr(hello, name)
         if ours != theirs:
@@ -241,7 +241,7 @@ def _check_same_model(hello: Hello, first: Hello) -> None:
 
 
 def _same_bits(hello: Hello, first: Hello) -> bool:
-    """Whether the two compute equal tokens, as far as they say."""
+    """Whether two replicas compute equal tokens, according to their greetings."""
     return all(getattr(hello, name) == getattr(first, name) for name in BITS_FACTS)
 
 

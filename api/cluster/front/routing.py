@@ -1,8 +1,8 @@
-"""Router: the replica that a request is sent to, by what each has cached and has to compute.
+"""Router: chooses a request's replica by the replicas' cached pages and owed tokens.
 
-Replicas report the pages that join and leave their prefix caches, by keys of `KEY_BYTES`. The keys
-of a prompt's pages are made here of the same fingerprint (core/tiers/keys.py), so no token ids are
-compared. No sockets and no clock: the caller passes messages on in their order, and the time.
+Replicas report the pages that join and leave their prefix caches by keys of `KEY_BYTES`. The router
+makes the keys of a prompt's pages from the same fingerprint (core/tiers/keys.py), so it compares no
+token ids. It has no sockets and no clock: callers pass messages, in order, and the time.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ....core.interface.request import DEFAULT_CACHE, CacheOptions
 from ....core.tiers.keys import chain_keys, root_key
 from ..wire.messages import KEY_BYTES
 
-SENT_SECONDS = 2.0  # pages of a prompt that was just sent count as stored for so long
-ANSWER_TOKENS = 64  # a request owes at least so many until its end: its answer takes part in steps
-MAX_OVER_MEAN = 1.25  # a session's replica is passed over when it owes more than so many times
+SENT_SECONDS = 2.0  # time for which a sent prompt's pages count as stored
+ANSWER_TOKENS = 64  # least tokens that a request owes until its end, for its share of steps
+MAX_OVER_MEAN = 1.25  # limit of a session's replica's owed tokens, relative to the mean
 R = TypeVar("R", bound=Hashable)
 
 
 class Route(StrEnum):
     """Ways to choose the replica of a request."""
 
-    KV = "kv"  # the least to compute before the prompt is, by what is cached
-    SESSION = "session"  # one replica for a session, unless that owes far more than the others
-    EVEN = "even"  # the fewest tokens owed
+    KV = "kv"  # fewest tokens to compute until the prompt is computed, with cache hits
+    SESSION = "session"  # one replica for a session, unless it owes far more than the others
+    EVEN = "even"  # fewest tokens owed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class Choice(Generic[R]):
     """A replica for a request. Counts are tokens."""
 
     replica: R
-    hit_tokens: int  # of the prompt; they are expected to be cached there
-    owed: int  # to compute there, which this request adds; at least `ANSWER_TOKENS`
-    num_tokens: int  # of the prompt
+    hit_tokens: int  # prompt tokens that are probably cached there
+    owed: int  # tokens that the request adds to the replica's owed ones, at least `ANSWER_TOKENS`
+    num_tokens: int  # prompt tokens
 
 
 class _Seed(NamedTuple):
-    """Input of all keys: replicas with equal ones have equal keys for equal tokens."""
+    """Seed of page keys: replicas with equal seeds have equal keys for equal tokens."""
 
-    fingerprint: bytes | None  # None: there are no keys
+    fingerprint: bytes | None  # None: the replica has no keys
     page_size: int
 
 
@@ -57,11 +57,11 @@ class _Replica(Generic[R]):
 
     name: R
     seed: _Seed
-    pages: set[bytes] = field(default_factory=set)  # those that it reports as stored
+    pages: set[bytes] = field(default_factory=set)  # keys of the pages that it reports as stored
     sent: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # key -> end, ascending
-    owed: int = 0  # by the requests there
+    owed: int = 0  # tokens left to compute for its requests
     num_requests: int = 0
-    last_turn: int = 0  # when it was last chosen, counted in choices; 0: never
+    last_turn: int = 0  # number of the last choice of this replica; 0: never chosen
     is_leaving: bool = False
 
     def mark_sent(self, keys: Iterable[bytes], end: float) -> None:
@@ -72,14 +72,14 @@ class _Replica(Generic[R]):
                 self.sent.move_to_end(key)
 
     def forget_sent(self, now: float) -> None:
-        """Drop the marks that have ended. O(1) for each of them."""
+        """Drop expired marks. O(1) for each of them."""
         while self.sent and next(iter(self.sent.values())) <= now:
             self.sent.popitem(last=False)
 
 
 @dataclass(slots=True, eq=False)
 class _Request(Generic[R]):
-    """A request under way, and the tokens that it owes."""
+    """A live request: its replica, its tokens and its owed tokens."""
 
     replica: _Replica[R]
     num_tokens: int
@@ -87,7 +87,7 @@ class _Request(Generic[R]):
 
 
 class _Keys:
-    """Keys of a prompt's whole pages. Each is made once, when it is first asked for."""
+    """Keys of a prompt's whole pages. Each is computed once, at its first use."""
 
     def __init__(self, seed: _Seed, tokens: array[int], namespace: str | None) -> None:
         self._made: list[bytes] = []
@@ -104,15 +104,18 @@ class _Keys:
 
 @dataclass(slots=True, eq=False)
 class _Offer(Generic[R]):
-    """A replica with what a prompt finds there. Counts are tokens."""
+    """A replica and a prompt's cache hit there. Counts are tokens."""
 
     replica: _Replica[R]
-    num_tokens: int  # of the prompt
+    num_tokens: int  # prompt tokens
     hit: int = 0
-    hit_under_way: int = 0  # of the hit; sent there just now and not reported as stored yet
+    hit_under_way: int = 0  # part of the hit that was just sent and is not reported as stored yet
 
     def has(self, key: bytes) -> bool:
-        """Whether the prompt's next page is there, stored or under way."""
+        """Whether the replica has the prompt's next page, stored or under way.
+
+        Counts a page that is under way.
+        """
         if key in self.replica.pages:
             return True
         is_under_way = key in self.replica.sent
@@ -121,54 +124,54 @@ class _Offer(Generic[R]):
 
     @property
     def owed(self) -> int:
-        """Tokens that the request adds to what the replica owes."""
+        """Tokens that the request adds to the replica's owed ones."""
         return max(self.num_tokens - self.hit, ANSWER_TOKENS)
 
     @property
     def rank_by_wait(self) -> tuple[int, ...]:
-        """Least for the replica with the least to compute before the prompt is.
+        """Sort key: tokens to compute until the prompt is computed, fewest first.
 
-        A beginning that is being computed there for another request does not count as others'
-        work: on any other replica this request would have to compute it. So requests that share
-        it stay together, until the rest of what they owe outweighs it.
+        A prefix that is being computed there for another request does not count as others' work:
+        on any other replica this request would have to compute it. So requests that share a prefix
+        stay together until the rest of their owed tokens outweighs it.
         """
         others = self.replica.owed - min(self.hit_under_way, self.replica.owed)
         return others + self.num_tokens - self.hit, *self._rank_by_turn
 
     @property
     def rank_by_owed(self) -> tuple[int, ...]:
-        """Least for the replica that owes the fewest tokens."""
+        """Sort key: owed tokens, fewest first."""
         return self.replica.owed, *self._rank_by_turn
 
     @property
     def _rank_by_turn(self) -> tuple[int, int]:
-        # Idle replicas take turns: else the first one alone would fill its cache.
+        # Idle replicas take turns, since otherwise only the first one's cache would fill.
         return self.replica.num_requests, self.replica.last_turn
 
 
 class Router(Generic[R]):
-    """Chooses replicas for requests, and counts the tokens that each of them owes.
+    """Chooses replicas for requests, and counts each replica's owed tokens.
 
     A request owes the tokens of its prompt that are not computed, and at least `ANSWER_TOKENS`
-    until its end. Messages about a replica that has not joined, or has left, are ignored, as
-    those about unknown requests are: they may cross with the message by which it left.
+    until its end. Messages about replicas that have not joined or have left, and about unknown
+    requests, are ignored: they may cross with the message by which a replica left.
     """
 
     def __init__(self, route: Route, *, fingerprint: bytes | None) -> None:
-        """``fingerprint``: of the replicas that join without one."""
+        """Route by ``route``; ``fingerprint``: default for replicas that join without one."""
         self._route = route
         self._fingerprint = fingerprint
-        self._replicas: dict[R, _Replica[R]] = {}  # in order of joining
+        self._replicas: dict[R, _Replica[R]] = {}  # sorted by time of joining
         self._requests: dict[str, _Request[R]] = {}
         self._turns = count(1)
 
     # -- replicas
 
     def join(self, replica: R, *, page_size: int, fingerprint: bytes | None) -> None:
-        """Send requests there from now on. Raises ValueError for one that is there already.
+        """Send requests to a replica from now on. Raises ValueError if it has joined already.
 
-        ``fingerprint`` and ``page_size`` (tokens) are those of its `PageKeys`. Without any
-        fingerprint nothing counts as cached there.
+        ``fingerprint`` and ``page_size`` (tokens) are its `PageKeys`'. Without a fingerprint no
+        token counts as cached there.
         """
         if replica in self._replicas:
             raise ValueError(f"the replica {replica!r} has joined already")
@@ -176,32 +179,32 @@ class Router(Generic[R]):
         self._replicas[replica] = _Replica(replica, seed)
 
     def leave(self, replica: R) -> None:
-        """Drop everything about a replica that is gone.
+        """Remove a replica that is gone.
 
-        What its requests owe counts nowhere, until `begin` moves them.
+        Its requests' owed tokens count nowhere until `begin` moves them.
         """
         self._replicas.pop(replica, None)
 
     def retire(self, replica: R) -> None:
-        """Send no new request there; what is there still owes its tokens."""
+        """Send no new request to a replica; its present requests still count."""
         if (found := self._replicas.get(replica)) is not None:
             found.is_leaving = True
             found.pages.clear()
 
     def owed(self, replica: R) -> int:
-        """Tokens that wait or are being computed there; 0 for an unknown replica."""
+        """Return the number of tokens that a replica owes; 0 for an unknown one."""
         found = self._replicas.get(replica)
         return 0 if found is None else found.owed
 
     def num_pages(self, replica: R) -> int:
-        """Pages that it reports as stored: no more than it has, unless it is wrong."""
+        """Return the number of pages that a replica reports as stored; 0 for an unknown one."""
         found = self._replicas.get(replica)
         return 0 if found is None else len(found.pages)
 
     # -- pages
 
     def stored(self, replica: R, keys: Sequence[bytes]) -> None:
-        """Note pages that joined a replica's prefix cache. O(pages)."""
+        """Record pages that joined a replica's prefix cache. O(pages)."""
         found = self._replicas.get(replica)
         if found is None or found.is_leaving:
             return
@@ -210,7 +213,7 @@ class Router(Generic[R]):
             found.sent.pop(key, None)
 
     def dropped(self, replica: R, keys: Sequence[bytes]) -> None:
-        """Note pages that left it; unknown ones are ignored. O(pages)."""
+        """Record pages that left a replica's prefix cache; unknown ones are ignored. O(pages)."""
         if (found := self._replicas.get(replica)) is not None:
             found.pages.difference_update(keys)
 
@@ -227,13 +230,14 @@ class Router(Generic[R]):
         cache: CacheOptions = DEFAULT_CACHE,
         is_sent: bool = True,
     ) -> Choice[R] | None:
-        """Choose a replica for a request that is sent there now; None if there is none for it.
+        """Return the replica for a request that is sent now, or None if all are excluded.
 
-        With ``is_sent`` false nothing is sent, and nothing changes.
+        With ``is_sent`` false nothing is sent, and no state changes.
 
-        ``tokens``: all that the request has, its output so far included. ``now``: seconds on a
-        clock that never goes back. ``excluded``: replicas that cannot take it. Its pages count as
-        stored there for `SENT_SECONDS`. O(pages of the prompt) for each replica that has them.
+        ``tokens``: all tokens of the request, its output so far included. ``now``: seconds on a
+        monotonic clock. ``excluded``: replicas that cannot take the request. Its pages count as
+        stored at the replica for `SENT_SECONDS`. O(pages of the prompt) for each replica that has
+        them.
         """
         offers = [
             _Offer(each, len(tokens))
@@ -255,9 +259,9 @@ class Router(Generic[R]):
         return Choice(best.replica.name, best.hit, best.owed, best.num_tokens)
 
     def begin(self, request_id: str, choice: Choice[R]) -> None:
-        """Count a request where it was sent. One that is elsewhere is moved.
+        """Count a request at the replica of its choice, and no longer at an earlier one.
 
-        Raises ValueError when the replica has left.
+        Raises ValueError if the replica has left.
         """
         if (found := self._replicas.get(choice.replica)) is None:
             raise ValueError(f"there is no replica {choice.replica!r}")
@@ -267,9 +271,9 @@ class Router(Generic[R]):
         found.num_requests += 1
 
     def progress(self, request_id: str, num_computed: int) -> None:
-        """Note that the first ``num_computed`` of the tokens it was sent with are computed.
+        """Record that the first ``num_computed`` of the tokens that were sent are computed.
 
-        Its first output token means all of them. O(1).
+        A first output token means that all are computed. O(1).
         """
         if (request := self._requests.get(request_id)) is not None:
             left = max(request.num_tokens - num_computed, ANSWER_TOKENS)
@@ -277,7 +281,7 @@ class Router(Generic[R]):
             request.owed = min(left, request.owed)
 
     def end(self, request_id: str) -> None:
-        """Count a request no longer: it has ended, or is about to be sent elsewhere."""
+        """Stop counting a request that has ended or is about to be sent to another replica."""
         if (request := self._requests.pop(request_id, None)) is not None:
             request.replica.owed -= request.owed
             request.replica.num_requests -= 1
@@ -293,9 +297,9 @@ class Router(Generic[R]):
 
 
 def _find_pages(offers: list[_Offer[R]], keys: Iterable[bytes]) -> None:
-    """Count the leading pages of a prompt at each of these replicas, which have equal keys.
+    """Count the hit of a prompt's leading pages at replicas with equal keys.
 
-    The last token is never found: its logits must be computed.
+    The last token never counts: its logits must be computed.
     """
     page_size, num_tokens = offers[0].replica.seed.page_size, offers[0].num_tokens
     for key in islice(keys, max(num_tokens - 1, 0) // page_size):
@@ -309,9 +313,9 @@ def _find_pages(offers: list[_Offer[R]], keys: Iterable[bytes]) -> None:
 def _of_session(offers: list[_Offer[R]], session: str) -> _Offer[R]:
     """Return the session's replica, or the next one in its order that does not owe too much.
 
-    The order is by rendezvous hashing: when a replica joins or leaves, only the sessions move that
-    go there or were there. A replica owes too much when it owes more than `MAX_OVER_MEAN` times the
-    mean and this request.
+    The order is by rendezvous hashing: when a replica joins or leaves, only sessions that go to it
+    or were on it move. A replica owes too much if it owes more than `MAX_OVER_MEAN` times the mean
+    plus this request's tokens.
     """
 
     def weight(offer: _Offer[R]) -> bytes:

@@ -1,1 +1,1 @@
-"""A replica: an engine in a process of its own, whose requests come from a front."""
+"""A replica: an engine in its own process, whose requests come from a front."""

@@ -1,4 +1,4 @@
-"""EngineHost: a replica. It joins a front, and the next one at that address when that is gone."""
+"""EngineHost: a replica, which joins a front and, after its loss, the next one at its address."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .hosted_engine import HostedEngine, LocalEngine
 from .page_log import PageLog
 
 logger = logging.getLogger(__name__)
-REDIAL_SECONDS = 1.0  # until a front is dialled that was lost before it said a word
-REFUSED_SECONDS = 15.0  # until a front is dialled that refused a replica of the one before it
+REDIAL_SECONDS = 1.0  # delay before connecting again to a front that sent no message
+REFUSED_SECONDS = 15.0  # delay before connecting again to a later front that refused the replica
 STOPPED, FAILED = "the replica stops", "the engine died"
 
 
 class RefusedError(ForetokenError):
-    """The front does not want this replica."""
+    """The front refuses this replica."""
 
 
 class EngineHost:
     """Serves the requests of one front. Belongs to one event loop.
 
-    ``dial`` opens a connection to the front at ``address``, which it names in the log. Raises
-    `InvalidRequest` for a chat template that cannot be read.
+    ``dial`` opens a connection to the front at ``address``, which log lines show. Raises
+    `InvalidRequest` for an unreadable chat template.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class EngineHost:
     ) -> None:
         self.config = config
         self.draining = False
-        self.joined = asyncio.Event()  # a front, at least once
+        self.joined = asyncio.Event()  # set once a front has accepted the replica
         self._dial, self._address = dial, address
-        tokenizer.use_template(*template_of(config))  # as the front renders
+        tokenizer.use_template(*template_of(config))  # the template that the front uses, too
         ends = end_token_ids(tokenizer, built.eos_token_ids)
         if ends != built.eos_token_ids:
             built = replace(built, eos_token_ids=ends)
@@ -64,17 +64,17 @@ class EngineHost:
         )
         self._session: FrontSession | None = None
         self._stopped = asyncio.Event()
-        self._refusal: str | None = None  # of a later front, as it was logged
-        self._has_warned = False  # that the front takes no replica
+        self._refusal: str | None = None  # last logged refusal by a later front
+        self._has_warned = False  # whether a front without an answer was logged
 
     @property
     def engine(self) -> LocalEngine:
-        """The engine."""
+        """The replica's engine."""
         return self._hosted.engine
 
     @property
     def load(self) -> Load:
-        """The engine's work now."""
+        """The engine's current load."""
         return self._hosted.load
 
     async def start(self) -> None:
@@ -84,11 +84,11 @@ class EngineHost:
         await self.engine.start()
 
     async def run(self) -> None:
-        """Serve until `stop`. A front that is gone is dialled until one is there again.
+        """Serve until `stop`. If the front is gone, connect again until there is one.
 
-        Raises `RefusedError` if the first front refuses this replica, or if one drops it that had
-        taken it. A later front that refuses it may be a mistake: that is no reason to give up a
-        loaded model and its cache.
+        Raises `RefusedError` if the first front refuses this replica, or if a front that has
+        accepted it refuses it later. If another front refuses it, the replica keeps its model and
+        cache and tries again: the refusal may be a mistake.
         """
         while not self._stopped.is_set():
             joined_before = self.joined.is_set()
@@ -112,18 +112,21 @@ class EngineHost:
         return f"the front at {self._address} refused this replica: {reason}"
 
     def _log_refusal(self, reason: str) -> None:
-        """Log a refusal once, not each time it is repeated."""
+        """Log a refusal, but not its repetitions."""
         if reason != self._refusal:
             self._refusal = reason
             logger.warning("%s; dialling again", self._refused_by(reason))
 
     def stop(self) -> None:
-        """Leave the front, and have `run` return."""
+        """Leave the front and let `run` return."""
         self._stopped.set()
         self._leave()
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Leave the front, which moves its requests; then write pages to tiers, for a time."""
+        """Leave the front, which moves its requests, and close the engine.
+
+        Pages are written to tiers for at most ``drain_seconds``.
+        """
         self.draining = True
         self.stop()
         await self.engine.close(drain_seconds=drain_seconds)
@@ -138,7 +141,7 @@ class EngineHost:
             self._session.leave(FAILED if has_failed else STOPPED, has_failed=has_failed)
 
     async def _talk(self) -> tuple[Ended, bool]:
-        """One connection, from dialling to its end; and whether the front took this replica."""
+        """Serve one connection; return its end and whether the front accepted this replica."""
         session = self._session = FrontSession(self._hosted, self._dial())
         saying = asyncio.create_task(self._say_joined(session))
         try:
@@ -155,7 +158,7 @@ class EngineHost:
         logger.info("the front at %s %s", self._address, news)
 
     def _warn_unheard(self, reason: str) -> None:
-        """Name once what keeps a front from taking a replica."""
+        """Log once why no front has accepted this replica."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

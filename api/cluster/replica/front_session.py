@@ -1,4 +1,4 @@
-"""FrontSession: one connection of a replica to its front, from the greeting to its end."""
+"""FrontSession: one connection of a replica to its front."""
 
 from __future__ import annotations
 
@@ -32,37 +32,38 @@ from .hosted_engine import HostedEngine, HostedRequest
 
 logger = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
-MOST_SILENT = 2  # beats of a front that may be missing
-MOST_UNHEARD = 30  # beats in which a front may say its first word; then it is dialled anew
+MOST_SILENT = 2  # missing beats of a front that are tolerated
+MOST_UNHEARD = 30  # beats without a first message of the front, then it is connected to again
 CANNOT_FETCH = "the pages of a prompt could not be read"
-NEWS_SECONDS = 0.01  # that news of pages wait for deltas to leave with
+NEWS_SECONDS = 0.01  # time that page news wait to be sent together with deltas
 
 
 class FrontLink(Protocol):
-    """A connection to a front; `transport.ReplicaSocket` is one."""
+    """A connection to a front, such as `transport.ReplicaSocket`."""
 
     async def receive(self) -> FromFront | WireError | None:
-        """Return the next message; an error if it is none; None: the front closed the
-        connection.
+        """Return the next message, a `WireError` for an invalid one, or None at the end.
+
+        The end means that the front has closed the connection.
         """
 
     def send(self, message: FromReplica) -> bool:
-        """Send; False if the front is gone or does not read."""
+        """Send a message; return False if the front is gone or does not read."""
 
     def close(self) -> None:
         """Close the connection."""
 
 
 class Ending(Enum):
-    """Reasons for which a connection ends."""
+    """Kinds of ends of a connection."""
 
-    LOST = "lost"  # closed, silent, or it said what is no message
-    REFUSED = "refused"  # the front does not want this replica, or not any longer
-    LEFT = "left"  # the replica does
+    LOST = "lost"  # the front closed it, was silent, or sent an invalid message
+    REFUSED = "refused"  # the front refuses this replica
+    LEFT = "left"  # the replica left
 
 
 class Ended(NamedTuple):
-    """The end of a connection, and why."""
+    """The end of a connection and its reason."""
 
     ending: Ending
     reason: str
@@ -70,9 +71,9 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request from its message to its last delta. ``hosted``: once the engine has it."""
+    """A request from its message to its last delta. ``hosted``: set once the engine has it."""
 
-    request_id: str  # the front's
+    request_id: str  # the front's id
     task: asyncio.Task[None] | None = None
     hosted: HostedRequest | None = None
     offer: PageOffer | None = None  # pages of another replica, until the engine has them
@@ -81,7 +82,7 @@ class _Live:
 class FrontSession:
     """Serves the requests of a front over one connection; they end with it.
 
-    A front is joined when it has said anything but `Leaving`.
+    A front has accepted the replica once it has sent any message but `Leaving`.
     """
 
     def __init__(self, hosted: HostedEngine, link: FrontLink) -> None:
@@ -89,20 +90,20 @@ class FrontSession:
         self._hosted, self._link = hosted, link
         self._live: dict[str, _Live] = {}
         self._calls: set[asyncio.Task[None]] = set()
-        self._deltas: list[tuple[str, Delta]] = []  # to be sent in this turn of the loop
-        self._due: dict[str, HostedRequest] = {}  # whose usage leaves with them
-        self._handed: dict[str, bytes] = {}  # likewise
+        self._deltas: list[tuple[str, Delta]] = []  # deltas to send in this turn of the loop
+        self._due: dict[str, HostedRequest] = {}  # requests whose usage is sent with the deltas
+        self._handed: dict[str, bytes] = {}  # held prompts that are sent with the deltas
         self._flush_handle: asyncio.Handle | None = None
         self._news_handle: asyncio.TimerHandle | None = None
         self._num_silent = 0  # beats since the front's last message
-        self._is_broken = False  # something could not be sent
+        self._is_broken = False  # a message could not be sent
         self._left: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> Ended:
-        """Greet, and serve until the connection ends. It is closed then, and requests aborted."""
+        """Greet, and serve until the connection ends; then close it and abort all requests."""
         self._greet()
         tasks: list[asyncio.Future[Ended]] = [
-            self._left,  # first: the front's answer to that may be there already
+            self._left,  # first, because the front's reaction may have arrived already
             asyncio.create_task(self._read()),
             asyncio.create_task(self._beat()),
         ]
@@ -113,13 +114,13 @@ class FrontSession:
             self._end(tasks)
 
     def leave(self, reason: str, *, has_failed: bool = False) -> None:
-        """End the connection; the front moves the requests that run to other replicas."""
+        """End the connection; the front moves the requests to other replicas."""
         if not self._left.done():
             self._flush()
             self._send(Leaving(reason=reason, has_failed=has_failed))
             self._left.set_result(Ended(Ending.LEFT, reason))
 
-    # -- what is heard --------------------------------------------------------------------------
+    # -- messages of the front ------------------------------------------------------------------
 
     async def _read(self) -> Ended:
         while True:
@@ -136,7 +137,7 @@ class FrontSession:
             self._take(message)
 
     def _refuse(self, error: WireError) -> Ended:
-        """End a connection to what is no front of this version, maybe no front at all."""
+        """End a connection to a front of another version, or to a process that is no front."""
         reason = f"it sent {error}"
         self._send(Leaving(reason=f"the front sent {error}"))
         return Ended(Ending.LOST if self.is_joined.is_set() else Ending.REFUSED, reason)
@@ -155,26 +156,26 @@ class FrontSession:
                 self._begin(self._answer(message))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do something beside the requests, until the connection ends."""
+        """Start a task that is cancelled when the connection ends."""
         task = asyncio.create_task(work)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
         return task
 
     def _fetch(self, submit: Submit) -> None:
-        """Read pages for a request that is to come; it goes on without them if that fails."""
+        """Read pages for a future request, which is served without them if reading fails."""
         try:
             offer = self._hosted.offer_of(submit)
         except WireError as error:
             _log_unless_on_purpose(error, CANNOT_FETCH)
             return
         if offer is not None:
-            # Not by the task itself: one that is cancelled before it begins does nothing.
+            # A callback, because a task that is cancelled before it begins runs no code.
             task = self._begin(self._hosted.fetch(submit, offer))
             task.add_done_callback(partial(self._fetched, offer))
 
     def _fetched(self, offer: PageOffer, task: asyncio.Task[None]) -> None:
-        """End an offer of pages that are not going to be read."""
+        """End the offer if its pages were not read."""
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
             self._hosted.end_offer(offer)
@@ -192,7 +193,7 @@ class FrontSession:
     # -- requests -------------------------------------------------------------------------------
 
     def _submit(self, message: Submit) -> None:
-        """Serve a request. An earlier one of its id ends unheard: the front has forgotten it."""
+        """Serve a request. An earlier one with its id is dropped: the front has forgotten it."""
         self._drop(self._live.pop(message.request_id, None))
         live = self._live[message.request_id] = _Live(message.request_id)
         try:
@@ -225,7 +226,7 @@ class FrontSession:
         self._note(live, Delta(error=shown_error(error)))
 
     def _abort(self, request_id: str) -> None:
-        """End a request; its last delta says that it was aborted."""
+        """Abort a request; its last delta reports the abort."""
         if (live := self._live.get(request_id)) is None:
             return
         if live.hosted is None:
@@ -235,7 +236,7 @@ class FrontSession:
             self._hosted.engine.abort(live.hosted.request.request_id)
 
     def _drop(self, live: _Live | None) -> None:
-        """End a request without a word."""
+        """End a request without sending a delta."""
         if live is None:
             return
         if live.task is not None:
@@ -245,14 +246,14 @@ class FrontSession:
             self._hosted.engine.abort(live.hosted.request.request_id)
 
     def _end_offer(self, live: _Live) -> None:
-        """Let another replica free the pages that the engine did not take."""
+        """Let the other replica free offered pages that the engine did not take."""
         offer, live.offer = live.offer, None
         self._hosted.end_offer(offer)
 
-    # -- what is said ---------------------------------------------------------------------------
+    # -- messages to the front ------------------------------------------------------------------
 
     def _greet(self) -> None:
-        """Greet; then all pages that the cache has, and what happens to them from now on."""
+        """Send the greeting and all pages in the cache, and report changes from now on."""
         self._send(self._hosted.hello)
         load = self._hosted.load
         for pages in self._hosted.pages.take_all():
@@ -264,9 +265,10 @@ class FrontSession:
         self._send(Beat(load=self._hosted.load, unready=self._hosted.engine.readiness))
 
     async def _beat(self) -> Ended:
-        """Beat, and count the beats of the front.
+        """Send beats, and count the front's missing ones.
 
-        An unheard front gets none: where nothing listens, they would wait and be sent all at once.
+        A front that has sent no message gets no beats: if no process listens, they would be queued
+        and later be sent all at once.
         """
         while not self._is_broken:
             await asyncio.sleep(BEAT_SECONDS)
@@ -298,7 +300,7 @@ class FrontSession:
             self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
 
     def _news_came(self) -> None:
-        """News of pages leave with the next deltas: those of their step come a little later."""
+        """Send page news a little later, together with the deltas of the same step."""
         if self._news_handle is None:
             loop = asyncio.get_running_loop()
             self._news_handle = loop.call_later(NEWS_SECONDS, self._flush)
@@ -315,7 +317,7 @@ class FrontSession:
             self._send(Step(deltas=deltas, usages=usages, handed=handed, load=load, pages=pages))
 
     def _parts(self) -> dict[str, bytes]:
-        """Parts of prompts that were computed since the last time, for other replicas."""
+        """Return newly computed parts of prompts, held for other replicas, by request id."""
         parts = {
             live.request_id: self._hosted.part(live.hosted)
             for live in self._live.values()
@@ -336,7 +338,7 @@ class FrontSession:
     # -- the end --------------------------------------------------------------------------------
 
     def _end(self, tasks: list[asyncio.Future[Ended]]) -> None:
-        """Nothing is sent any more: no front reads what its requests get."""
+        """Cancel all tasks, drop all requests, and close the connection."""
         self._cancel_handles()
         self._hosted.pages.on_news = _nothing
         for task in tasks:

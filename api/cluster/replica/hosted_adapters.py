@@ -1,4 +1,4 @@
-"""HostedAdapters: the adapters that a front has had its replica load."""
+"""HostedAdapters: the adapters that a replica has loaded for its front."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..wire.forms import WireError
 
 
 class HostedAdapters:
-    """Adapters by the number of their loading at the front. Belongs to one event loop.
+    """Adapters by the number that the front gave them. Belongs to one event loop.
 
-    The front counts their requests, and drops what is cached of them.
+    The front counts their requests and flushes their cached prefixes.
     """
 
     def __init__(self, loader: AdapterLoader | None) -> None:
@@ -20,7 +20,10 @@ class HostedAdapters:
         self._served: dict[int, ServedAdapter] = {}
 
     async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:
-        """Load an adapter. Raises `InvalidRequest` where there can be none, and as its loader."""
+        """Load an adapter.
+
+        Raises `InvalidRequest` if the engine supports no adapters, and the loader's errors.
+        """
         if self._loader is None:
             raise InvalidRequest(NO_ADAPTERS, param="lora_name")
         loaded = await self._loader.load(name, number, folder)
@@ -28,7 +31,10 @@ class HostedAdapters:
         return loaded
 
     def find(self, number: int | None) -> ServedAdapter | None:
-        """Return the adapter of a message. Raises `WireError` for one that was not loaded."""
+        """Return the adapter with a number; None without one.
+
+        Raises `WireError` for an adapter that is not loaded.
+        """
         if number is None:
             return None
         if (found := self._served.get(number)) is None:
@@ -36,9 +42,9 @@ class HostedAdapters:
         return found
 
     def unload(self, number: int) -> None:
-        """Let go of an adapter; its requests go on. Unknown ones are ignored."""
+        """Unload an adapter; its running requests continue. Unknown ones are ignored."""
         self._served.pop(number, None)
 
     def clear(self) -> None:
-        """Let go of all: the next front has numbers of its own."""
+        """Unload all adapters: the next front gives its own numbers."""
         self._served.clear()

@@ -1,4 +1,4 @@
-"""HostedEngine: a replica's engine, and what makes its requests of the messages of a front."""
+"""HostedEngine: a replica's engine, whose requests are made from a front's messages."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ from ..wire.messages import (
 from .hosted_adapters import HostedAdapters
 from .page_log import PageLog
 
-TOKENS_AT_ONCE = 256  # of an output so far that are read before others have a turn
-PART_TOKENS = 256  # of a prompt, newly computed, from which on another replica reads them
+TOKENS_AT_ONCE = 256  # output tokens that are read before other tasks run
+PART_TOKENS = 256  # newly computed prompt tokens from which another replica reads a part
 USAGE_PERIOD = 32  # deltas of a request after which its usage is sent again
 
 
 class EngineLoad(Protocol):
-    """An engine's work now. Counts are requests."""
+    """An engine's current load."""
 
     @property
     def num_running(self) -> int:
-        """Requests that take part in steps."""
+        """Number of requests that take part in steps."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
 
     @property
     def kv_usage(self) -> float:
@@ -75,27 +75,28 @@ class LocalEngine(ServingEngine, Protocol):
 
     @property
     def load(self) -> EngineLoad:
-        """The engine's work now. Cheap."""
+        """The engine's current load. Cheap."""
 
     def fetch(self, request: Request) -> None:
-        """Load the pages that a request offers into the prefix cache; compute nothing."""
+        """Load the pages that a request is offered into the prefix cache; compute nothing."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HostedRequest:
-    """A request of a front, and what was sent of it."""
+    """A request of a front, and the state of its messages."""
 
     request: Request
     text: AnswerText  # watches for stop strings
     num_deltas: int = 0
-    closed_early: bool = False  # as the front knows it
-    part: HeldPages | None = None  # of its prompt, the latest that was held for another replica
-    num_parted: int = 0  # tokens of the prompt when a part was last to be held
+    closed_early: bool = False  # the value that the front knows
+    part: HeldPages | None = None  # latest part of the prompt held for another replica
+    num_parted: int = 0  # computed prompt tokens at the last attempt to hold a part
 
     def needs_usage(self, delta: Delta) -> bool:
-        """Whether the front needs the usage behind this delta; counts it.
+        """Whether the front needs the usage after this delta; counts the delta.
 
-        It reads it with the first one, with the last one, and where a client leaves in between.
+        The front needs it with the first and the last delta, when ``closed_early`` changes, and
+        every `USAGE_PERIOD` deltas, in case a client leaves.
         """
         usage, constraint = self.request.usage, self.request.sampling.constraint
         if isinstance(constraint, GrammarMatcher):
@@ -108,7 +109,7 @@ class HostedRequest:
 
 @dataclass(kw_only=True, eq=False)
 class HostedEngine:
-    """An engine with the text of its model. ``pages`` follows its cache."""
+    """An engine with its model's tokenizer and grammars. ``pages`` follows its cache."""
 
     built: Built[LocalEngine]
     tokenizer: Tokenizer
@@ -118,31 +119,31 @@ class HostedEngine:
 
     @property
     def engine(self) -> LocalEngine:
-        """The engine."""
+        """The engine in this process."""
         return self.built.engine
 
     @property
     def load(self) -> Load:
-        """The engine's work now."""
+        """The engine's current load, as a message."""
         load = self.engine.load
         return Load(running=load.num_running, waiting=load.num_waiting, kv_usage=load.kv_usage)
 
     @cached_property
     def hello(self) -> Hello:
-        """The greeting. A front makes the same hash of its own tokenizer."""
+        """The greeting. The front compares its tokenizer hash with its own."""
         return hello_of(self.built, tokenizer=self.tokenizer.fingerprint(), pid=os.getpid())
 
     @cached_property
     def adapters(self) -> HostedAdapters:
-        """Adapters that the front has had loaded."""
+        """Adapters that were loaded for the front."""
         return HostedAdapters(self.built.adapters)
 
     # -- requests -------------------------------------------------------------------------------
 
     async def make(self, submit: Submit) -> HostedRequest:
-        """Make the request of a message, as it was where its output so far was generated.
+        """Return the request of a message, with its output so far.
 
-        Raises `WireError` for what no front sends, and what compiling a grammar raises.
+        Raises `WireError` for a message that no front sends, and the errors of compiling a grammar.
         """
         params = params_of(submit.params)
         grammar = await self.grammars.compile(params)
@@ -168,9 +169,9 @@ class HostedEngine:
         return HostedRequest(request=request, text=text)
 
     def offer_of(self, submit: Submit) -> PageOffer | None:
-        """Return the pages of another replica that a message names; to be taken or ended.
+        """Return another replica's pages that a message offers, or None.
 
-        Raises `WireError` for what no front sends.
+        The offer must be taken or ended. Raises `WireError` for a message that no front sends.
         """
         transfers = self.built.transfers
         if transfers is None or submit.transfer is None:
@@ -178,7 +179,7 @@ class HostedEngine:
         return transfers.read(body_of(submit.transfer)).offer
 
     def hand_over(self, submit: Submit, request: Request, offer: PageOffer | None) -> None:
-        """Have the prompt's pages held, or read from the replica that computed them."""
+        """Let the engine hold the prompt's pages, or read them from the replica that has them."""
         transfers = self.built.transfers
         if transfers is None:
             return
@@ -187,9 +188,9 @@ class HostedEngine:
         request.transfer = Transfer(hands_over=submit.hands_over, offer=offer)
 
     async def fetch(self, submit: Submit, offer: PageOffer) -> None:
-        """Read the pages of a prompt that another replica still computes; see `offer_of`.
+        """Read the pages of a prompt that another replica still computes.
 
-        Raises as `make` does; the caller then ends the offer.
+        Raises `WireError`, and the errors of compiling a grammar; the caller then ends the offer.
         """
         request = (await self.make(submit)).request
         self.hand_over(submit, request, offer)
@@ -197,38 +198,42 @@ class HostedEngine:
             self.engine.fetch(request)
 
     def part(self, hosted: HostedRequest) -> bytes | None:
-        """Hold what is computed of a prompt, and return where it is; None if it is not worth it."""
+        """Hold the computed pages of a prompt; return the parameters for reading them, or None.
+
+        Returns None if there are too few new tokens, if an earlier part is still being read, or
+        without room.
+        """
         transfers, request = self.built.transfers, hosted.request
         is_worth_it = request.num_computed - hosted.num_parted >= PART_TOKENS
         if transfers is None or not (request.transfer.hands_over and is_worth_it):
             return None
         if request.num_computed >= request.prompt_len or request.transfer.handed is not None:
-            return None  # all of it is held in a moment
+            return None  # the whole prompt is about to be held
         if hosted.part is not None and transfers.is_held(hosted.part):
-            return None  # it is still read
-        hosted.num_parted = request.num_computed  # without room, tried again as far behind that
+            return None  # the earlier part is still being read
+        hosted.num_parted = request.num_computed  # without room the next attempt comes later
         hosted.part = transfers.hold_part(request)
         return None if hosted.part is None else body_form(transfers.write(request, hosted.part))
 
     def end_offer(self, offer: PageOffer | None) -> None:
-        """Let another replica free what the engine did not take."""
+        """Let the other replica free offered pages that the engine did not take."""
         if self.built.transfers is not None and offer is not None:
             self.built.transfers.end(offer)
 
     def drop(self, name: str) -> None:
-        """Free the pages of a prompt that no other replica is going to read."""
+        """Free held pages of a prompt that no other replica will read."""
         if self.built.transfers is not None:
             self.built.transfers.release(name)
 
     def handed(self, request: Request) -> bytes | None:
-        """Return what another replica needs to go on with a prompt; None if nothing is held."""
+        """Return the parameters for reading a held prompt, as JSON; None if it is not held."""
         transfers = self.built.transfers
         if transfers is None or request.transfer.handed is None:
             return None
         return body_form(transfers.write(request))
 
     def _check_goes_on(self, request: Request, params: SamplingParams) -> None:
-        """Refuse an output that has ended: its next step would be beyond all limits."""
+        """Raise `WireError` for an output that has ended: its next step would exceed a limit."""
         if request.sampling.pooling is not None:
             raise WireError("an output of a request that generates nothing")
         room = self.built.max_model_len - request.prompt_len
@@ -237,13 +242,13 @@ class HostedEngine:
             raise WireError("the output so far is a whole answer")
 
     def note_end(self, request: Request) -> None:
-        """Remember a request that has ended, for `Overview`."""
+        """Record a request that has ended, for `Overview`."""
         self.finished.append(RecentRequest.of(request))
 
     # -- questions ------------------------------------------------------------------------------
 
     async def answer(self, question: Question) -> int | bytes:
-        """Return the answer to a question. Raises what the engine raises, and `WireError`."""
+        """Return the answer to a question. Raises the engine's errors, and `WireError`."""
         engine = self.engine
         match question:
             case FlushCache():
@@ -269,7 +274,10 @@ class HostedEngine:
 
 
 async def _stops(text: AnswerText, output: array[int]) -> bool:
-    """Read an output so far; whether a stop string ends it. Others have a turn in between."""
+    """Read an output so far, and return whether a stop string ends it.
+
+    Other tasks run in between.
+    """
     for start in range(0, len(output), TOKENS_AT_ONCE):
         if _push_all(text, output[start : start + TOKENS_AT_ONCE]):
             return True

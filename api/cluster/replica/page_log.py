@@ -1,4 +1,4 @@
-"""PageLog: the pages that join a replica's prefix cache or leave it, as news for the front."""
+"""PageLog: news for the front of pages that join or leave a replica's prefix cache."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from ....core.tiers.keys import PageKeys, StoredPages
     from ....radix_cache.node import Cause
 
-PART_KEYS = 8192  # keys of one message: 64 KiB
+PART_KEYS = 8192  # keys per message, 64 KiB
 
 
 class PageLog:
     """A `KeyObserver` that collects news until they are taken. Belongs to the engine's loop.
 
-    ``on_news`` is called with each change, once it is noted.
+    ``on_news`` is called after each recorded change.
     """
 
     def __init__(self, keys: PageKeys | None) -> None:
@@ -28,20 +28,20 @@ class PageLog:
             keys.add_observer(self)
 
     def stored(self, pages: StoredPages) -> None:
-        """Note pages that have just joined the tree."""
+        """Record pages that have just joined the tree."""
         self._note(is_stored=True, keys=pages.keys)
 
     def dropped(self, namespace: str | None, keys: list[bytes], cause: Cause) -> None:  # noqa: ARG002
-        """Note pages that leave the tree."""
+        """Record pages that leave the tree."""
         self._note(is_stored=False, keys=keys)
 
     def take(self) -> list[PageNews]:
-        """Return the news since they were last taken."""
+        """Return the news since the last call."""
         news, self._news = self._news, []
         return [page_news(is_stored=is_stored, keys=keys) for is_stored, keys in news]
 
     def take_all(self) -> Iterator[list[PageNews]]:
-        """All that the cache holds now, in parts; news before now are contained in it."""
+        """Yield all pages in the cache as news, in parts; earlier news are discarded."""
         self._news = []
         held = [] if self._keys is None else list(self._keys.cached())
         for start in range(0, len(held), PART_KEYS):

@@ -15,7 +15,7 @@ from ...text.tokenizer import Tokenizer
 from .engine_host import EngineHost
 from .front_session import FrontLink
 
-SAVE_SECONDS = 30.0  # after a signal, for pages on their way to tiers
+SAVE_SECONDS = 30.0  # time after a signal for writing pages to tiers
 ON_DRAIN = "leaving the front, which moves the requests that run to other replicas"
 
 
@@ -27,17 +27,17 @@ def run(
     address: str,
     num_shares: int | None = None,
 ) -> int:
-    """Load a model and serve the front at ``address``; the exit code. Blocking.
+    """Load a model, serve the front at ``address``, and return the exit code. Blocking.
 
-    ``dial`` opens a connection to it. Raises what `make_host` raises, and `RefusedError`.
+    ``dial`` opens a connection to the front. Raises the errors of `make_host`, and `RefusedError`.
     """
     return serve(make_host(model, config, dial, address=address, num_shares=num_shares))
 
 
 def serve(host: EngineHost) -> int:
-    """Run a replica until a signal or until its engine is dead; the exit code. Blocking.
+    """Run a replica until a signal or the end of its engine, and return the exit code. Blocking.
 
-    The code is a server's: 0 after a signal, 1 for a dead engine, 70 for a hung one. Raises
+    The code is 0 after a signal, 1 for a dead engine, 70 for a hung one, as for a server. Raises
     `RefusedError`.
     """
     supervisor = Supervisor(host, drain_seconds=SAVE_SECONDS, on_drain=ON_DRAIN)
@@ -53,11 +53,11 @@ def make_host(
     num_shares: int | None = None,
     wait_seconds: float = 0.0,
 ) -> EngineHost:
-    """Load a model, and make the replica that serves the front at ``address``. Blocking.
+    """Load a model, and return the replica that serves the front at ``address``. Blocking.
 
-    ``num_shares``: replicas that share the disk of ``kv_disk``, None if it is for this one alone; a
-    free share is waited for ``wait_seconds``. Raises what `build` raises, and `InvalidRequest`
-    without a free share.
+    ``num_shares``: number of replicas that share the disk of ``kv_disk``, or None if this replica
+    has it alone. ``wait_seconds``: time to wait for a free share. Raises the errors of `build`, and
+    `InvalidRequest` without a free share.
     """
     if config.lora:
         message = "--lora is a flag of the front, which has its replicas load adapters"
@@ -73,7 +73,7 @@ def _with_disk_share(config: EngineConfig, num_shares: int, wait_seconds: float)
     """Return the config with a share of its disk, which this process holds until it ends."""
     if (disk := config.kv_disk_place()) is None:
         return config
-    from ....core.tiers.stores.disk_shares import DiskShare  # needs a disk to be asked for
+    from ....core.tiers.stores.disk_shares import DiskShare  # imported only if there is a disk
 
     share = DiskShare(*disk, num_shares, wait_seconds=wait_seconds)
     return replace(config, kv_disk=f"{share.path}:{share.num_bytes}")

@@ -1,1 +1,1 @@
-"""Messages between a front and its replicas: their fields, their bytes and their sockets."""
+"""Messages between a front and its replicas: fields, encoding and sockets."""

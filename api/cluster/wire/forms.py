@@ -1,9 +1,9 @@
-"""Forms: what a message between front and replica carries in another shape than its own.
+"""Forms: encodings of objects that messages between front and replica cannot contain directly.
 
-Most fields are structs of the core, sent as they are and decoded strictly: a field of another type
-or name is refused. Usage and log-probabilities are dataclasses: surplus fields of theirs are
-ignored. What is not equal in two processes, or has no type that says it all, has a form:
-``x_form`` makes it of an object, ``x_of`` makes an equal object of it.
+Most fields are structs of the core, sent unchanged and decoded strictly: a field of another type or
+name is refused. Usage and log-probabilities are dataclasses, whose surplus fields are ignored. An
+object whose value depends on the process, or whose type is too loose, has a form: ``x_form``
+returns the form of an object, ``x_of`` an equal object from the form.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _ERRORS: Mapping[str, type[ForetokenError]] = {
 
 
 class WireError(ForetokenError):
-    """Bytes that are no message of this protocol, or a message that means nothing."""
+    """Bytes that are no message of this protocol, or a message with invalid content."""
 
 
 @contextmanager
 def meaningful(what: str) -> Iterator[None]:
-    """Turn the refusal of a value into a `WireError`."""
+    """Raise `WireError` in place of errors about a value; ``what`` names the value."""
     try:
         yield
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -67,7 +67,7 @@ def meaningful(what: str) -> Iterator[None]:
 
 
 def ids_form(token_ids: Sequence[int]) -> bytes:
-    """Token ids as integers of 64 bits, the lowest byte first."""
+    """Return token ids as 64-bit little-endian integers."""
     return _bytes_of(array("q", token_ids))
 
 
@@ -95,10 +95,9 @@ def _filled(numbers: array[Any], data: bytes) -> array[Any]:
 
 
 def params_form(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that were given: a default that marks itself as left out stays left
-    out.
+    """Return the parameters that differ from their defaults, by name.
 
-    A JSON schema that was given as an object is the bytes of its text: its numbers may have any
+    A JSON schema that is an object becomes the bytes of its text, since its numbers may have any
     size.
     """
     given = {name: getattr(params, name) for name in _DEFAULTS}
@@ -110,7 +109,7 @@ def params_form(params: SamplingParams) -> dict[str, Any]:
 
 
 def params_of(form: Mapping[str, Any]) -> SamplingParams:
-    """Return the parameters of a form. Raises `WireError` for what `SamplingParams` refuses."""
+    """Return the parameters of a form. Raises `WireError` if `SamplingParams` refuses them."""
     with meaningful("sampling parameters"):
         if isinstance(schema := form.get("json_schema"), bytes):
             form = {**form, "json_schema": json.loads(schema)}
@@ -118,9 +117,9 @@ def params_of(form: Mapping[str, Any]) -> SamplingParams:
 
 
 def usage_form(usage: Usage, now: float) -> Usage:
-    """Return the usage at ``now``, in seconds on the clock of the engine that counted it.
+    """Return a usage as a form; ``now``: seconds on the clock of the engine that counted it.
 
-    A loss has its age in place of its time: the clocks of two processes have nothing in common.
+    A cache loss has its age in place of its time, since the clocks of two processes differ.
     """
     if (loss := usage.cache_loss) is None:
         return usage
@@ -128,17 +127,20 @@ def usage_form(usage: Usage, now: float) -> Usage:
 
 
 def usage_of(form: Usage, now: float) -> Usage:
-    """Return the usage on a clock that shows ``now``. Raises `WireError` for an infinite age."""
+    """Return the usage of a form; ``now``: seconds on the receiver's clock.
+
+    Raises `WireError` for an infinite age of a cache loss.
+    """
     if (loss := form.cache_loss) is not None and not math.isfinite(loss.time):
         raise WireError("a loss without an age")
-    return usage_form(form, now)  # the age of a time, and the time of an age
+    return usage_form(form, now)  # the same subtraction turns an age into a time
 
 
 # -- errors ----------------------------------------------------------------------------------------
 
 
 class ErrorForm(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """An error: its class, its message, and what the class names in ``wire_fields``."""
+    """An error: its class, its message, and the fields that the class lists in ``wire_fields``."""
 
     kind: str
     message: str
@@ -151,37 +153,38 @@ class ErrorForm(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
 
 
 def shown_error(error: Exception) -> ForetokenError:
-    """Return the error that the other side sees: one that was not raised on purpose loses its
-    text.
-    """
+    """Return the error for the other side: an unexpected one is replaced by a generic text."""
     return error if isinstance(error, ForetokenError) else ForetokenError(INTERNAL)
 
 
 def error_form(error: ForetokenError) -> ErrorForm:
-    """Return the form of the nearest class that has one."""
+    """Return the form of an error, with its nearest base class that has a form."""
     kind = next(each for each in type(error).__mro__ if _ERRORS.get(each.__name__) is each)
     values = {name: getattr(error, name) for name in _ERRORS[kind.__name__].wire_fields}
     return ErrorForm(kind=kind.__name__, message=str(error), **values)
 
 
 def error_of(form: ErrorForm) -> ForetokenError:
-    """Return an error of the same class, message and fields.
+    """Return the error of a form, with the same class, message and fields.
 
     Raises `WireError` for an unknown class.
     """
     if (kind := _ERRORS.get(form.kind)) is None:
         raise WireError(f"an error of the unknown class {shown(form.kind)}")
-    error = kind.__new__(kind, form.message)  # the message is made already
+    error = kind.__new__(kind, form.message)  # without __init__, which would make the message again
     for name in kind.wire_fields:
         setattr(error, name, getattr(form, name))
     return error
 
 
-# -- what msgpack lacks ----------------------------------------------------------------------------
+# -- hooks for msgpack -----------------------------------------------------------------------------
 
 
 def to_msgpack(value: object) -> object:
-    """Return what msgpack can write for an error, an array, or a subclass of a number or text."""
+    """Return an error, an array, or a subclass of a number or str as a type that msgpack has.
+
+    Raises TypeError for other values.
+    """
     match value:
         case ForetokenError():
             return error_form(value)
@@ -197,7 +200,7 @@ def to_msgpack(value: object) -> object:
 
 
 def from_msgpack(kind: type, form: object) -> object:
-    """Return the error or the array, numbers of 32 bits, of a form."""
+    """Return the error, or the array of 32-bit floats, of a form."""
     if kind is ForetokenError:
         return error_of(msgspec.convert(form, ErrorForm))
     return _filled(array("f"), msgspec.convert(form, bytes))

@@ -1,4 +1,4 @@
-"""The greeting of a replica: its model as a `Hello`, and that again as the model of a front."""
+"""The greeting of a replica: its model as a `Hello`, and the front's model from a `Hello`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EngineT = TypeVar("EngineT", bound=ServingEngine)
 
 
 def hello_of(built: Built[ServingEngine], *, tokenizer: str, pid: int) -> Hello:
-    """Return the greeting of a replica with this engine."""
+    """Return the greeting of a replica; ``tokenizer`` is the hash of its tokenizer."""
     engine = built.engine
     return Hello(
         version=VERSION,
@@ -31,7 +31,7 @@ def hello_of(built: Built[ServingEngine], *, tokenizer: str, pid: int) -> Hello:
 
 
 def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
-    """Return the model as a front's API knows it; its tokenizer and template are at ``path``.
+    """Return the model for a front's API; its tokenizer and template are at ``path``.
 
     Raises `WireError`.
     """

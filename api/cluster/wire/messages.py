@@ -1,9 +1,9 @@
 """Wire: the messages between a front and its replicas, in msgpack.
 
-A replica dials in and says `Hello`; the front sends requests with `Submit`, and every step comes
-back as one `Step` with the deltas of all requests. Both sides send a `Beat` each second, and
-`Leaving` before they end the connection. A message is a map that has its kind under "type".
-Whatever is not exactly a message is refused by a `WireError`, unknown fields included.
+A replica connects and sends `Hello`; the front sends requests with `Submit`, and every step is
+answered by one `Step` with the deltas of all requests. Both sides send a `Beat` each second, and
+`Leaving` before they end the connection. A message is a map with its kind under "type". Anything
+else, also a message with unknown fields, is refused with a `WireError`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from .forms import (
     to_msgpack,
 )
 
-VERSION = 4  # of all messages and what they carry; another one is refused at `Hello`
-KEY_BYTES = 8  # of a page's key; the whole key has 32
+VERSION = 4  # version of all messages and their contents; others are refused at `Hello`
+KEY_BYTES = 8  # first bytes of a page's key of 32 bytes
 M = TypeVar("M")
 Seed = Annotated[int, Meta(ge=0)]  # msgpack's integers end at 64 bits
 
@@ -58,7 +58,7 @@ class _Message(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
 
 
 class Load(_Message, frozen=True, kw_only=True):
-    """A replica's work now. Counts are requests."""
+    """A replica's current load. Counts are requests."""
 
     running: Count
     waiting: Count
@@ -66,17 +66,17 @@ class Load(_Message, frozen=True, kw_only=True):
 
 
 class Beat(_Message, tag="beat", frozen=True, kw_only=True):
-    """A sign of life, each second; a replica's has its load."""
+    """A heartbeat, sent each second; a replica's contains its load."""
 
     load: Load | None = None
-    unready: str | None = None  # why the replica's engine cannot take new requests now
+    unready: str | None = None  # reason why the replica's engine cannot take new requests now
 
 
 class Leaving(_Message, tag="leaving", frozen=True, kw_only=True):
-    """The sender ends the connection: a replica stops, or a front does not want this replica.
+    """The sender ends the connection: a replica stops, or a front refuses this replica.
 
-    A front that stops sends none: its replicas wait for the next one. The message is the same in
-    all versions, so that a replica of another version understands its refusal.
+    A front that stops does not send it: its replicas wait for the next front. The message is the
+    same in all versions, so that a replica of another version understands its refusal.
     """
 
     reason: str
@@ -87,12 +87,12 @@ class Leaving(_Message, tag="leaving", frozen=True, kw_only=True):
 
 
 class Hello(ModelFacts, tag="hello", frozen=True, kw_only=True):
-    """A replica's first message: its model, and its engine as in `ServingEngine`."""
+    """A replica's first message: its model, and its engine's attributes from `ServingEngine`."""
 
     version: int
-    release: str  # of foretoken
+    release: str  # release of foretoken
     pid: int
-    tokenizer: str  # a hash of it
+    tokenizer: str  # hash of the tokenizer
     settings: bytes  # `Built.settings`, a JSON object
     max_running: Positive
     max_queued: Count
@@ -101,29 +101,29 @@ class Hello(ModelFacts, tag="hello", frozen=True, kw_only=True):
 
 
 class PageNews(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Pages that joined the prefix cache or left it, in the order in which they did."""
+    """Pages that joined or left the prefix cache, in order."""
 
     is_stored: bool
     keys: bytes  # [num_pages * KEY_BYTES]
 
 
 class Step(_Message, tag="step", frozen=True, kw_only=True):
-    """A step's result: deltas of all requests, and the state of the engine behind it.
+    """A step's result: deltas of all requests, and the engine's state after the step.
 
-    ``usages`` are by request, of those whose usage the front needs now, ``handed`` as well. A
-    message without deltas has news of pages. A prompt in ``handed`` that has not ended is computed
-    in part.
+    ``usages`` and ``handed`` are by request id; ``usages`` has only requests whose usage the front
+    needs now. A message without deltas has page news. A prompt in ``handed`` whose request has not
+    ended is computed in part.
     """
 
     deltas: list[tuple[str, Delta]] = []  # each with the id of its request
     usages: dict[str, Usage] = {}  # `usage_form`
-    handed: dict[str, bytes] = {}  # JSON: `TransferParams.write` of prompts, `drop_of`
+    handed: dict[str, bytes] = {}  # held prompts: JSON of `TransferParams.write`; `drop_of`
     load: Load
     pages: list[PageNews] = []
 
 
 class Answer(_Message, tag="answer", frozen=True, kw_only=True):
-    """The answer to a call: pages that a flush freed, a body in JSON, a text, or an error."""
+    """The answer to a call: number of pages that a flush freed, JSON, a text, or an error."""
 
     call_id: Count
     result: int | bytes | None = None
@@ -134,15 +134,15 @@ class Answer(_Message, tag="answer", frozen=True, kw_only=True):
 
 
 class Submit(_Message, tag="submit", frozen=True, kw_only=True):
-    """A request. One that ran on another replica has its output so far, and goes on behind it.
+    """A request; if it ran on another replica, with its output so far, after which it resumes.
 
-    A replica makes the request of it with the same parameters as the front did, so that stop
-    strings and structured output end it there.
+    A replica makes the request with the same parameters as the front, so that stop strings and
+    structured output end it there.
     """
 
     request_id: str
     prompt: bytes  # `ids_form`
-    output: bytes = b""  # likewise
+    output: bytes = b""  # `ids_form`
     params: dict[str, Any]  # `params_form`
     seed: Seed
     bad_words_ids: tuple[tuple[TokenId, ...], ...] = ()
@@ -152,86 +152,86 @@ class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     limit: Count | None = None  # output tokens within which structured output is completed
     prediction: bytes | None = None  # `ids_form`
     tenant: str | None = None
-    pooling: Pooling | None = None  # None: it generates
+    pooling: Pooling | None = None  # None: the request generates tokens
     cache: CacheOptions = DEFAULT_CACHE
     deadline: Seconds | None = None  # seconds left
-    num_prompt_logprobs: Count = 0  # sent already
+    num_prompt_logprobs: Count = 0  # number of prompt log-probabilities sent already
     images: tuple[PromptImage, ...] = ()
     adapter: Count | None = None  # number of its `LoadAdapter`
-    hands_over: bool = False  # its prompt alone is wanted, for another replica
+    hands_over: bool = False  # only the prompt is computed, for another replica
     transfer: bytes | None = None  # `Step.handed` of the replica that computed its prompt
 
 
 class Abort(_Message, tag="abort", frozen=True, kw_only=True):
-    """End a request; unknown and finished ones are ignored."""
+    """Abort a request; unknown and finished ones are ignored."""
 
     request_id: str
 
 
 class Drop(_Message, tag="drop", frozen=True, kw_only=True):
-    """Free the pages of a prompt that no replica is going to read; unknown ones are ignored."""
+    """Free the pages of a prompt that no replica will read; unknown ones are ignored."""
 
-    name: str  # of the transfer
+    name: str  # name of the transfer
 
 
 class Fetch(_Message, tag="fetch", frozen=True, kw_only=True):
     """Read the pages of a prompt that another replica still computes; the request comes later."""
 
-    submit: Submit  # with its ``transfer``; no answer is wanted
+    submit: Submit  # has a ``transfer``; no tokens are generated
 
 
 class _Question(_Message, tag_field="ask", frozen=True, kw_only=True):
-    """The base of what `Call` may ask."""
+    """The base of all questions of `Call`."""
 
 
 class FlushCache(_Question, tag="flush", frozen=True, kw_only=True):
-    """`ServingEngine.flush_cache`."""
+    """Calls `ServingEngine.flush_cache`."""
 
     namespaces: list[str | None] = []
 
 
 class FlushPrefix(_Question, tag="flush_prefix", frozen=True, kw_only=True):
-    """`ServingEngine.flush_prefix`."""
+    """Calls `ServingEngine.flush_prefix`."""
 
     tokens: bytes  # `ids_form`
     namespace: str | None = None
 
 
 class CacheInfo(_Question, tag="cache_info", frozen=True, kw_only=True):
-    """`ServingEngine.cache_info`."""
+    """Calls `ServingEngine.cache_info`."""
 
     namespace: str | None = None
 
 
 class Overview(_Question, tag="overview", frozen=True, kw_only=True):
-    """`ServingEngine.overview`."""
+    """Calls `ServingEngine.overview`."""
 
 
 class Audit(_Question, tag="audit", frozen=True, kw_only=True):
-    """`ServingEngine.audit`."""
+    """Calls `ServingEngine.audit`."""
 
 
 class Metrics(_Question, tag="metrics", frozen=True, kw_only=True):
-    """The text of `ServingMetrics.render`."""
+    """Requests the text of `ServingMetrics.render`."""
 
 
 class Report(_Question, tag="report", frozen=True, kw_only=True):
-    """`ServingEngine.report`."""
+    """Calls `ServingEngine.report`."""
 
     reason: str
 
 
 class LoadAdapter(_Question, tag="load_adapter", frozen=True, kw_only=True):
-    """`AdapterLoader.load`, of a folder where the replica runs; answered by `facts_form`."""
+    """Calls `AdapterLoader.load` for a folder on the replica's machine; `facts_form` answers."""
 
     name: str
     number: Count
     path: str
-    below: str | None = None  # as `AdapterFolder`'s
+    below: str | None = None  # `AdapterFolder.below`
 
 
 class UnloadAdapter(_Question, tag="unload_adapter", frozen=True, kw_only=True):
-    """`AdapterLoader.unload`; the answer is 0."""
+    """Calls `HostedAdapters.unload`; the answer is 0."""
 
     number: Count
 
@@ -250,7 +250,7 @@ Question = (
 
 
 class Call(_Message, tag="call", frozen=True, kw_only=True):
-    """A question, answered by the `Answer` with its id."""
+    """A question; the `Answer` has the same id."""
 
     call_id: Count
     question: Question
@@ -281,15 +281,15 @@ _any_hello = msgspec.msgpack.Decoder(_AnyHello)
 
 
 def encode(message: FromReplica | FromFront) -> bytes:
-    """Return the bytes of a message. Raises `WireError` for a value that msgpack does not have."""
+    """Return the bytes of a message. Raises `WireError` for a value that cannot be encoded."""
     with meaningful("a message that cannot be sent"):
         return _encoder.encode(message)
 
 
 def from_replica(data: bytes) -> FromReplica:
-    """Return a message of a replica.
+    """Return a replica's message.
 
-    Raises `WireError`, which names the version of another `Hello`.
+    Raises `WireError` for invalid bytes; for a `Hello` of another version it names the version.
     """
     try:
         message = _decoded(_from_replica.decode, data)
@@ -303,7 +303,7 @@ def from_replica(data: bytes) -> FromReplica:
 
 
 def from_front(data: bytes) -> FromFront:
-    """Return a message of a front. Raises `WireError`."""
+    """Return a front's message. Raises `WireError`."""
     return _decoded(_from_front.decode, data)
 
 
@@ -326,10 +326,10 @@ def _other_version(version: int | None) -> WireError:
 
 
 class _Handed(Struct):
-    """A prompt in `Step.handed`, as far as a front reads it."""
+    """The fields of a prompt in `Step.handed` that a front reads."""
 
     remote_request_id: str
-    remote_block_ids: list[Count] = []  # pages that are held
+    remote_block_ids: list[Count] = []  # held pages
 
 
 _handed = msgspec.json.Decoder(_Handed)
@@ -344,13 +344,13 @@ def drop_of(handed: bytes) -> Drop:
 
 
 def body_form(body: Body) -> bytes:
-    """Return a report as JSON; a value that JSON lacks is written as its text."""
+    """Return a report as JSON; values that JSON lacks are written as strings."""
     with meaningful("a report that cannot be sent"):
         return msgspec.json.encode(body, enc_hook=str)
 
 
 def body_of(data: bytes) -> Body:
-    """Raises `WireError` unless it is a JSON object."""
+    """Return a JSON object. Raises `WireError` for other data."""
     return _decoded(_json_object.decode, data)
 
 
@@ -372,17 +372,17 @@ def facts_form(loaded: LoadedAdapter) -> bytes:
 
 
 def facts_of(data: bytes) -> AdapterFacts:
-    """Raises `WireError`."""
+    """Return the facts in an answer to `LoadAdapter`. Raises `WireError`."""
     return _decoded(_adapter_facts.decode, data)
 
 
 def page_news(*, is_stored: bool, keys: Iterable[bytes]) -> PageNews:
-    """News of pages by their whole keys."""
+    """Return news of pages; ``keys`` are whole keys."""
     return PageNews(is_stored, b"".join(key[:KEY_BYTES] for key in keys))
 
 
 def page_keys(news: PageNews) -> list[bytes]:
-    """Return the keys, each of `KEY_BYTES`. Raises `WireError`."""
+    """Return the keys in page news, `KEY_BYTES` each. Raises `WireError`."""
     data = news.keys
     if len(data) % KEY_BYTES:
         raise WireError(f"keys of pages have {KEY_BYTES} bytes each, not {len(data)} together")
@@ -393,7 +393,7 @@ def page_keys(news: PageNews) -> list[bytes]:
 
 
 class RemoteAdapter(Adapter):
-    """An adapter whose weights are in replicas. ``number``: of its `LoadAdapter`."""
+    """An adapter whose weights are in replicas. ``number``: the number in its `LoadAdapter`."""
 
     __slots__ = ("number",)
 
@@ -402,7 +402,7 @@ class RemoteAdapter(Adapter):
 
 
 def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
-    """Return the message of a request, with what it has so far.
+    """Return the message of a request, with its output so far.
 
     ``elapsed``: seconds since its arrival. Raises `WireError` for a request that `make_request` did
     not make.
@@ -438,10 +438,11 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
 
 
 def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
-    """Return the message by which a replica computes the prompt of a request for another one.
+    """Return the message that lets a replica compute a request's prompt for another replica.
 
-    As `submit_of` else. What the answer needs is left out: it has one token, which nobody reads, or
-    none where none is wanted, as behind a prompt that fills the context.
+    Fields that only the answer needs are left out. The replica generates one token, which is not
+    read, or no token if the request generates none. ``elapsed``: seconds since the request's
+    arrival. Raises `WireError` for a request that `make_request` did not make.
     """
     whole = submit_of(request, elapsed=elapsed)
     params = request.sampling.params
@@ -461,12 +462,11 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
 
 
 def fetch_of(request: Request, transfer: bytes, *, page_size: int) -> Fetch:
-    """Return the message by which a replica reads the part of a prompt that another one has
-    computed.
+    """Return the message that lets a replica read the computed part of another's prompt.
 
-    Its request has an id of its own: the one that it is for may come before it has ended. It has
-    the tokens of the pages that are held and one behind them, which is never read; rows of images
-    have their ids there, so images are not sent. Raises `WireError` for a transfer that is none.
+    The message's request has its own id, because the request that it reads for may arrive before it
+    has ended. It has the tokens of the held pages and one more, which is never read. Image rows are
+    already token ids, so images are not sent. Raises `WireError` for an invalid transfer.
     """
     num_pages = len(_decoded(_handed.decode, transfer).remote_block_ids)
     part = request.tokens[: min(request.prompt_len, num_pages * page_size + 1)]
@@ -492,9 +492,9 @@ def request_of(
 ) -> Request:
     """Return the request of a message, in a replica.
 
-    ``params``: `params_of` the message. ``grammar`` was compiled of them. ``on_token`` watches for
-    their stop strings, and knows of the output so far. ``adapter``: the one of its number. Raises
-    `WireError`.
+    ``params``: the message's parameters, from `params_of`. ``grammar``: compiled from them.
+    ``on_token``: watches for their stop strings; it has read the output so far when the request
+    runs. ``adapter``: the adapter with the message's number. Raises `WireError`.
     """
     with meaningful("a request"):
         prepared = Prepared(
@@ -517,7 +517,7 @@ def request_of(
             on_token=on_token,
         )
     request.tokens.extend(ids_of(submit.output))
-    request.tenant = submit.tenant  # the front knows whose key it was
+    request.tenant = submit.tenant  # the front identified the tenant by its API key
     request.deadline = submit.deadline
     request.num_prompt_logprobs = submit.num_prompt_logprobs
     return request

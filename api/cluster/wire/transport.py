@@ -1,11 +1,11 @@
 """Transport: the ZMQ sockets between a front and its replicas.
 
-The front listens, replicas dial in. A message that cannot be sent at once is not sent: the other
-side is gone, or does not read. With a cluster key all bytes are encrypted (CURVE), and a process
-without the key is not heard; beyond loopback a key is required.
+The front listens, replicas connect. A message that cannot be sent at once is not sent: the other
+side is gone, or does not read. With a cluster key all bytes are encrypted (CURVE), and messages of
+a process without the key are dropped; beyond loopback a key is required.
 
-The front limits the messages and bytes of each connection, before it reads them: a replica that
-sends more than an engine has to say costs the others no time.
+The front limits the messages and bytes of each connection before it decodes them, so that a replica
+that sends too much does not slow down the others.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .messages import FromFront, FromReplica, Leaving, encode, from_front, from_
 
 CLUSTER_KEY = "FORETOKEN_CLUSTER_KEY"
 MAX_MESSAGE = 2**25  # bytes; a prompt of a million tokens has 8 MiB
-MAX_UNSENT = 10_000  # messages to one process; it reads more in a second
-MAX_UNREAD = 32  # messages of one replica in the front; more wait where they come from
-MESSAGES_PER_SECOND = 4000  # of one replica: more than any engine has steps
-MAX_FORGOTTEN = 1000  # closed connections whose late messages are known
-MAX_MESSAGES = 16_000  # at once: what came while the front was held up
-BYTES_PER_SECOND = 2**25  # of one replica; a million deltas have as many
-MAX_BYTES = 2**27  # at once
-LINGER_MS = 500  # for what was sent last
-PARTING_SECONDS = 0.5  # for a replica to read why the front parts with it, and to close
+MAX_UNSENT = 10_000  # unsent messages to one process, which reads more in a second
+MAX_UNREAD = 32  # one replica's unread messages in the front; others wait in the replica
+MESSAGES_PER_SECOND = 4000  # per replica, more than an engine's steps
+MAX_FORGOTTEN = 1000  # closed connections whose late messages are recognised
+MAX_MESSAGES = 16_000  # messages in a burst, received while the front was busy
+BYTES_PER_SECOND = 2**25  # per replica, the size of a million deltas
+MAX_BYTES = 2**27  # bytes in a burst
+LINGER_MS = 500  # time for sending the last messages
+PARTING_SECONDS = 0.5  # time for a replica to read the reason for its loss, and to close
 M = TypeVar("M")
 
 
@@ -49,7 +49,7 @@ def cluster_key() -> str | None:
 
 
 def check_address(address: str, key: str | None, *, param: str = "front") -> None:
-    """Raise `InvalidRequest` for what is no ``tcp://HOST:PORT``, or is open without a key."""
+    """Raise `InvalidRequest` unless ``address`` is tcp://HOST:PORT, on loopback or with a key."""
     scheme, separator, rest = address.partition("://")
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not (separator and colon and host) or not _is_port(port):
@@ -73,10 +73,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _front_keys(key: str) -> tuple[bytes, bytes]:
-    """Return the front's public and secret key of CURVE, in Z85; the cluster's key decides both.
+    """Return the front's public and secret CURVE key in Z85, both derived from the cluster's key.
 
-    The public one is in no message, and the first message of a connection needs it: a process that
-    has it has the cluster's key.
+    No message contains the public key, and the first message of a connection needs it: a process
+    that has it has the cluster's key.
     """
     secret = z85.encode(
         hashlib.scrypt(key.encode(), salt=b"foretoken", n=2**14, r=8, p=1, dklen=32)
@@ -85,7 +85,7 @@ def _front_keys(key: str) -> tuple[bytes, bytes]:
 
 
 class _Link(Generic[M]):
-    """A socket, and news of closed connections, as one stream. Belongs to one event loop."""
+    """A socket's messages and closed connections as one stream. Belongs to one event loop."""
 
     def __init__(self, kind: int, decode: Callable[[bytes], M], max_unread: int) -> None:
         self._context = zmq.Context()
@@ -105,21 +105,20 @@ class _Link(Generic[M]):
             self._loop.add_reader(each.fileno(), self._news.set)
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Send at once; False if that is not possible."""
+        """Send at once; return False if that is impossible."""
         try:
             self.socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         finally:
             if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._news.set()  # to send may take the sign that there is something to read
+                self._news.set()  # sending may consume the signal that a message can be read
         return True
 
     def read(self) -> list[zmq.Frame] | int | None:
-        """Return the frames of the next message, else the descriptor of a closed connection, if
-        any.
+        """Return the frames of the next message, else a closed connection's descriptor, or None.
 
-        The news of a close is read first and returned last: no message may come between.
+        The event of a close is read first and returned last, so that all messages come before it.
         """
         if self._closed is None:
             with contextlib.suppress(zmq.Again):
@@ -130,19 +129,19 @@ class _Link(Generic[M]):
         return closed
 
     async def when_readable(self) -> None:
-        """Wait for what `read` returns, once it has returned None. Nothing may be there yet."""
+        """Wait after `read` has returned None. The next `read` may still return None."""
         await self._news.wait()
         self._news.clear()
 
     def decoded(self, data: bytes) -> M | WireError:
-        """Return a message, or why it is none."""
+        """Return a message, or a `WireError` for invalid bytes."""
         try:
             return self._decode(data)
         except WireError as error:
             return error
 
     def close(self) -> None:
-        """Close; what was sent last has half a second to leave."""
+        """Close the socket; unsent messages have `LINGER_MS` to be sent."""
         for each in (self.socket, self._monitor):
             self._loop.remove_reader(each.fileno())
         self.socket.disable_monitor()
@@ -151,14 +150,14 @@ class _Link(Generic[M]):
 
 
 class Quota:
-    """Messages and bytes that one connection may send: a rate, and more at once after a pause."""
+    """Messages and bytes that one connection may send: a rate with bursts (token bucket)."""
 
     def __init__(self, now: float) -> None:
         self._read_at = now
         self._messages, self._bytes = float(MAX_MESSAGES), float(MAX_BYTES)
 
     def spend(self, num_bytes: int, now: float) -> WireError | None:
-        """Count a message; an error if it is beyond the quota."""
+        """Count a message; return an error if it exceeds the quota, else None."""
         since, self._read_at = now - self._read_at, now
         self._messages = min(MAX_MESSAGES, self._messages + since * MESSAGES_PER_SECOND) - 1
         self._bytes = min(MAX_BYTES, self._bytes + since * BYTES_PER_SECOND) - num_bytes
@@ -172,7 +171,7 @@ class Quota:
 class FrontSocket:
     """Listens at an address for replicas. Belongs to one event loop.
 
-    Raises `InvalidRequest` for an address that cannot be used.
+    Raises `InvalidRequest` for an unusable address.
     """
 
     def __init__(
@@ -181,11 +180,11 @@ class FrontSocket:
         check_address(address, key)
         self._link = _Link[FromReplica](zmq.ROUTER, from_replica, MAX_UNREAD)
         self._clock = clock
-        self._peers: dict[int, bytes] = {}  # by the descriptor of the connection
+        self._peers: dict[int, bytes] = {}  # by the connection's descriptor
         self._quotas: dict[bytes, Quota] = {}  # by peer
-        self._parted: set[bytes] = set()  # connected peers that are not heard any more
+        self._parted: set[bytes] = set()  # connected peers whose messages are dropped
         self._closed: deque[bytes] = deque()  # peers to be reported as closed
-        self._reused: Counter[int] = Counter()  # descriptors whose next news of a close is known
+        self._reused: Counter[int] = Counter()  # close events to skip, by descriptor
         self._forgotten: deque[bytes] = deque(maxlen=MAX_FORGOTTEN)  # peers reported as closed
         socket = self._link.socket
         socket.router_mandatory = True
@@ -201,13 +200,12 @@ class FrontSocket:
         self.address: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> tuple[bytes, FromReplica | WireError | None]:
-        """Return the next message and its sender; an error if it is none; None: a closed
-        connection.
+        """Return a peer with its next message, a `WireError`, or None for a closed connection.
 
-        All that a replica sent before its connection closed comes first.
+        All messages that a replica sent before its connection closed come first.
         """
         while True:
-            await asyncio.sleep(0)  # others have a turn, however much comes in
+            await asyncio.sleep(0)  # lets other tasks run between messages
             if self._closed:
                 return self._forget(self._closed.popleft()), None
             match self._link.read():
@@ -222,16 +220,16 @@ class FrontSocket:
     def _heard(
         self, frames: Sequence[zmq.Frame]
     ) -> tuple[bytes, FromReplica | WireError | None] | None:
-        """Return a message and its sender; None if that is not heard any more."""
+        """Return a peer and its message, or None if the peer's messages are dropped."""
         peer, *rest = frames
         if not rest:
             return None
         name, descriptor = peer.bytes, rest[-1].get(zmq.SRCFD)
         before = self._peers.get(descriptor)
         if before != name and name in self._forgotten:
-            return None  # its descriptor is closed, or another connection's
+            return None  # its descriptor is closed or belongs to another connection
         self._peers[descriptor] = name
-        if before is not None and before != name:  # it closed; the news of that is still to come
+        if before is not None and before != name:  # it closed, and the event is yet to come
             self._closed.append(before)
             self._reused[descriptor] += 1
         if name in self._parted:
@@ -254,34 +252,34 @@ class FrontSocket:
         return peer
 
     def part(self, peer: bytes, message: Leaving | None = None) -> None:
-        """Hear a replica no more, after a last word; its connection is closed in a moment."""
+        """Drop a replica's further messages, send a last message, and soon close its connection."""
         if message is not None:
             self.send(peer, message)
         self._parted.add(peer)
         asyncio.get_running_loop().call_later(PARTING_SECONDS, self._cut, peer)
 
     def _cut(self, peer: bytes) -> None:
-        """Close the connection of a replica that has not done it. ZMQ has no call for that."""
+        """Close the connection of a replica that has not closed it; ZMQ has no call for that."""
         for descriptor, name in self._peers.items():
             if name == peer:
                 with (
-                    contextlib.suppress(OSError),  # it has closed meanwhile
+                    contextlib.suppress(OSError),  # the replica has closed it meanwhile
                     sockets.socket(fileno=os.dup(descriptor)) as connection,
                 ):
                     connection.shutdown(sockets.SHUT_RDWR)
 
     def send(self, peer: bytes, message: FromFront) -> bool:
-        """Send to a replica; False if it is gone or does not read."""
+        """Send to a replica; return False if it is gone or does not read."""
         return self._link.send((peer, encode(message)))
 
     def close(self) -> None:
-        """Close the connections."""
-        self._peers.clear()  # their descriptors will be those of others
+        """Close all connections."""
+        self._peers.clear()  # other files will reuse their descriptors
         self._link.close()
 
 
 class ReplicaSocket:
-    """Dials in to a front. Belongs to one event loop."""
+    """Connects to a front. Belongs to one event loop."""
 
     def __init__(self, address: str, key: str | None) -> None:
         check_address(address, key)
@@ -293,16 +291,17 @@ class ReplicaSocket:
         socket.connect(address)
 
     async def receive(self) -> FromFront | WireError | None:
-        """Return the next message; an error if it is none; None: the front closed the
-        connection.
+        """Return the next message, a `WireError` for an invalid one, or None at the end.
+
+        The end means that the front has closed the connection.
         """
-        await asyncio.sleep(0)  # others have a turn, however much comes in
+        await asyncio.sleep(0)  # lets other tasks run between messages
         while (found := self._link.read()) is None:
             await self._link.when_readable()
         return None if isinstance(found, int) else self._link.decoded(found[-1].bytes)
 
     def send(self, message: FromReplica) -> bool:
-        """Send to the front; False if it is gone or does not read."""
+        """Send to the front; return False if it is gone or does not read."""
         return self._link.send((encode(message),))
 
     def close(self) -> None:

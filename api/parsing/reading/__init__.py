@@ -1,1 +1,1 @@
-"""Parts that the readers of all formats share: JSON, words and code, calls without marks."""
+"""Code shared by the readers of all formats: JSON, words and code, calls without marks."""

@@ -1,8 +1,8 @@
-"""Reading an answer: words, and calls wherever one may begin in them.
+"""Reading an answer: words, and calls that may begin anywhere in them.
 
-Words come as early as it is certain that no call begins there. White space around calls is dropped.
-Marks inside of code are quoted, and text, if the code ends: a fence that is never closed quotes
-nothing.
+Words are yielded as soon as it is certain that no call begins there. White space around calls is
+dropped. Marks inside code are quoted and so are text, if the code ends: a fence that is never
+closed quotes nothing.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Where(Enum):
 class Beginning:
     """Text that calls begin with, and their reader, which begins at this text.
 
-    ``is_ahead``: whether the text from the mark on is a call; it takes nothing. ``ends``: marks
-    that are dropped behind a call. ``is_plain``: see `CallState`. ``is_sure``: what is read is a
-    call, whatever follows it, and streams. Other calls must fit their tools, and stand before all
-    words or behind them.
+    ``is_ahead``: returns whether the text from the mark is a call; it takes nothing. ``ends``:
+    marks that are dropped after a call. ``is_plain``: no mark identifies the call (`CallState`).
+    ``is_sure``: the text is a call whatever follows, so its events stream. Other calls must fit
+    their tools, and come before or after all words.
     """
 
     mark: str
@@ -60,14 +60,14 @@ class Beginning:
     is_sure: bool = True
 
     def comes(self, source: Source) -> Reading[bool]:
-        """Whether the text goes on with a call that begins so."""
+        """Whether a call with this beginning comes next."""
         if not (yield from source.ahead(self.mark)):
             return False
         return self.is_ahead is None or (yield from self.is_ahead(source))
 
 
 class AnswerReader:
-    """Reads one answer. Of ``beginnings`` that fit in the same place the first is taken."""
+    """Reads one answer. If several ``beginnings`` fit at a place, the first is used."""
 
     def __init__(self, source: Source, beginnings: Sequence[Beginning], offers: Offers) -> None:
         self._source, self._offers = source, offers
@@ -77,13 +77,13 @@ class AnswerReader:
         starts = re.escape("".join(self._beginnings))
         self._plain = re.compile(rf"[^\n`~{starts}]+")
         self._code = CodeState()
-        self._space = ""  # white space that may stand alone before a call
+        self._space = ""  # white space that is dropped if a call follows
         self._has_words = self._is_behind_call = False
         self._last_words = ""  # the end of the words
-        self._num_quoted = 0  # characters to come that are known to stand in code
+        self._num_quoted = 0  # next characters that are known to be in code
 
     def read(self) -> Reading[None]:
-        """Give words and calls up to the end of the text."""
+        """Yield words and calls up to the end of the text."""
         while True:
             self._take_space((yield from self._source.white()) if not self._is_in_words else "")
             if not (yield from self._source.peek()):
@@ -117,7 +117,7 @@ class AnswerReader:
         yield from self._words(text)
 
     def _words(self, text: str) -> Reading[None]:
-        """Give words and the white space before them."""
+        """Yield words and the white space before them."""
         text, self._space = self._space + text, ""
         if text:
             self._has_words |= not text.isspace()
@@ -128,7 +128,7 @@ class AnswerReader:
     # -- calls ----------------------------------------------------------------------------------
 
     def _beginning(self) -> Reading[Beginning | None]:
-        """Return the beginning of a call that comes, if any."""
+        """Return the beginning of a call that comes next, or None."""
         for each in self._beginnings.get((yield from self._source.peek()), ()):
             if self._may_be_here(each) and (yield from each.comes(self._source)):
                 return each
@@ -142,7 +142,7 @@ class AnswerReader:
         return beginning.where is Where.LINE or not (self._has_words or self._is_behind_call)
 
     def _is_quoted(self) -> Reading[bool]:
-        """Whether the text that comes stands in code that ends."""
+        """Whether the next text is in code that ends."""
         if self._num_quoted or not self._code.is_code:
             return self._num_quoted > 0
         source, code, at = self._source, copy(self._code), 0
@@ -163,7 +163,7 @@ class AnswerReader:
         return False
 
     def _call(self, beginning: Beginning) -> Reading[None]:
-        """Read calls as they come; text that is no call is given as words."""
+        """Yield calls as they arrive; text that is no call is yielded as words."""
         source = self._source
         call = CallState(source, self._offers, is_plain=beginning.is_plain)
         source.keep()
@@ -193,7 +193,7 @@ class AnswerReader:
         yield from self._words(kept)
 
     def _surplus_ends(self, ends: Sequence[str]) -> Reading[None]:
-        """Take marks that close nothing, and separators and brackets before them."""
+        """Take superfluous closing marks, and separators and brackets before them."""
         while ends:
             at = yield from self._source.behind_white()
             if not (end := (yield from self._source.which(ends, at))):
@@ -203,7 +203,7 @@ class AnswerReader:
             self._source.take(at + len(end))
 
     def _held_calls(self, beginning: Beginning) -> Reading[None]:
-        """Read calls, and give them if it is certain that they are calls, else words."""
+        """Read calls to their end, then yield them, or words if they are no calls."""
         source = self._source
         source.keep()
         try:
@@ -216,9 +216,9 @@ class AnswerReader:
         yield from events
 
     def _gathered(self, beginning: Beginning) -> Reading[list[Event]]:
-        """Return one call that no words are before, or calls that no words are behind.
+        """Return the events of a call before all words, or of calls after all words.
 
-        Raises `Malformed` and `Cut` if there are none.
+        Raises `Malformed` and `Cut` if there is no such call.
         """
         source, events, is_first = self._source, list[Event](), not self._has_words
         if beginning.is_plain and _EXAMPLE.search(self._last_words.rstrip().rpartition("\n\n")[2]):
@@ -242,7 +242,7 @@ class AnswerReader:
             beginning = yield from self._next(char)
 
     def _fit(self, events: Sequence[Event]) -> bool:
-        """Whether all calls are of tools that are offered, with arguments that these take."""
+        """Whether all calls name offered tools and have arguments that fit them."""
         calls: list[list[str]] = []
         for event in events:
             if isinstance(event, CallBegin):

@@ -1,8 +1,8 @@
-"""One call while it is read.
+"""State of a call while it is read.
 
 A call begins when its name is known and its arguments begin. Before that, malformed text becomes
-content. After that, the call ends with a whole JSON object of what could be read, unless the text
-ends in the middle of a value: then it has no `CallEnd`.
+content. After that, the call ends with a complete JSON object of the readable part, unless the text
+ends inside a value: then the call has no `CallEnd`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class CallState:
     """State of the present call.
 
     ``is_plain``: no mark identifies the call, so that it must name an offered tool. With a mark any
-    name is taken: the client can tell the model that there is no such tool. ``is_held``: the events
-    wait until it is certain that the text is a call. ``is_first``: no words are before it.
+    name is accepted: the client can tell the model that there is no such tool. ``is_held``: events
+    wait until it is certain that the text is a call. ``is_first``: no words precede the call.
     ``is_final``: set by a reader if the text is a call only if no words follow.
     """
 
@@ -43,8 +43,8 @@ class CallState:
     is_held: bool = False
     is_first: bool = False
     is_final: bool = False
-    is_open: bool = False  # begun and not ended
-    has_begun: bool = False  # this one or one before it
+    is_open: bool = False  # the call has begun and not ended
+    has_begun: bool = False  # this call or an earlier one has begun
     tail: JsonTail = field(default_factory=JsonTail)
 
     def check(self, name: str) -> str:
@@ -57,7 +57,7 @@ class CallState:
         return name
 
     def begin(self, name: str) -> Reading[None]:
-        """Begin a call: its text cannot become content again."""
+        """Begin a call: unless events are held, its text can no longer become content."""
         self.is_open = self.has_begun = True
         self.tail = JsonTail()
         if not self.is_held:
@@ -65,18 +65,18 @@ class CallState:
         yield CallBegin(name)
 
     def end(self) -> Reading[None]:
-        """End a complete call; what follows may be words again."""
+        """End a complete call; text after it may be words."""
         self.is_open = False
         self.settle()
         yield CallEnd()
 
     def settle(self) -> None:
-        """Keep what was read so far out of the words, whatever follows."""
+        """Make the text read so far part of calls: it can no longer become words."""
         if not self.is_held:
             self.source.keep()
 
     def whole(self, name: str, arguments: str) -> Reading[None]:
-        """Give a complete call."""
+        """Yield a complete call."""
         yield from self.begin(name)
         yield CallArguments(arguments)
         yield from self.end()
@@ -92,10 +92,10 @@ CallReader = Callable[[CallState], Reading[None]]
 
 
 def followed(call: CallState, read: CallReader) -> Reading[None]:
-    """Read calls, and complete one that breaks off.
+    """Read calls, and complete a call that breaks off.
 
-    It stays open where the text ends in the middle of a value, or is cut. Raises `Malformed` and
-    `Cut` as the reader does.
+    The call stays open if the text ends inside a value or was cut. Raises the reader's `Malformed`
+    and `Cut`.
     """
     try:
         for event in read(call):
@@ -110,12 +110,12 @@ def followed(call: CallState, read: CallReader) -> Reading[None]:
         if call.is_open and isinstance(cut, Ended) and not call.source.is_cut:
             yield from call.closed()
         elif call.is_open and (rest := call.source.take_all()):
-            yield CallArguments(rest)  # which was looked at and not taken
+            yield CallArguments(rest)  # text that was examined but not taken
         raise
 
 
 def gathered(reading: Reading[None]) -> Reading[list[Event]]:
-    """Return the events, together."""
+    """Return all events as one list instead of yielding them."""
     events: list[Event] = []
     for event in reading:
         if event is None:

@@ -1,4 +1,4 @@
-"""Code in a text, as Markdown has it: between backticks, and between fences on their own lines."""
+"""Markdown code in a text: between backticks, and between fences on their own lines."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ MIN_FENCE = 3
 
 
 class CodeState:
-    """Follows a text piece by piece, to know whether its end is inside of code."""
+    """Follows a text piece by piece, and knows whether its end is inside code."""
 
     def __init__(self) -> None:
-        self.is_line_start = True  # nothing but white space since the line began
-        self._fence = ""  # that opened the present block; "" outside of one
-        self._may_be_inline = False  # the fence is the first thing of this line
-        self._num_ticks = 0  # that opened inline code in this line
-        self._run = ""  # backticks or tildes that the text ends with
-        self._begins_line = False  # whether that run does
+        self.is_line_start = True  # only white space since the line began
+        self._fence = ""  # fence that opened the present block; "" outside of blocks
+        self._may_be_inline = False  # this line begins with the fence, which may be inline code
+        self._num_ticks = 0  # number of backticks that opened inline code in this line
+        self._run = ""  # backticks or tildes at the end of the text
+        self._begins_line = False  # whether that run begins a line
 
     @property
     def is_block(self) -> bool:
@@ -31,7 +31,7 @@ class CodeState:
         return self.is_block or bool(self._num_ticks)
 
     def add(self, text: str) -> None:
-        """Append a piece."""
+        """Append a piece of the text."""
         at = 0
         while at < len(text):
             if found := _PLAIN.match(text, at):
@@ -54,7 +54,7 @@ class CodeState:
         self.is_line_start = False
 
     def _end_run(self, char: str) -> None:
-        """End a run of backticks or tildes; ``char`` is behind it, "" if it ends no word."""
+        """End a run of backticks or tildes before ``char``, which is "" if it is unknown."""
         run, self._run = self._run, ""
         if not run:
             return

@@ -1,4 +1,4 @@
-"""Marks that end a value which is not whole, told from the same marks as text of a string."""
+"""Marks that end an incomplete value, distinguished from the same marks inside a string."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..output_parser import Ended, Malformed, Reading, Source
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Marks at which a value ends even if it is not whole; each begins with "<", "[" or "`".
+    """Marks at which a value ends even if it is incomplete; each begins with "<", "[" or "`".
 
-    A string may hold them as text. There a mark counts only before what may follow it, white space
-    aside: one of ``closing`` before the end of the text or before another mark that counts, one of
-    ``begins`` before one of its own followers.
+    A string may contain them as text. There a mark counts only if its follower comes next, white
+    space ignored: for ``closing`` the end of the text or another mark that counts, for ``begins``
+    one of the mark's own followers.
     """
 
     closing: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Ends:
 
     def in_string(self, source: Source, at: int = 0) -> Reading[bool]:
         """Whether a mark that ends a string is ``at`` characters from here."""
-        for _ in range(len(self.closing) + 1):  # no more of them close anything
+        for _ in range(len(self.closing) + 1):  # each mark closes at most once
             mark = yield from source.which(self.marks, at)
             if not mark:
                 return False
@@ -43,9 +43,10 @@ class Ends:
         return False
 
     def closes(self, source: Source, bracket: str) -> Reading[bool]:
-        """Take the bracket that closes a list; True also if it is left out before another one.
+        """Take the bracket that closes a list, and return whether the list ends here.
 
-        Raises `Malformed` at a mark and `Ended` at the end of the text.
+        The list also ends, and no bracket is taken, before another closing bracket. Raises
+        `Malformed` at a mark and `Ended` at the end of the text.
         """
         if (yield from source.literal(bracket)):
             return True

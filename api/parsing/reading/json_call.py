@@ -1,4 +1,4 @@
-"""Reading calls that are JSON, ``{"name": ..., "arguments": {...}}``, as models vary them."""
+"""Reading calls in JSON, ``{"name": ..., "arguments": {...}}``, and models' variations of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .json_text import INVALID, json_string, object_of, object_text, scalar, who
 
 NAME_KEYS = ("name", "tool_name", "tool")
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
-FUNCTION = "function"  # the name, or an object with name and arguments
-WRAPPERS = (FUNCTION, "function_call", "tool_call")  # of such an object
+FUNCTION = "function"  # key of the name, or of an object with name and arguments
+WRAPPERS = (FUNCTION, "function_call", "tool_call")  # keys of an object with name and arguments
 PLAIN_KEYS = {*NAME_KEYS, *ARGUMENT_KEYS, *WRAPPERS, "type", "id", "tool_call_id", "index"}
 FENCE = "```"
 _INFO = re.compile(r"[^\n`{\[]+")
@@ -22,21 +22,21 @@ _SCALAR = re.compile(r"[\w.+-]+")
 
 
 class JsonCall:
-    """Reads one call, its keys in any order.
+    """Reads one call with its keys in any order.
 
-    ``ends``: marks at which its arguments end. A plain call must have arguments, and no key but
-    `PLAIN_KEYS`: other objects are answers. Of other calls the arguments may stand beside the name.
+    ``ends``: marks at which its arguments end. A plain call must have arguments and only
+    `PLAIN_KEYS`: other objects are content. In other calls the arguments may be beside the name.
     """
 
     def __init__(self, call: CallState, ends: Ends = NO_ENDS) -> None:
         self._call, self._source, self._ends = call, call.source, ends
         self._name = ""
         self._held = ""  # arguments that came before the name
-        self._beside: dict[str, str] = {}  # JSON texts of other members
+        self._beside: dict[str, str] = {}  # JSON text of other members by key
         self._is_done = False
 
     def read(self) -> Reading[None]:
-        """Read it. Raises `Malformed` and `Cut`."""
+        """Read the call. Raises `Malformed` and `Cut`."""
         call = self._call
         try:
             yield from self._members()
@@ -54,7 +54,7 @@ class JsonCall:
     def _members(self) -> Reading[None]:
         source = self._source
         yield from source.expect("{")
-        while (yield from source.literal("{")):  # doubled, as formatted strings escape braces
+        while (yield from source.literal("{")):  # doubled, as escaped in format strings
             pass
         yield from source.white()
         while not (yield from source.literal("}")):
@@ -68,7 +68,7 @@ class JsonCall:
             yield from source.white()
 
     def _last_brace(self) -> Reading[None]:
-        """Take the last brace, or see that the call is clear without it."""
+        """Take the last brace, unless the call is complete without it."""
         if (yield from self._source.literal("}")) or self._is_done:
             return
         if not (yield from self._source.peek()):
@@ -126,10 +126,10 @@ class JsonCall:
 
 
 def other_arguments(call: CallState, ends: Ends) -> Reading[str]:
-    """Return the object for arguments that are a string of one, or null, "" or [] for none.
+    """Return the object for arguments that are a string with an object, null, "" or [].
 
-    Another string or list is kept in `INVALID`, except in a plain call. Raises `Malformed` for it
-    there, and for other arguments.
+    Another string or list becomes the member `INVALID`. Raises `Malformed` for it in a plain call,
+    and for other arguments.
     """
     source = call.source
     first = yield from source.peek()
@@ -153,7 +153,7 @@ def other_arguments(call: CallState, ends: Ends) -> Reading[str]:
 
 
 def _is_bare_object(source: Source) -> Reading[bool]:
-    """Whether an object in a string has quotes without backslashes."""
+    """Whether a string with an object comes next whose inner quotes are not escaped."""
     if not (yield from source.ahead('"{')):
         return False
     behind = yield from source.behind_white(2)
@@ -163,7 +163,7 @@ def _is_bare_object(source: Source) -> Reading[bool]:
 
 
 def json_calls(call: CallState, ends: Ends = NO_ENDS) -> Reading[None]:
-    """Read calls, with commas, semicolons or white space between them, or in a list."""
+    """Read calls separated by commas, semicolons or white space, or in a list."""
     source = call.source
     yield from source.white()
     is_list = yield from source.literal("[")
@@ -177,7 +177,7 @@ def json_calls(call: CallState, ends: Ends = NO_ENDS) -> Reading[None]:
 
 
 def json_block(call: CallState, ends: Ends = NO_ENDS) -> Reading[None]:
-    """Read calls as `json_calls` does, perhaps in a fence."""
+    """Read calls, separated or in lists, perhaps in a fence."""
     source = call.source
     is_fenced = yield from fence(source)
     yield from json_calls(call, ends)
@@ -198,7 +198,7 @@ def _is_call(source: Source, ends: Ends, at: int) -> Reading[bool]:
 
 
 def named_call(call: CallState, name: str, ends: Ends = NO_ENDS) -> Reading[None]:
-    """Read the arguments of a call, perhaps in a fence; before a mark there are none."""
+    """Read the arguments of a call, perhaps in a fence; a mark means that there are none."""
     source = call.source
     is_fenced = yield from fence(source)
     yield from source.white()
@@ -221,7 +221,7 @@ def named_call(call: CallState, name: str, ends: Ends = NO_ENDS) -> Reading[None
 
 
 def fence(source: Source) -> Reading[bool]:
-    """Take the line that opens a fence, if one comes."""
+    """Take a fence and its info string, if they come next; return whether they did."""
     at = yield from source.behind_white()
     if not (yield from source.ahead(FENCE, at)):
         return False
@@ -231,7 +231,7 @@ def fence(source: Source) -> Reading[bool]:
 
 
 def surplus(call: CallState, *, is_list: bool = False) -> Reading[None]:
-    """Take closing brackets that close nothing."""
+    """Take superfluous closing brackets."""
     source = call.source
     at = yield from source.behind_white()
     while (char := (yield from source.char(at))) == "}" or (char == "]" and not is_list):
@@ -240,7 +240,7 @@ def surplus(call: CallState, *, is_list: bool = False) -> Reading[None]:
 
 
 def _goes_on(call: CallState, *, is_list: bool) -> Reading[bool]:
-    """Take what stands between two calls, or behind the last one of a list."""
+    """Take the separator before another call, or the end of a list; return whether a call comes."""
     source = call.source
     at = yield from source.behind_white()
     char = yield from source.char(at)

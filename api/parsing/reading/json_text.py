@@ -1,9 +1,9 @@
-"""Arguments as JSON, also where the model wrote them almost as JSON.
+"""Arguments as JSON, also if the model wrote them almost as JSON.
 
-Valid JSON passes as the model wrote it. Of the rest, what is certain is repaired while it streams:
-raw control characters, wrong escapes and quotes inside strings, strings in single quotes, Python's
-words, keys and values without quotes, commas and brackets too few or too many. From the first place
-on that cannot be read, the text becomes the member `INVALID` of the object.
+Valid JSON passes unchanged. Clear errors are repaired while the text streams: raw control
+characters, wrong escapes and quotes inside strings, strings in single quotes, Python's constants,
+keys and values without quotes, missing or superfluous commas and brackets. From the first
+unreadable place the text becomes the member `INVALID` of the object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from ..output_parser import CallArguments, Cut, Ended, Malformed, Reading, Source
 from .ends import NO_ENDS, Ends
 
-INVALID = "INVALID_JSON"  # as Anthropic calls arguments that are no object
+INVALID = "INVALID_JSON"  # Anthropic's name for arguments that are no object
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _IN_STRING = re.compile(r"[^\"'\\<\x00-\x1f\[]+")
 _IN_KEY = re.compile(r"[^\"'\\\n]+")
@@ -29,19 +29,19 @@ _SIMPLE_ESCAPES = '"\\/bfnrt'
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 _STRUCTURE = re.compile(r"[^\"{}\[\],:\s]+")
 _PLAIN = re.compile(r'[^"\\]+')
-_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which has no UTF-8
+_SURROGATE = re.compile("[\ud800-\udfff]")  # surrogates, which UTF-8 cannot encode
 
 
 class JsonTail:
-    """Follows a JSON text that is written piece by piece, to know what is open at its end."""
+    """Follows a JSON text piece by piece, and knows how to close it at its end."""
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # closing brackets to come
+        self._open: list[str] = []  # missing closing brackets
         self._last = ""  # the last token: a bracket, "," ":", "key" or "value"
         self._in_string = self._is_key = self._is_escaped = False
 
     def add(self, text: str) -> None:
-        """Append a piece."""
+        """Append a piece of the text."""
         at = 0
         while at < len(text):
             at = self._string(text, at) if self._in_string else self._token(text, at)
@@ -78,7 +78,7 @@ class JsonTail:
         return at + 1
 
     def closing(self) -> str:
-        """Return the text that makes it whole: all of an object, if there is no text yet."""
+        """Return the text that completes the JSON; without any text yet, an empty object."""
         text, last = "", self._last
         if self._in_string:
             text, last = '"', "key" if self._is_key else "value"
@@ -92,16 +92,16 @@ class JsonTail:
 
 
 def object_text(source: Source, ends: Ends = NO_ENDS) -> Reading[None]:
-    """Give an object or list as it comes, as valid JSON.
+    """Yield an object or list as valid JSON while it arrives.
 
-    Raises `Malformed` at one of the marks in ``ends``, `Cut` at the end of the text, `Ended` if
-    that is between two members.
+    Raises `Malformed` at a mark in ``ends``, `Ended` if the text ends between two members, and
+    `Cut` if it ends elsewhere.
     """
     yield from _JsonText(source, ends).read()
 
 
 def whole_object(source: Source, ends: Ends = NO_ENDS) -> Reading[str]:
-    """Return an object or list as valid JSON, closed where a mark or the text's end cuts it.
+    """Return an object or list as valid JSON, closed if a mark or the text's end cuts it off.
 
     Raises `Cut` if the text ends inside a member, or if a limit ended it.
     """
@@ -125,7 +125,7 @@ def whole_object(source: Source, ends: Ends = NO_ENDS) -> Reading[str]:
 
 
 def repaired(text: str) -> str | None:
-    """Return an object or list as valid JSON; None if it cannot be read so."""
+    """Return an object or list as valid JSON, or None if that is impossible."""
     source = Source()
     source.add(text)
     source.is_ended = True
@@ -140,7 +140,7 @@ def repaired(text: str) -> str | None:
 
 
 def object_of(text: str) -> str:
-    """Return an object for a whole text of arguments: in `INVALID` of it, if it is none itself."""
+    """Return the JSON object of a text of arguments; other text becomes its member `INVALID`."""
     text = text.strip()
     try:
         inner = json.loads(text or "{}", strict=False)
@@ -154,18 +154,18 @@ def object_of(text: str) -> str:
 
 
 class _JsonText:
-    """Reads one object or list."""
+    """Reads one object or list, and yields it as valid JSON."""
 
     def __init__(self, source: Source, ends: Ends) -> None:
         self._source, self._ends = source, ends
         self._starts = {mark[0] for mark in ends.marks}
         self._has_bare_keys = False
-        self._open: list[str] = []  # closing brackets to come
-        self._is_first = True  # nothing stands in the innermost bracket yet
-        self._gap = ""  # text since the last member, which is given before the next
+        self._open: list[str] = []  # missing closing brackets
+        self._is_first = True  # the innermost bracket has no member yet
+        self._gap = ""  # text since the last member, yielded before the next one
 
     def read(self) -> Reading[None]:
-        """Give its text. Raises as `object_text` does."""
+        """Yield the text. Raises `Malformed` at a mark, and `Cut` or `Ended` at the text's end."""
         yield from self._opened()
         while self._open:
             self._gap += yield from self._source.white()
@@ -192,7 +192,7 @@ class _JsonText:
         yield CallArguments(bracket)
 
     def _closed(self, bracket: str) -> Reading[None]:
-        """Close a bracket and those inside it; a bracket that closes nothing is left out."""
+        """Close a bracket and all brackets inside it; a superfluous bracket is left out."""
         if bracket not in self._open:
             return
         space, self._gap = self._gap.replace(",", ""), ""
@@ -203,7 +203,7 @@ class _JsonText:
         yield CallArguments(space + closed)
 
     def _separated(self) -> Reading[None]:
-        """Give what stands between two members: one comma, with the model's own white space."""
+        """Yield one comma between two members, with the model's own white space."""
         gap, self._gap = self._gap, ""
         first, comma, rest = gap.partition(",")
         if self._is_first:
@@ -230,7 +230,7 @@ class _JsonText:
         yield from self._value()
 
     def _unreadable(self) -> Reading[None]:
-        """Give the rest of the outermost object as one text, its last member."""
+        """Yield the rest of the outermost object as a string, the member `INVALID`."""
         before = "" if self._is_first and len(self._open) == 1 else ", "
         depth = self._open.count("}")
         inner, self._open = self._open[1:], self._open[:1]
@@ -262,7 +262,7 @@ class _JsonText:
             yield CallArguments(scalar((yield from self._word())))
 
     def _word(self) -> Reading[str]:
-        """Read text without quotes, up to what may stand behind a value."""
+        """Return unquoted text up to a character that may follow a value."""
         pieces = []
         while True:
             pieces.append((yield from self._source.run(_IN_WORD)))
@@ -304,9 +304,9 @@ class _JsonText:
                 yield CallArguments(source.take(1))
 
     def _break(self) -> Reading[None]:
-        """Give a raw line break and the white space behind it, which a mark may end the string at.
+        """Yield a raw line break and the white space after it.
 
-        It belongs to the mark then.
+        Raises `Malformed` if a mark follows that ends the string: the white space belongs to it.
         """
         at = yield from self._source.behind_white()
         if (yield from self._ends.in_string(self._source, at)):
@@ -314,14 +314,14 @@ class _JsonText:
         yield CallArguments(_escaped(self._source.take(at)))
 
     def _ends_string(self) -> Reading[bool]:
-        """Whether the quote that comes is the last one of its string, by what stands behind it."""
+        """Whether the next quote ends its string, according to the text after it."""
         source = self._source
         behind = yield from source.behind_white(1)
         char = yield from source.char(behind)
         if char in ("}", "]"):
             if char not in self._open:
                 return False
-            is_outermost = len(self._open) == 1  # behind it words may begin with anything
+            is_outermost = len(self._open) == 1  # any words may follow the outermost bracket
             return is_outermost or (yield from source.char(behind + 1)) not in ('"', "'")
         if not char or (yield from self._ends.here(source, behind)):
             return True
@@ -340,7 +340,7 @@ class _JsonText:
 
 
 def _key_ahead(source: Source, at: int) -> Reading[tuple[int, int] | None]:
-    """Return where a key that begins at ``at`` ends and where its colon; None if it is no key."""
+    """Return the ends of a key at ``at`` and of its colon, or None if there is no key."""
     quote = yield from source.char(at)
     if not quote:
         raise Cut
@@ -359,7 +359,7 @@ def _key_ahead(source: Source, at: int) -> Reading[tuple[int, int] | None]:
 
 
 def _behind_string(source: Source, at: int, quote: str) -> Reading[int]:
-    """Return where a string ends that is on one line; 0 if it is not."""
+    """Return the end of a string that is on one line, or 0 if a line break comes first."""
     while True:
         at = yield from source.behind(_IN_KEY, at)
         char = yield from source.char(at)
@@ -373,14 +373,14 @@ def _behind_string(source: Source, at: int, quote: str) -> Reading[int]:
 
 
 def _key_text(written: str) -> str:
-    """Return a key, or another short string, as JSON."""
+    """Return a key, or another short string, as a JSON string."""
     if written[0] == "'":
         return _escaped_whole(written[1:-1].replace("\\'", "'").replace('"', '\\"'))
     return _escaped_whole(written[1:-1] if written[0] == '"' else written)
 
 
 def _escaped_whole(inside: str) -> str:
-    """Return the string with this inside; a backslash that begins no escape is text."""
+    """Return a JSON string with the given inside; a backslash that begins no escape is text."""
     text = f'"{inside}"'
     for strict in (True, False):
         try:
@@ -392,7 +392,7 @@ def _escaped_whole(inside: str) -> str:
 
 
 def _escape(source: Source) -> Reading[str]:
-    """Take an escape; a backslash before what JSON does not escape is text."""
+    """Take and return an escape; a backslash before a character without an escape is text."""
     yield from source.want(2)
     written = source.take(2)
     if len(written) < 2:
@@ -417,7 +417,7 @@ def _escaped(char: str) -> str:
 
 
 def scalar(word: str) -> str:
-    """Return a text without quotes as JSON: a constant, a number or a string; null for none."""
+    """Return unquoted text as a JSON constant, number or string; "" becomes null."""
     word = CONSTANTS.get(word, word) or "null"
     if word in CONSTANTS.values() or _JSON_NUMBER.fullmatch(word):
         return word
@@ -430,7 +430,7 @@ def scalar(word: str) -> str:
 
 
 def is_json(word: str) -> bool:
-    """Whether a text is a JSON value; NaN and Infinity are none."""
+    """Whether a text is a JSON value; NaN and Infinity are not."""
     try:
         json.loads(word, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -443,7 +443,10 @@ def _refuse(constant: str) -> None:
 
 
 def json_string(source: Source) -> Reading[str]:
-    """Read a string between double or single quotes. Raises `Malformed` and `Cut`."""
+    """Take a string in double or single quotes, and return its value.
+
+    Raises `Malformed` and `Cut`.
+    """
     quote = yield from source.peek()
     if quote not in _TO_QUOTE:
         raise Malformed if quote else Cut

@@ -1,4 +1,4 @@
-"""Names of functions in a call, and what stands between name and arguments."""
+"""Names of functions in a call, and the text between name and arguments."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ NAME = re.compile(r"[\w.:-]+")
 
 
 def see_arguments(source: Source) -> Reading[None]:
-    """See that arguments come although no mark is before them. Raises `Malformed`."""
+    """Raise `Malformed` unless arguments come next without a mark."""
     at = yield from source.behind_white()
     if (yield from source.char(at)) not in ("{", "`"):
         raise Malformed
 
 
 def skip_to(source: Source, mark: str) -> Reading[None]:
-    """Take white space, if a mark is behind it."""
+    """Take white space before ``mark``, if the mark follows."""
     at = yield from source.behind_white()
     if (yield from source.ahead(mark, at)):
         source.take(at)

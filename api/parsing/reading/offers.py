@@ -1,7 +1,7 @@
-"""Tools of one request: their names, the types of their arguments, and what fits them.
+"""Tools of one request: their names, the types of their arguments, and a check of arguments.
 
-A call that no mark tells from other text is one only if it fits. The check is light: it reads
-types, names and listed values, and lets pass what other keywords might forbid.
+Text without a call's mark is a call only if its arguments fit. The check is partial: it reads
+types, names and listed values, and ignores other keywords.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .json_text import INVALID
 if TYPE_CHECKING:
     from ...types.results import Tool
 
-MAX_SCHEMAS = 64  # looked at for the types of one value: its alternatives, and references
+MAX_SCHEMAS = 64  # schemas read for the types of one value: alternatives and references
 MAX_REF_CHARS = 1024
 _TYPES = {
     str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null",
@@ -31,7 +31,7 @@ Schema = Mapping[str, Any]
 
 
 class Offers:
-    """Tools that may be called."""
+    """The tools that a request's answer may call."""
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         self._schemas: dict[str, Schema] = {tool.name: tool.parameters or {} for tool in tools}
@@ -46,18 +46,18 @@ class Offers:
         return list(self._schemas)
 
     def schema(self, name: str) -> Schema:
-        """Return the schema of a tool's parameters; an empty one for a tool that is not offered."""
+        """Return the schema of a tool's parameters; for a tool that is not offered, {}."""
         return self._schemas.get(name, {})
 
     def argument_names(self, name: str) -> list[str]:
-        """Return the arguments that a tool declares, in their order."""
+        """Return the names of the arguments that a tool declares, in order."""
         return list(_properties(self.schema(name)))
 
     def fit(self, name: str, arguments: str) -> bool:
-        """Whether a tool is offered and takes these arguments (JSON).
+        """Whether a tool is offered and accepts the arguments (JSON).
 
-        Nothing fits a strict tool whose schema has keywords that are not read: its arguments must
-        be valid. For other tools null stands for an optional argument that is left out.
+        Arguments of a strict tool must be valid, so none fit a schema with keywords that are not
+        read. For other tools null means that an optional argument is left out.
         """
         try:
             given = json.loads(arguments)
@@ -74,7 +74,7 @@ class Offers:
 
 
 def _fits(value: object, schema: object, root: Schema, refs: int = 0) -> bool:
-    """Whether a value is what a schema allows, as far as it is read."""
+    """Whether a schema, as far as it is read, allows a value."""
     if not isinstance(schema, Mapping):
         return schema is not False
     if isinstance(path := schema.get("$ref"), str):
@@ -103,7 +103,7 @@ def _is_kind(value: object, names: Set[str]) -> bool:
 
 
 def _is_readable(schema: Schema) -> bool:
-    """Whether a schema has no keywords but those that are read, and notes."""
+    """Whether a schema has only `READ_KEYWORDS` and `NOTES`."""
     left: list[object] = [schema]
     while left:
         each = left.pop()
@@ -119,7 +119,7 @@ def _is_readable(schema: Schema) -> bool:
 
 
 def _is_schema(given: Schema, properties: Schema) -> bool:
-    """Whether it is the description of a tool that the model repeats."""
+    """Whether the arguments are a repetition of a tool's schema."""
     return (
         given.get("type") == "object"
         and isinstance(given.get("properties"), dict)
@@ -133,17 +133,17 @@ def _properties(schema: Schema) -> Schema:
 
 
 def required_names(schema: Schema | None) -> Sequence[str]:
-    """Return the names of the arguments that must be there."""
+    """Return the names of a schema's required arguments."""
     required = (schema or {}).get("required")
     listed = required if isinstance(required, list | tuple) else ()
     return [key for key in listed if isinstance(key, str)]
 
 
 def kinds(schema: object, root: Schema) -> frozenset[str]:
-    """Return the JSON types that a schema names, or those of its values; none if it has neither.
+    """Return the JSON types that a schema names, or the types of its listed values; perhaps empty.
 
-    ``root``: what its references point into. They may go in circles, and each may stand for many:
-    no schema is looked at twice, and no more than `MAX_SCHEMAS` are.
+    ``root``: the schema that references point into. References may be circular or lead to many
+    schemas: each schema is read once, and at most `MAX_SCHEMAS` are read.
     """
     names: set[str] = set()
     seen: set[int] = set()
@@ -182,7 +182,7 @@ def _target(root: Schema, path: str) -> object:
 
 
 def listed_values(schema: Schema) -> list[Any]:
-    """Return the only values that a schema allows, if it lists them."""
+    """Return the values that a schema lists as the only allowed ones, or []."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")

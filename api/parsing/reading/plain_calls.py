@@ -1,7 +1,7 @@
-"""Calls without the marks of a format: JSON on lines of its own, in a fence, between other tags.
+"""Calls without the marks of a format: JSON on its own lines, in a fence, or between other tags.
 
-Models write them that have seen few calls, or those of other models. Each must name a tool that is
-offered, have arguments that this one takes, and no key that no call has.
+Models write them if they have seen few calls, or calls of other models. Each must name an offered
+tool, have arguments that fit it, and only keys of calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BLANKS = re.compile(r"[^\S\n]+")
 def plain_beginnings(own: Sequence[Beginning]) -> list[Beginning]:
     """Return beginnings of calls that lack the marks of their format.
 
-    ``own``: the format's own beginnings. A plain call does not go on behind their marks.
+    ``own``: the format's own beginnings. A plain call ends at their marks.
     """
     marked = [each for each in own if each.where is Where.ANYWHERE]
     ends = Ends(begins={each.mark: () for each in marked})
@@ -46,7 +46,7 @@ def plain_beginnings(own: Sequence[Beginning]) -> list[Beginning]:
 
 
 def _object(call: CallState, ends: Ends) -> Reading[None]:
-    """Read one object; others behind it, perhaps with a comma between them, are further calls."""
+    """Read one object; objects after it, perhaps separated by a comma, are further calls."""
     source = call.source
     yield from JsonCall(call, ends).read()
     yield from surplus(call)
@@ -78,9 +78,9 @@ def _between_tags(call: CallState, ends: Ends) -> Reading[None]:
 def _fenced(
     call: CallState, marked: Sequence[Beginning], alone: Sequence[Beginning], ends: Ends
 ) -> Reading[None]:
-    """Read a block of code that holds calls and nothing else.
+    """Read a block of code that contains only calls.
 
-    ``marked`` and ``alone``: the format's own beginnings, those with marks and others.
+    ``marked`` and ``alone``: the format's own beginnings that may be anywhere, and at a line start.
     """
     source = call.source
     fence = yield from source.run(_TICKS)
@@ -88,7 +88,7 @@ def _fenced(
     yield from source.expect("\n")
     yield from source.white()
     if call.is_first and (own := (yield from _which(source, marked))):
-        call.is_final = True  # before words it is quoted
+        call.is_final = True  # if words follow, the block is a quotation
         while (yield from source.ahead(own.mark)):
             yield from own.read(call)
             yield from source.white()
@@ -113,7 +113,7 @@ def _which(source: Source, beginnings: Sequence[Beginning]) -> Reading[Beginning
 
 
 def _line_end(call: CallState) -> Reading[None]:
-    """See that nothing else is on the line. Raises `Malformed`."""
+    """Raise `Malformed` if other text is on the line."""
     yield from call.source.run(_BLANKS)
     if (yield from call.source.peek()) not in ("", "\n"):
         raise Malformed

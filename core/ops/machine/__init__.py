@@ -1,1 +1,1 @@
-"""The machine that computes: its device, its memory, its folder of kept files, its identity."""
+"""The machine that computes: its device, memory, cache folder and identity."""

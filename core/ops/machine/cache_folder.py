@@ -1,7 +1,7 @@
 """The folder of files that are kept between processes.
 
-Compiled kernels lie there, and whoever can write a library runs code as its user. So a folder that
-others may write is not used.
+It has compiled kernels, and a user who can change a library can run code as the user who loads it.
+So a folder that other users may write is not used.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _OTHERS_WRITE = 0o022
 def cache_folder() -> Path:
     """Return ``FORETOKEN_CACHE``, else foretoken's folder in the user's cache; made if missing.
 
-    Where others may write it, a folder of this user below that of temporary files takes its place.
-    Raises `OSError` when neither can be had.
+    If other users may write it, this user's folder in the temporary folder takes its place. Raises
+    `OSError` if neither is usable.
     """
     own = os.environ.get("FORETOKEN_CACHE")
     if own:
@@ -45,7 +45,7 @@ def _trusted(asked: Path) -> Path:
 
 
 def whoever_writes(path: Path) -> str:
-    """Why others than this user and root could change a file or a folder; "" if none could."""
+    """Return why users other than this one and root can change a file or folder, or ""."""
     found = path.stat()
     if found.st_uid not in (_ROOT, os.geteuid()):
         return f"{path} belongs to another user ({found.st_uid})"

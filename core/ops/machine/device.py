@@ -1,6 +1,6 @@
-"""The device: which one computes, its memory and its CPU's features, how long it takes.
+"""The device: its choice, free memory, CPU features, copies and timing.
 
-Other rooms use this module or an `Ops`: the engine names `torch.cuda` in this folder alone.
+Only this folder and the backends use `torch.cuda`; other rooms use this module or an `Ops`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def choose_device(requested: torch.device | str) -> torch.device:
-    """The device of that name; ``auto`` is cuda where torch sees one, else cpu.
+    """Return the requested device; ``auto`` is cuda if torch sees a CUDA device, else cpu.
 
-    Raises `ModelLoadError` for one that is not there, or of another kind.
+    Raises `ModelLoadError` for an unavailable or unsupported device.
     """
     if requested == "auto":
         requested = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,16 +48,16 @@ def _why_no_cuda() -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be had on a device now; on the CPU within the limits of a container."""
+    """Return the bytes available on a device now; on the CPU within its container's limits."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps of memory that was freed is free as well
+        torch.cuda.empty_cache()  # returns freed memory that torch keeps
         return torch.cuda.mem_get_info(device)[0]
     return available_memory()
 
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Features of the CPU by their names in Linux; empty on other systems."""
+    """Return the CPU's features by their Linux names; empty on other systems."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -67,24 +67,24 @@ def cpu_flags() -> frozenset[str]:
 
 
 class Event(Protocol):
-    """A mark in the device's queue of work, as `torch.cuda.Event` is one."""
+    """A mark in the device's queue of work, such as `torch.cuda.Event`."""
 
     def record(self) -> None:
-        """Set the mark behind all that was launched so far."""
+        """Set the mark after all work launched so far."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come to the mark, and no further."""
+        """Wait until the device has reached the mark."""
 
 
 def make_event(device: torch.device) -> Event:
-    """One that may be set again and again."""
+    """Return a reusable event."""
     if device.type == "cuda":
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
     return _HostEvent()
 
 
 class _HostEvent:
-    """The CPU is done when a call returns."""
+    """An event that never waits: the CPU is done when a call returns."""
 
     def record(self) -> None: ...
 
@@ -92,17 +92,17 @@ class _HostEvent:
 
 
 class PageCopier:
-    """Copies between pages and staged records, and waits for its own copies alone.
+    """Copies between pages and staged records, and waits only for its own copies.
 
-    ``stream``: the queue of a GPU that they have for themselves, as `torch.cuda.Stream` is one: so
-    they do not wait for the steps that are computed meanwhile. None on the host.
+    ``stream``: a GPU queue for these copies only, so that they do not wait for steps computed
+    meanwhile. None on the host.
     """
 
     def __init__(self, stream: Stream | None) -> None:
         self._stream = stream
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy each second tensor into the first; all are there when this returns."""
+        """Copy the second tensor of each pair into the first; returns when all copies are done."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -114,41 +114,41 @@ class PageCopier:
 
 
 class Stream(Protocol):
-    """A queue of work of a device."""
+    """A device's queue of work, such as `torch.cuda.Stream`."""
 
     def synchronize(self) -> None:
-        """Wait until all that is in it is done."""
+        """Wait until all work in the queue is done."""
 
 
 def make_copier(device: torch.device) -> PageCopier:
-    """Make one with a stream of its own on a GPU."""
+    """Return a `PageCopier`, on a GPU with its own stream."""
     is_cuda = device.type == "cuda"
     return PageCopier(torch.cuda.Stream(device) if is_cuda else None)  # type: ignore[no-untyped-call]
 
 
 class Stopwatch(Protocol):
-    """Seconds that a device took for the work launched between `start` and `stop`.
+    """Measures the seconds that a device takes for the work launched between `start` and `stop`.
 
-    A GPU computes behind the host's back: what the host sees is how long asking took.
+    A GPU works asynchronously: the host's clock would measure only the launches.
     """
 
     def start(self) -> None:
-        """Begin, behind all that was launched so far."""
+        """Begin after all work launched so far."""
 
     def stop(self) -> None:
-        """End, behind all that was launched since."""
+        """End after all work launched since the start."""
 
     def seconds(self) -> float:
-        """Seconds from start to stop; waits until the device is there."""
+        """Return the seconds from start to stop; waits until the device has reached the stop."""
 
 
 def make_stopwatch(device: torch.device) -> Stopwatch:
-    """Make a stopwatch that may be started again and again."""
+    """Return a reusable stopwatch."""
     return _CudaStopwatch() if device.type == "cuda" else _HostStopwatch()
 
 
 class _HostStopwatch:
-    """The CPU is done when a call returns."""
+    """The host's clock: the CPU is done when a call returns."""
 
     def __init__(self) -> None:
         self._began = self._ended = 0.0

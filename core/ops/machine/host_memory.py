@@ -1,8 +1,8 @@
-"""Memory of the host: freed memory is kept, and large areas lie in huge pages.
+"""Memory of the host: freed memory stays in the process, and large areas are in huge pages.
 
-A step allocates and frees a few megabytes many times over. glibc hands the top of its heap back to
-the system whenever enough of it is free, and every page that comes back is cleared and mapped
-anew: at 32 requests half of a step's time went there (measured).
+A step allocates and frees a few megabytes many times. glibc returns the top of its heap to the
+system whenever enough of it is free, and the system clears and maps every page that is taken
+again: at 32 requests this took half of a step's time (measured).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:  # the command line imports this before it needs torch
     from torch import Tensor
 
 MapBytes: TypeAlias = "Callable[[int], Tensor]"
-"""Gives so many zeros as uint8: `map_zeros`, or memory that other processes have, too."""
+"""Returns a number of zero bytes as uint8: `map_zeros`, or memory shared with other processes."""
 CAN_SHARE = hasattr(os, "memfd_create")  # Linux
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of <malloc.h>
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # constants of <malloc.h>
 _NEVER = 2**31 - 1
-_LARGEST = 32 * 2**20  # bytes; glibc takes no more
+_LARGEST = 32 * 2**20  # bytes; the greatest value that glibc accepts
 _HUGE_PAGE = 2 * 2**20
 
 
 def keep_freed_memory() -> bool:
     """Keep freed memory in the process; return whether the allocator supports that.
 
-    To be called before threads are started: an arena of the model thread's own would be given back
-    whatever is said. Other allocators than glibc's are left alone.
+    Call this before threads are started: glibc would return memory of the model thread's own arena
+    in any case. Allocators other than glibc's are left unchanged.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -42,12 +42,12 @@ def keep_freed_memory() -> bool:
 
 
 def map_zeros(num_bytes: int) -> Tensor:
-    """Zeros from the system as uint8, in huge pages and aligned to one; mapped on first touch.
+    """Return zeros as uint8 in huge pages, aligned to a huge page and mapped on first touch.
 
-    Memory that is never written costs address space alone. What is read without any order, or once
-    a step, as KV and weights are, waits with pages of 4 KiB for two page tables to be walked
-    (attention over 2,048 positions took 1.2 times as long, a virtual machine read weights at half
-    of the bandwidth: measured). Raises OSError where the system refuses.
+    Memory that is never written costs only address space. With pages of 4 KiB, data read in random
+    order or once a step (KV and weights) waits for page table walks: attention over 2,048 positions
+    took 1.2 times as long, and a virtual machine read weights at half the bandwidth (measured).
+    Raises OSError if the system refuses.
     """
     import torch
 
@@ -55,7 +55,7 @@ def map_zeros(num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them: slower, not wrong
+        with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
             pages.madvise(mmap.MADV_HUGEPAGE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     return torch.frombuffer(pages, dtype=torch.uint8)[-start % _HUGE_PAGE :][:num_bytes]
@@ -64,7 +64,7 @@ def map_zeros(num_bytes: int) -> Tensor:
 def shared_zeros(num_bytes: int) -> int:
     """Return a descriptor of zeros that processes map with `map_shared`. Raises OSError.
 
-    They lie in no file system, so its limit does not bind them; each page is made on first touch.
+    The memory belongs to no file system, whose size would limit it; pages are made on first touch.
     """
     file = os.memfd_create("foretoken")
     try:
@@ -78,7 +78,7 @@ def shared_zeros(num_bytes: int) -> int:
 def map_shared(file: int, num_bytes: int) -> Tensor:
     """Map the memory of `shared_zeros` as uint8, and close the descriptor. Raises OSError.
 
-    In huge pages only where the system has them for such memory (``shmem_enabled``).
+    The pages are huge only if the system allows that for shared memory (``shmem_enabled``).
     """
     import torch
 

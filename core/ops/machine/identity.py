@@ -1,7 +1,7 @@
-"""machine_identity: what shapes the bits of results besides weights, kernels and options.
+"""machine_identity: properties of a machine that affect the bits of results.
 
-Two processes compute the same bits only where all of it is equal. The kernels' own part is
-`Ops.identity`.
+Weights, kernels and options affect them, too; `Ops.identity` describes the kernels. Two processes
+compute the same bits only if everything is equal.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 
 from .device import cpu_flags
 
-# Libraries read how they compute from variables with these beginnings: instruction sets of oneDNN
+# Prefixes of environment variables that change how libraries compute: instruction sets of oneDNN
 # and OpenBLAS, reproducibility of MKL, TF32 of cuBLAS, the assembler of Triton.
 LIBRARY_SETTINGS = ("DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_", "CUBLAS", "NVIDIA_TF32_", "TRITON_")
 
 
 def machine_identity(device: torch.device) -> dict[str, str]:
-    """Names and versions by what they are of, for computations on ``device``.
+    """Return names and versions of everything that affects computations on ``device``, by subject.
 
-    The host counts for a GPU, too: it computes RoPE's frequencies and casts weights. The number of
-    threads is the one that this thread has now; torch's sums may depend on it.
+    The host is included for a GPU, too: it computes RoPE's frequencies and casts weights. The
+    number of threads is this thread's current one; torch's sums may depend on it.
     """
     found = {
         "device": device.type,
@@ -40,7 +40,10 @@ def machine_identity(device: torch.device) -> dict[str, str]:
 
 
 def _card(device: torch.device) -> dict[str, str]:
-    """The GPU: its name, what it can, and how many programs kernels are launched with."""
+    """Return the GPU's name, compute capability and number of multiprocessors, and CUDA's version.
+
+    Kernels choose their number of programs by the number of multiprocessors.
+    """
     card = torch.cuda.get_device_properties(device)
     return {
         "GPU": f"{card.name} {card.major}.{card.minor} {card.multi_processor_count}",
@@ -49,7 +52,7 @@ def _card(device: torch.device) -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    """Vendor and model as Linux names them: libraries choose kernels by the vendor, too."""
+    """Return vendor and model by their Linux names; libraries choose kernels by both."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import modules while the garbage collector rests; nothing is done if it is off anyway.
+    """Switch the garbage collector off while modules are imported, if it is on.
 
-    Nearly all objects of an import stay, and the collector would look through all of them again
-    and again. For torch and the engine that takes a fifth of the time.
+    Nearly all objects of an import stay, and the collector would scan them repeatedly. For torch
+    and the engine this takes a fifth of the time.
     """
     if not gc.isenabled():
         yield

@@ -1,7 +1,7 @@
-"""available_memory: memory that this process can still take, from the machine and its container.
+"""available_memory: memory that this process can still take, on its machine and in its container.
 
-A container is limited by Linux control groups. A process that exceeds such a limit is killed, and
-the machine's own numbers do not show it.
+Linux control groups limit a container. A process that exceeds their limit is killed, and the
+machine's own numbers do not show the limit.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-UNKNOWN = 2**40  # bytes, where the system does not report them
+UNKNOWN = 2**40  # bytes, if the system reports no number
 
 
 class _Names(NamedTuple):
-    """Files of a control group, by the version of the hierarchy."""
+    """Names of a control group's files in one version of the hierarchy."""
 
     limit: str  # "max" in version 2, a huge number in version 1: no limit
     usage: str
-    cache: tuple[str, ...]  # in memory.stat: file cache
+    cache: tuple[str, ...]  # fields of memory.stat that count file cache
 
 
-# Mapped weights are active file cache: they are read again where memory is short.
+# Mapped weights are active file cache: the system may drop them and read them again.
 _V1 = _Names(
     "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 )
@@ -30,16 +30,20 @@ _V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes; file cache that the system drops when memory is short counts as available.
+    """Return the bytes that this process can still take.
 
-    ``root``: the folder with ``proc`` and ``sys``. A file that cannot be read sets no limit.
+    File cache that the system drops when memory is short counts as available. ``root``: the folder
+    with ``proc`` and ``sys``. A file that cannot be read sets no limit.
     """
     limits = [_left(folder, names) for folder, names in _groups(root)]
     return min([_of_machine(root), *(left for left in limits if left is not None)])
 
 
 def free_swap(root: Path = Path("/")) -> int:
-    """Bytes of swap space that are free: what exceeds the memory is slow then, and not killed."""
+    """Return the bytes of free swap space.
+
+    With swap a process that exceeds the memory is slow instead of killed.
+    """
     return _fields(root / "proc/meminfo").get("SwapFree:", 0) * 1024
 
 
@@ -49,15 +53,15 @@ def _of_machine(root: Path) -> int:
         return kib * 1024
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # not on every system
+    except (AttributeError, OSError, ValueError):  # some systems do not report it
         return UNKNOWN
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """Folders of this process's control groups and of all above them, each of which may limit it.
+    """Yield the folders of this process's control groups and of all their parents, with file names.
 
-    In a container the folder of its own group may be mounted as the top one, under which the path
-    that the process sees does not exist.
+    Each may have a limit. In a container its own group may be mounted as the top folder; the path
+    that the process sees then does not exist.
     """
     mount = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -74,7 +78,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
 
 
 def _left(group: Path, names: _Names) -> int | None:
-    """Bytes up to the limit of a group; None where there is no limit."""
+    """Return the bytes left below a group's limit, or None if it has no limit."""
     try:
         limit, usage = (int(_text(group / name)) for name in (names.limit, names.usage))
     except ValueError:
@@ -84,7 +88,7 @@ def _left(group: Path, names: _Names) -> int | None:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Lines of a name and a number; a unit behind it is ignored."""
+    """Return the numbers of a file by name; each line has a name, a number and perhaps a unit."""
     lines = (line.split() for line in _text(file).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 

@@ -1,4 +1,4 @@
-"""The native CPU kernels: C sources, how they are built, and how Python calls them."""
+"""The native CPU kernels: C sources, their build, and their calls from Python."""
 
 from __future__ import annotations
 

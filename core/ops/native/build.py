@@ -1,10 +1,10 @@
-"""Find the C kernels: packaged ones, else those that the system's compiler makes, once.
+"""Find the packaged C kernels, or compile them once with the system's compiler.
 
-The wheel for Linux on x86-64 has compiled libraries beside the sources. Otherwise the library lies
-in a per-user cache under a name made of everything that shapes it: sources, compiler, flags, and
+The wheel for Linux on x86-64 has compiled libraries beside the sources. Otherwise the library is in
+a per-user cache under a name derived from everything that affects it: sources, compiler, flags and
 the CPU's features. ``FORETOKEN_CACHE`` names another cache folder, ``FORETOKEN_NATIVE_VARIANT`` a
-variant other than the fastest, and ``CC`` a compiler, which then compiles although there are
-packaged libraries.
+variant other than the fastest, and ``CC`` a compiler, which is then used in spite of packaged
+libraries.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ logger = logging.getLogger(__name__)
 
 SETTING = "FORETOKEN_NATIVE_VARIANT"
 EMULATION: Path | None = None
-"""The source of these C functions, which tests set; without it there is no such variant."""
+"""C source of the emulated matrix unit. Tests set it; without it ``amx-emulated`` cannot run."""
 
 _COMPILERS = ("cc", "gcc", "clang")
-_COMPILE_TIMEOUT = 300  # seconds, of one file
+_COMPILE_TIMEOUT = 300  # seconds per file
 _AVX2 = frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"])
 _AVX512 = _AVX2 | {
     *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni", "avx512_bf16")
@@ -67,21 +67,22 @@ _NEEDED: dict[Variant, frozenset[str]] = {
     "scalar": frozenset(),
     "amx-emulated": _AVX2,
 }
-_ARCH_PRCTL = 158  # the system call on x86-64, and what asks it for the tile registers
+# arch_prctl on x86-64, and its arguments that request the tile registers
+_ARCH_PRCTL = 158
 _REQUEST_STATE, _TILE_DATA = 0x1023, 18
 
 
 class NativeBuildError(Exception):
-    """The kernels cannot be had on this machine; the message says why in one line."""
+    """The kernels are unavailable on this machine; the message says why in one line."""
 
 
 def variants() -> tuple[Variant, ...]:
-    """The variants that this process can run, the fastest first; the emulated one is not listed."""
+    """Return the variants that this process can run, fastest first, without the emulated one."""
     return tuple(v for v in get_args(Variant) if v != "amx-emulated" and can_run(v))
 
 
 def can_run(variant: Variant) -> bool:
-    """Whether the CPU has what the variant needs, and Linux gives this process the tiles."""
+    """Whether the CPU has the variant's features and Linux permits AMX tiles if it needs them."""
     if variant == "amx-emulated" and EMULATION is None:
         return False
     return _NEEDED[variant] <= cpu_flags() and (variant != "amx" or tiles_permitted())
@@ -89,9 +90,9 @@ def can_run(variant: Variant) -> bool:
 
 @cache
 def tiles_permitted() -> bool:
-    """Ask Linux, once per process, for the use of AMX tiles; also for threads that already run.
+    """Request AMX tiles from Linux, once for all threads of the process; return whether granted.
 
-    The CPU's flags promise nothing: without permission the first tile instruction ends the process.
+    The CPU's flags are not enough: without permission the first tile instruction ends the process.
     """
     if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
         return False
@@ -108,10 +109,10 @@ def tiles_permitted() -> bool:
 
 
 def engine_variants() -> tuple[Variant, ...]:
-    """The variants to try for the engine, in this order: that of `SETTING`, else the fastest first.
+    """Return the variants to try for the engine: the one named by `SETTING`, else fastest first.
 
-    Raises `NativeBuildError` for one that is unknown or cannot run here, and when only the portable
-    one is left: torch is faster than that.
+    Raises `NativeBuildError` if the named variant is unknown or cannot run here, or if only the
+    scalar variant can: torch is faster.
     """
     requested = os.environ.get(SETTING, "auto")
     if requested == "auto":
@@ -128,10 +129,10 @@ def engine_variants() -> tuple[Variant, ...]:
 
 
 def load(variant: Variant) -> ctypes.CDLL:
-    """Load the kernels: the packaged ones if there are any, else those that are built.
+    """Load the packaged kernels if there are any, else build and load them.
 
-    A compiler that `CC` names goes first. Of two ways the second one is taken, with a line in the
-    log, where the first one fails. Raises `NativeBuildError` when none is left.
+    With ``CC`` set, building is tried first. If the first way fails, the second one is tried and
+    the log says so. Raises `NativeBuildError` if all ways fail.
     """
     ways = [("the compiled kernels are used", _load_built)]
     if variant in PACKAGED and (FOLDER / packaged_name(variant)).exists():
@@ -151,7 +152,10 @@ def load(variant: Variant) -> ctypes.CDLL:
 
 
 def _load_packaged(variant: Variant) -> ctypes.CDLL:
-    """Raises `OSError` for a library that was made for another system."""
+    """Load a packaged library.
+
+    Raises `NativeBuildError` for a damaged library, `OSError` for one of another system.
+    """
     packaged = FOLDER / packaged_name(variant)
     if not is_whole(packaged):
         raise NativeBuildError(f"{packaged.name} is damaged")
@@ -163,7 +167,10 @@ def _load_built(variant: Variant) -> ctypes.CDLL:
 
 
 def build(variant: Variant) -> Path:
-    """Path of the compiled library. Raises `NativeBuildError` when it cannot be built."""
+    """Return the path of the compiled library, and compile it if it is missing.
+
+    Raises `NativeBuildError` if it cannot be built.
+    """
     compiler = _find_compiler()
     flags = (*FLAGS, *variant_flags(variant), *WARNINGS)
     files = _sources(variant)
@@ -178,19 +185,22 @@ def build(variant: Variant) -> Path:
 
 
 def _may_load(library: Path) -> bool:
-    """Whether a compiled library is there, whole, and not one that others could have written."""
+    """Whether a compiled library exists, is whole, and cannot have been written by other users."""
     return is_whole(library) and not whoever_writes(library)
 
 
 def variant_flags(variant: Variant) -> tuple[str, ...]:
-    """The compiler's flags of a variant. The emulated one is built on AVX-512 where that is had."""
+    """Return a variant's compiler flags. The emulated one uses AVX-512 if the CPU has it."""
     if variant == "amx-emulated" and can_run("avx512"):
         return (*AVX512_FLAGS, "-DFT_AMX_EMULATED")
     return VARIANT_FLAGS[variant]
 
 
 def _find_compiler() -> list[str]:
-    """The compiler's command; CC may hold options as well."""
+    """Return the compiler's command; ``CC`` may contain options, too.
+
+    Raises `NativeBuildError` if no compiler is found.
+    """
     requested = shlex.split(os.environ.get("CC", ""))
     for command in [requested] if requested else [[name] for name in _COMPILERS]:
         found = shutil.which(command[0])
@@ -202,9 +212,9 @@ def _find_compiler() -> list[str]:
 
 
 def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:
-    """Build beside the target and rename, so that another process never sees half a file.
+    """Compile beside the target and rename, so that other processes never see half a file.
 
-    Raises `OSError` where the folder cannot be written.
+    Raises `OSError` if the folder cannot be written, `NativeBuildError` if the compiler fails.
     """
     with _alone(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
         if _may_load(target):
@@ -221,7 +231,7 @@ def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:
 
 
 def _told(command: list[str], num_files: int) -> Callable[[Sequence[str]], None]:
-    """A function that runs the compiler with more arguments, and tells how many files are done."""
+    """Return a function that runs ``command`` with more arguments and reports the progress."""
     tell, done = on_progress.get(), count(1)
     tell(COMPILING, 0.0)
 
@@ -234,7 +244,7 @@ def _told(command: list[str], num_files: int) -> Callable[[Sequence[str]], None]
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait for other processes that build in the folder. A lock ends with its process."""
+    """Lock the folder, so that one process at a time builds in it. A lock ends with its process."""
     held = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -244,7 +254,10 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _run(command: list[str], timeout: float) -> str:
-    """The output of a compiler's command, which is killed with its children at the timeout."""
+    """Run a compiler's command and return its output; kill it and its children at the timeout.
+
+    Raises `NativeBuildError` if it fails or takes longer than ``timeout`` seconds.
+    """
     try:
         with subprocess.Popen(
             command,
@@ -279,6 +292,6 @@ def _key(compiler: list[str], flags: tuple[str, ...], files: Sequence[Path]) -> 
 
 
 def _sources(variant: Variant) -> list[Path]:
-    """C files and headers; of the emulated unit also the one that stands in for it."""
+    """Return C files and headers; for ``amx-emulated`` also the emulation of the matrix unit."""
     own = sources()
     return [*own, EMULATION] if variant == "amx-emulated" and EMULATION is not None else own

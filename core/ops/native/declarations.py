@@ -1,8 +1,8 @@
-"""Structs and functions of the C sources, as ctypes takes them.
+"""Structs and functions of the C sources as ctypes types.
 
 The sources are the only place that lists the fields of a struct and the arguments of a function.
-This module reads as much C as they need: a struct of scalars, structs and pointers, and the head of
-a function that is marked ``FT_EXPORT``.
+This module reads only the C that they use: a struct of scalars, structs and pointers, and the head
+of a function marked ``FT_EXPORT``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _VARIABLE = re.compile(r"((?:\*|const\b|\s)*)(\w+)")
 
 
 class Structs:
-    """The structs of the C sources by their names there: ``STRUCTS.ft_kv(page_size=16)`` makes one.
+    """The structs of the C sources by name: ``STRUCTS.ft_kv(page_size=16)`` makes one.
 
     Fields are given by name; a field that is left out is 0 or NULL. A pointer to a struct, made by
     `ctypes.pointer`, keeps that struct alive. A pointer to anything else is an address, and the
@@ -55,7 +55,7 @@ class Structs:
             raise AttributeError(f"the C sources have no struct {name}")
         # Without slots an unknown field would become an attribute of the instance.
         struct: type[Structure] = type(name, (Structure,), {"__slots__": ()})
-        setattr(self, name, struct)  # before its fields, one of which may point to it
+        setattr(self, name, struct)  # set before its fields, one of which may point to it
         struct._fields_ = [
             (field, _type(base, depth))
             for variables in _COMMENT.sub("", body).split(";")[:-1]
@@ -70,8 +70,8 @@ STRUCTS = Structs()
 def signatures() -> Iterator[tuple[str, Any, list[Any]]]:
     """Yield name, result type and argument types of each exported function.
 
-    A struct, or an array of them, may be given for a pointer to it, and nothing else but NULL. Any
-    other pointer takes an address.
+    A pointer to a struct accepts only the struct, an array of such structs or None (NULL). Any
+    other pointer accepts an address.
     """
     for result, name, arguments in _declarations()[1]:
         found = [] if arguments == "void" else arguments.split(",")
@@ -82,7 +82,7 @@ def signatures() -> Iterator[tuple[str, Any, list[Any]]]:
 
 @cache
 def _declarations() -> tuple[dict[str, str], list[tuple[str, str, str]]]:
-    """Bodies of structs by name; result, name and arguments of functions. All as in the sources."""
+    """Return the bodies of structs by name, and (result, name, arguments) of functions, as text."""
     text = b"".join([path.read_bytes() for path in sources()]).decode()
     bodies = {tag or name: body for tag, body, name in _STRUCT.findall(text)}
     return bodies, _FUNCTION.findall(text)
@@ -102,7 +102,7 @@ def _variables(declaration: str) -> Iterator[tuple[str, int, str]]:
 
 
 def _type(base: str, depth: int) -> type[Any]:
-    """Return the ctypes type of a ``base`` behind ``depth`` stars."""
+    """Return the ctypes type of a ``base`` with ``depth`` stars."""
     kind: type[Any]
     if base.startswith("ft_"):
         kind = getattr(STRUCTS, base)

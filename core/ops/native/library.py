@@ -16,11 +16,11 @@ from .recipe import Variant
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # of activations, as in common.h
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # codes of the activations' dtypes in common.h
 
 
 class NativeLibrary:
-    """The kernels of one variant. Calls free the GIL."""
+    """The kernels of one variant. Calls release the GIL."""
 
     def __init__(self, variant: Variant, library: ctypes.CDLL) -> None:
         self.variant = variant
@@ -31,21 +31,24 @@ class NativeLibrary:
 
     @property
     def file_name(self) -> str:
-        """The library's, as `build` made it: another one for other sources, flags or CPUs."""
+        """File name of the library, which differs for other sources, flags or CPUs."""
         return Path(self.c._name).name
 
     @property
     def lanes(self) -> int:
-        """Floats in a vector of this variant."""
+        """Number of floats in a vector of this variant."""
         return int(self.c.ft_lanes())
 
     @property
     def tile_rows(self) -> int:
-        """Rows that share each load of a weight, of the most common kinds."""
+        """Rows of a kernel's tile for the usual kinds of weights; each weight is loaded once."""
         return int(self.c.ft_tile_rows())
 
     def linear(self, weight: ctypes.Structure, x: Tensor, out: Tensor) -> None:
-        """``x`` [T, in_features] to ``out`` [T, out_features], both dense."""
+        """Compute ``x`` [T, in_features] to ``out`` [T, out_features]; both are dense.
+
+        Raises MemoryError.
+        """
         x_dtype, y_dtype = DTYPES[x.dtype], DTYPES[out.dtype]
         failed = self.c.ft_linear(
             ctypes.byref(weight), x.data_ptr(), x_dtype, len(x), out.data_ptr(), y_dtype
@@ -54,14 +57,15 @@ class NativeLibrary:
             raise MemoryError("no memory for the rows of a linear layer")
 
     def set_threads(self, threads: int) -> int:
-        """Resize the pool, the calling thread included; how many there are now."""
+        """Resize the thread pool, calling thread included; return the new number of threads."""
         return int(self.c.ft_set_threads(threads))
 
 
 def native_library(variant: Variant | None = None) -> NativeLibrary | None:
-    """The kernels, built on first use; None (and one log line) where they cannot be had.
+    """Return the kernels, built on first use, or None (and log why) if they are unavailable.
 
-    Without a ``variant`` the fastest that the machine can run and compile, though never "scalar".
+    Without a ``variant`` they are `SETTING`'s, else the fastest that the machine can run and
+    compile, but never "scalar".
     """
     try:
         candidates = (variant,) if variant else engine_variants()
@@ -71,7 +75,7 @@ def native_library(variant: Variant | None = None) -> NativeLibrary | None:
     for candidate in candidates:
         try:
             return _load(candidate)
-        except (NativeBuildError, OSError) as error:  # an old compiler may know less than the CPU
+        except (NativeBuildError, OSError) as error:  # an old compiler may not support the CPU
             reason = str(error)
             logger.info("the native kernels for %s cannot be built: %s", candidate, reason)
     _say_why(reason)
@@ -79,7 +83,7 @@ def native_library(variant: Variant | None = None) -> NativeLibrary | None:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's numbers, or None (NULL in C) without a tensor."""
+    """Return the address of a tensor's data, or None (NULL in C) without a tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""Measured limits of the machine: the roofline beside every figure of the kernels."""
+"""Measured limits of the machine, the roofline for benchmarks of the kernels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from .library import NativeLibrary
 from .memory import HugeArena
 
-_READ_BYTES = 256 << 20  # far more than the caches hold
+_READ_BYTES = 256 << 20  # far more than the caches' size
 _ROUNDS = 1000
 
 
 def best_seconds(call: Callable[[], object], *, repeats: int = 5) -> float:
-    """The shortest of a few runs: whatever else runs on the machine only adds."""
+    """Return the seconds of the shortest of a few runs; other load only makes a run longer."""
     shortest = float("inf")
     for _ in range(repeats):
         started = time.perf_counter()
@@ -23,13 +23,16 @@ def best_seconds(call: Callable[[], object], *, repeats: int = 5) -> float:
 
 
 def read_bandwidth(library: NativeLibrary) -> float:
-    """Bytes a second that the pool reads from memory, in huge pages as the weights are."""
+    """Return the bytes per second that the thread pool reads from memory in huge pages."""
     data = HugeArena().zeros((_READ_BYTES,)).fill_(1)
     seconds = best_seconds(lambda: library.c.ft_read(data.data_ptr(), data.nbytes))
     return data.nbytes / seconds
 
 
 def matrix_rate(library: NativeLibrary) -> float:
-    """bfloat16 operations a second that the pool computes from registers, sums in float32."""
+    """Return the bfloat16 operations per second of the thread pool, with float32 sums.
+
+    All operands are in registers.
+    """
     operations = library.c.ft_multiply(_ROUNDS)
     return float(operations / best_seconds(lambda: library.c.ft_multiply(_ROUNDS)))

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from ..machine.host_memory import map_zeros
 
-_CHUNK = 64 << 20  # bytes; what is never written costs nothing but address space
+_CHUNK = 64 << 20  # bytes; memory that is never written costs only address space
 _ALIGNMENT = 64
 
 
 class HugeArena:
-    """Hands out tensors one behind the other. A chunk is freed when its last tensor dies."""
+    """Allocates consecutive tensors in chunks. A chunk is freed with its last tensor."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """Dense zeros as uint8."""
+        """Return dense uint8 zeros of ``shape``."""
         size = math.prod(shape)
         if size > len(self._chunk):
             self._chunk = map_zeros(max(size, _CHUNK))

@@ -49,7 +49,7 @@ from .structs.state import ConvStructs, RecurrentStructs
 
 
 class NativeOps(Ops, RoughOps):
-    """The operations of `Ops` in float32 and bfloat16. Exact for any number of rows."""
+    """`Ops` in float32 and bfloat16. A row's bits do not depend on the number of rows."""
 
     min_rows = 1
     batch_device = None
@@ -57,7 +57,7 @@ class NativeOps(Ops, RoughOps):
     stored_kinds: frozenset[WeightKind] = frozenset(
         kind
         for kind in get_args(WeightKind)
-        if kind != "int4"  # which rounds activations more
+        if kind != "int4"  # its kernel rounds activations to int8
     )
 
     def __init__(
@@ -79,16 +79,16 @@ class NativeOps(Ops, RoughOps):
 
     @property
     def identity(self) -> dict[str, str]:
-        """The library, whose name tells all that it was built of, and the kind of products."""
+        """The library's file name, which identifies its build, and the kind of products."""
         return {"library": self.library.file_name, "bfloat16 products": self.products}
 
     def set_threads(self, count: int) -> None:
-        """Resize the kernels' pool, which is the process's, and torch's for what is left to it."""
+        """Set the threads of the kernels, for the process, and of torch, for this thread."""
         torch.set_num_threads(count)
         self.library.set_threads(count)
 
     def compile_forward(self, weights: DecoderWeights) -> NativeStep | None:
-        """All layers in one call, unless their rows are joined."""
+        """Return all layers in one call, or None if the decoder has joined inputs."""
         if weights.joined is not None:
             return None
         return NativeStep(self.library, weights)
@@ -96,7 +96,7 @@ class NativeOps(Ops, RoughOps):
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, plain: bool = False
     ) -> PackedLinear:
-        """Lay out a weight in panels, quantised if these ops were made so."""
+        """Lay out a weight in panels, quantised to ``self.quantize`` unless ``plain``."""
         quantize: Quantize = "none" if plain else self.quantize
         return pack_linear(self.library, weight, bias, quantize, products=self.products)
 
@@ -123,7 +123,7 @@ class NativeOps(Ops, RoughOps):
         add_lora(self.library, out, x, rows, lora)
 
     def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
-        """An embedding of a packed weight of one grouped kind."""
+        """Return an embedding over a packed weight that has one kind, with groups."""
         assert isinstance(weight, NativeLinear)
         assert weight.others is None
 
@@ -176,7 +176,7 @@ class NativeOps(Ops, RoughOps):
         )
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> NativePlan:
-        """The structs that the kernels read."""
+        """Return the structs that the kernels read."""
         turns = [rope.rows(batch.positions, batch.turn_stop) for rope in ropes]
         return NativePlan(batch, pool, heads, turns)
 
@@ -259,7 +259,7 @@ class NativeOps(Ops, RoughOps):
     def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
         assert isinstance(plan, NativePlan)
         assert plan.states is not None
-        # The kernel writes into the rows.
+        # The kernel overwrites its input.
         mixed = mixed.clone(memory_format=torch.contiguous_format)
         structs, out = ConvStructs(weights), mixed.new_empty((len(mixed), weights.shape.channels))
         batch, _, _ = plan.pointers

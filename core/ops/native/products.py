@@ -1,9 +1,9 @@
-"""The product of bfloat16 weights in linear layers, chosen once per process by measurement.
+"""The kind of product for bfloat16 weights in linear layers, chosen once per process by timing.
 
-AVX-512 has an instruction for products of bfloat16 pairs. Some CPUs need about half as long for it
-as for float32 products of the same weights, others one and a half times as long. Sums of the two
-kinds differ in their last bits. A row must have the same bits in every batch, so one kind serves
-all row counts.
+AVX-512 has an instruction for products of bfloat16 pairs. On some CPUs it takes about half as long
+as float32 products of the same weights, on others one and a half times as long. The sums of the two
+kinds differ in their last bits. A row must have the same bits in every batch, so one kind is used
+for all numbers of rows.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .structs.linear import Products, linear, pack_linear
 logger = logging.getLogger(__name__)
 
 SETTING = "FORETOKEN_BF16_PRODUCTS"
-"""The environment variable that sets the kind; unset or ``auto`` measures."""
+"""The environment variable that sets the kind; unset or ``auto``: the faster one is measured."""
 
 _KINDS: tuple[Products, ...] = get_args(Products)
-_MARGIN = 1.1  # float32 is taken where it is this many times faster
-_SIZE = 512  # of the measured weight: 512 KiB stay in the second-level cache
-_ROWS = 64  # at few rows both kinds wait for memory
+_MARGIN = 1.1  # float32 is chosen if it is at least this many times faster
+_SIZE = 512  # rows and columns of the measured weight: 512 KiB fit into the second-level cache
+_ROWS = 64  # with few rows both kinds wait for memory
 _ROUNDS = 5
 
 
 @functools.cache
 def bfloat16_products(library: NativeLibrary) -> Products:
-    """The kind for this process: as `SETTING` has it, else the faster one.
+    """Return the kind for this process: the one that `SETTING` names, else the faster one.
 
     Raises ValueError for an unknown value of `SETTING`.
     """
@@ -52,17 +52,18 @@ def choose_products(
     library: NativeLibrary,
     measure: Callable[[NativeLibrary, Products], float] | None = None,
 ) -> Products:
-    """The faster kind by the best of a few ``measure`` (seconds); float32 must win clearly.
+    """Return the faster kind by the shortest of a few ``measure`` (seconds).
 
-    Only AVX-512 is measured. A matrix unit is always faster. Without any instruction for pairs both
-    kinds are the same bits, and float32 widens each activation once instead of once per weight.
+    float32 is chosen only if it is `_MARGIN` times faster. Only AVX-512 is measured: a matrix unit
+    is always faster, and without an instruction for pairs both kinds have the same bits, and
+    float32 widens each activation once instead of once per weight.
     """
     if library.variant in ("amx", "amx-emulated"):
         return "bfloat16"
     if library.variant != "avx512":
         return "float32"
     measure = measure or products_seconds
-    # In turns: what else runs on the machine for a while must not meet one kind alone.
+    # The kinds alternate, so that a load on the machine for a while slows both.
     rounds = [[measure(library, kind) for kind in _KINDS] for _ in range(_ROUNDS)]
     narrow, wide = (min(seconds) for seconds in zip(*rounds, strict=True))
     chosen: Products = "float32" if wide * _MARGIN < narrow else "bfloat16"
@@ -77,7 +78,7 @@ def choose_products(
 
 
 def products_seconds(library: NativeLibrary, products: Products) -> float:
-    """The shortest of a few calls of a linear layer that lies in the cache."""
+    """Return the seconds of the shortest of a few calls of a linear layer in the cache."""
     weight = torch.ones(_SIZE, _SIZE, dtype=torch.bfloat16)
     packed = pack_linear(library, weight, None, products=products)
     x = torch.ones(_ROWS, _SIZE, dtype=torch.bfloat16)

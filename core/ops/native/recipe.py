@@ -1,7 +1,7 @@
-"""The recipe by which kernels are compiled, and the proof that a file of them is whole.
+"""The build of the C kernels, and a check that a compiled library is whole.
 
-This module needs the standard library alone and no other file of foretoken: a release loads it by
-its path and compiles the kernels of the wheel for Linux on x86-64 by it. An image does the same by
+This module needs only the standard library and no other file of foretoken: a release loads it by
+its path to compile the kernels of the wheel for Linux on x86-64. A container image does this with
 ``python -m foretoken.core.ops.native.recipe``.
 """
 
@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 Variant: TypeAlias = Literal["amx", "avx512", "avx2", "scalar", "amx-emulated"]
-"""``amx-emulated`` is ``amx`` with C functions in place of the matrix unit, for tests."""
+"""``amx-emulated`` has C functions in place of the matrix unit of ``amx``, for tests."""
 
 PACKAGED: tuple[Variant, ...] = ("amx", "avx512", "avx2", "scalar")
 FOLDER = Path(__file__).parent
-KERNELS = FOLDER / "kernels"  # the C sources, each in the folder of what it computes
-# -ffp-contract=off: whether a product is fused must not depend on how a loop was unrolled.
+KERNELS = FOLDER / "kernels"  # the C sources, in a folder for each subject
+# -ffp-contract=off: the choice of fused products must not depend on the unrolling of a loop.
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
 WARNINGS = ("-Wall", "-Wno-unknown-pragmas", "-Wno-psabi")
 LIBRARIES = ("-lm",)
-TUNED = "-mtune=native"  # the order of instructions alone, so that bits stay the same
+TUNED = "-mtune=native"  # changes only the order of instructions, not the bits of results
 AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", TUNED)
 VARIANT_FLAGS: dict[Variant, tuple[str, ...]] = {
     "amx": (*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
@@ -40,24 +40,24 @@ VARIANT_FLAGS: dict[Variant, tuple[str, ...]] = {
         "-DFT_SCALAR",
         "-DFT_SCALAR_LANES=16",
         "-DFT_AMX_EMULATED",
-        "-O1",  # a third of the time to build, for tests alone
+        "-O1",  # builds in a third of the time; only tests run this variant
     ),
 }
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 
 def sources() -> list[Path]:
-    """The C files and headers."""
+    """Return the C files and headers, sorted."""
     return sorted(path for path in KERNELS.rglob("*") if path.suffix in (".c", ".h"))
 
 
 def compile_library(
     files: Sequence[Path], output: Path, run: Callable[[Sequence[str]], object]
 ) -> None:
-    """Compile the C files among ``files``, as many at a time as there are cores, and link them.
+    """Compile the C files among ``files``, one per core at a time, and link them to ``output``.
 
-    ``run`` runs the compiler with these arguments behind its flags, and raises where it fails.
-    Objects lie beside ``output`` meanwhile.
+    ``run`` calls the compiler with its flags and the given arguments, and raises if it fails.
+    Object files are beside ``output`` meanwhile.
     """
     compiled = sorted((path for path in files if path.suffix == ".c"), key=_size, reverse=True)
     objects = [output.with_suffix(f".{number}.o") for number in range(len(compiled))]
@@ -77,7 +77,7 @@ def _compiling(source: Path, target: Path) -> list[str]:
 
 
 def _size(path: Path) -> int:
-    """About how long a file takes: long ones go first."""
+    """Return a file's size; larger files take longer to compile and are started first."""
     return path.stat().st_size
 
 
@@ -88,33 +88,33 @@ def _num_cores() -> int:
 
 
 def packaged_flags(variant: Variant) -> tuple[str, ...]:
-    """The flags of a library for other machines than the one that compiles it."""
+    """Return the flags of a library that also runs on machines other than the compiling one."""
     own = (flag for flag in VARIANT_FLAGS[variant] if flag != TUNED)
     return (*FLAGS, *own, *WARNINGS)
 
 
 def packaged_name(variant: Variant) -> str:
-    """The file name of a packaged library, another one for other sources or flags."""
+    """Return the file name of a packaged library, which depends on sources and flags."""
     digest = hashlib.sha256("\0".join(packaged_flags(variant)).encode())
     add_sources(digest, sources())
     return f"kernels-{variant}-packaged-{digest.hexdigest()[:24]}.so"
 
 
 def add_sources(digest: hashlib._Hash, files: Sequence[Path]) -> None:
-    """Add names and contents of files."""
+    """Add the names and contents of files to a digest."""
     for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
 
 
 def seal(library: Path) -> None:
-    """Append the SHA-256 of a library to it, which the system's loader does not read."""
+    """Append a library's SHA-256 to its file; the system's loader does not read it."""
     content = library.read_bytes()
     with library.open("ab") as file:
         file.write(hashlib.sha256(content).digest())
 
 
 def is_whole(library: Path) -> bool:
-    """Whether a sealed library is there, with every byte that it had. A cut one could crash."""
+    """Whether a sealed library exists and is unchanged. A truncated one could crash."""
     try:
         content = library.read_bytes()
     except OSError:
@@ -123,7 +123,10 @@ def is_whole(library: Path) -> bool:
 
 
 def package() -> list[Path]:
-    """Compile the packaged libraries beside the sources. Exits where gcc is too old, or fails."""
+    """Compile the packaged libraries beside the sources, and return their paths.
+
+    Exits the process if gcc is too old or fails.
+    """
     if lacking := unknown_flags():
         sys.exit(f"gcc does not know {lacking}: packaged kernels need gcc 11 or newer")
     made = []
@@ -137,14 +140,14 @@ def package() -> list[Path]:
 
 
 def _gcc(flags: Sequence[str], arguments: Sequence[str]) -> None:
-    """Run gcc; exits where it fails."""
+    """Run gcc; exit the process if it fails."""
     command = ["gcc", *flags, *arguments]
     if code := subprocess.run(command, check=False).returncode:
         sys.exit(f"failed with {code}: {' '.join(command)}")
 
 
 def unknown_flags() -> str:
-    """The flags of a packaged library that gcc refuses; "" where it knows all of them."""
+    """Return the first variant's flags that gcc does not accept, or "" if it accepts all."""
     for variant in PACKAGED:
         flags = packaged_flags(variant)
         command = ["gcc", *flags, "-fsyntax-only", "-x", "c", os.devnull]

@@ -1,7 +1,7 @@
-"""NativeRowPasses: passes of drafts, from segments of a row each to their best tokens in one call.
+"""NativeRowPasses: drafting passes, from one-row segments to their best tokens in one call.
 
-What Python does for a pass takes longer than it seems: the weights that the pass before it read
-have driven the interpreter's memory out of the caches. So nothing here is a tensor.
+Python's work for a pass is slow because the previous pass has read all weights and evicted the
+interpreter's memory from the CPU caches. So a pass makes no tensors.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ class NativeRowPasses:
         *,
         cap: float,
     ) -> None:
-        """``parts``: heads and tables of each part of the pool. ``cap``: of logits; 0.0: none."""
+        """Make the structs of ``parts``, the heads and RoPE tables of each part of the pool.
+
+        ``cap``: cap of the logits; 0.0: no cap.
+        """
         self._library, self._page_size = library, pool.page_size
         self._vocab_size = vocab_size
         hashes = vocabulary_hashes(self._vocab_size, HOST)
-        self._lent = (decoder, pool, hashes)  # alive as long as C may read them
+        self._lent = (decoder, pool, hashes)  # kept alive while C may read them
         self._first = (decoder, cap)
         self._hashes_at = hashes.data_ptr()
         self._structs = [
@@ -51,16 +54,17 @@ class NativeRowPasses:
             for part, (heads, _) in zip(pool.parts, parts, strict=True)
         ]
         self._ropes = [ropes for _, ropes in parts]
-        self._tables: list[list[Tensor]] = []  # of each part cos, then sin
-        self._reach = 0  # positions that they have
+        self._tables: list[list[Tensor]] = []  # cos tables, then sin tables of each part
+        self._reach = 0  # number of positions in the tables
         self._parts: object = None
 
     def best(
         self, segments: Sequence[Segment], rows: Sequence[DraftedRow], num_best: int
     ) -> list[Best]:
-        """Compute the row of each segment, and the best tokens behind it, which ``rows`` decide.
+        """Compute one row per segment, and return the best next tokens of each for ``rows``.
 
-        At most `sampler.MOST_BEST` of each. Raises ValueError as `build_batch` does, MemoryError.
+        ``num_best`` is at most `sampler.MOST_BEST`. Raises ValueError for a position without a
+        page, MemoryError.
         """
         layout, max_pages = self._layout(segments)
         parts = self._parts_up_to(max(segment.stop for segment in segments))
@@ -71,7 +75,7 @@ class NativeRowPasses:
         )
 
     def _layout(self, segments: Sequence[Segment]) -> tuple[array[int], int]:
-        """The rows as step.c reads them, and the most pages of one."""
+        """Return the rows as step.c reads them, and the greatest number of pages of a row."""
         layout, max_pages = array("q"), 0
         for segment in segments:
             num_tails = len(segment.tail)
@@ -83,7 +87,7 @@ class NativeRowPasses:
         return layout, max_pages
 
     def _parts_up_to(self, stop: int) -> object:
-        """The parts, whose tables have all positions below ``stop``."""
+        """Return the parts as structs whose tables have all positions below ``stop``."""
         if stop > self._reach:
             pairs = [[rope.table(stop) for rope in ropes] for ropes in self._ropes]
             self._tables = [[cos for cos, _ in each] + [sin for _, sin in each] for each in pairs]

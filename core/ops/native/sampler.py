@@ -1,8 +1,8 @@
-"""NativeSampler: chooses the tokens of a step in C, drafts followed there too; the GIL is free.
+"""NativeSampler: chooses the tokens of a step in C and verifies drafts there, without the GIL.
 
-core/sampling/verifier.py is the oracle: what this chooses differs from it only where two scores, or
-a token's mass and the edge of top-p, are as near as the last bit of a logarithm. A row's token
-depends on that row alone, bit for bit.
+core/sampling/verifier.py is the reference: choices differ only if two scores, or a token's mass
+and the edge of top-p, differ by no more than the last bit of a logarithm. A row's token depends on
+that row alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .declarations import STRUCTS
 from .library import NativeLibrary
 
 HOST = torch.device("cpu")
-MOST_BEST = 8  # as in sample.c
-_ERRORS = {-1: NOT_FINITE, -2: ALL_BANNED}  # as in sample.h
+MOST_BEST = 8  # the same as in sample.c
+_ERRORS = {-1: NOT_FINITE, -2: ALL_BANNED}  # the same codes as in sample.h
 _GREEDY = SamplingMetadata(params=TokenSamplingParams(temperature=0.0), seed=0, prompt_len=0)
-_REFUSED = EncodedSampling(_GREEDY, 1)  # for rows that must fail: are their logits finite?
+_REFUSED = EncodedSampling(_GREEDY, 1)  # for refused rows: only checks that logits are finite
 
 
 class NativeSampler(Sampler):
@@ -52,7 +52,7 @@ class NativeSampler(Sampler):
         errors: list[str | None] = [None] * len(requests)
         nodes = dict.fromkeys(
             range(len(requests)), -1
-        )  # of live rows: behind which one to decide next
+        )  # for each unfinished request the node after which the next token is decided
         while nodes:
             walks = Walks(logits.shape[-1])
             for i, node in nodes.items():
@@ -82,9 +82,10 @@ class NativeSampler(Sampler):
         *,
         draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
-        """The tokens nearest to being drawn, at most `MOST_BEST`; see `verifier.best`.
+        """Return the ``num_best`` tokens of each row with the highest scores.
 
-        Of a part of the vocabulary no more is looked at, unless a row may be edited.
+        `verifier.best` defines them; there are at most `MOST_BEST`. With a ``draft_vocab`` only
+        its tokens are scored, unless a row may be edited. Raises ValueError, MemoryError.
         """
         if len(rows) != len(logits) or not 0 < num_best <= MOST_BEST:
             raise ValueError(f"{len(logits)} rows of logits for the {num_best} best of {len(rows)}")
@@ -109,7 +110,7 @@ def _next_nodes(
     errors: Sequence[str | None],
     nodes: Mapping[int, int],
 ) -> dict[int, int]:
-    """The nodes that walks have reached and that need a constraint's mask to go on."""
+    """Return the nodes that walks have reached and that need a constraint's mask to continue."""
     found = {}
     for i, node in nodes.items():
         if errors[i] is None and requests[i].sampling.constraint is not None:
@@ -120,32 +121,33 @@ def _next_nodes(
 
 
 class Walks:
-    """The walks along drafts that one call of a kernel makes, each of one or more places.
+    """Walks along drafts for one call of a kernel; each decides the tokens of one or more places.
 
-    ``vocab_size``: of the requests' parameters.
+    ``vocab_size``: size of the vocabulary that the requests' parameters refer to.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._walks = array("q")  # ``ft_walk`` of sample.c, number by number
-        self._firsts: list[int] = []  # row of the logits where each walk begins
+        self._walks = array("q")  # the fields of sample.c's ``ft_walk``, walk after walk
+        self._firsts: list[int] = []  # first row of each walk's logits
         self._drafts = array("q")
-        self._refusals: dict[int, str] = {}  # by walk
-        self._masks: list[Mask] = []  # lent until the call is over
+        self._refusals: dict[int, str] = {}  # errors by the walk's index
+        self._masks: list[Mask] = []  # kept alive until the call is over
 
     @classmethod
     def of(cls, rows: Sequence[DraftedRow], vocab_size: int) -> Walks:
-        """Walks of a place each, decided by one row of logits after the other."""
+        """Return walks of one place each; row i of the logits decides walk i."""
         walks = cls(vocab_size)
         for index, row in enumerate(rows):
             walks.add(row.encoded(vocab_size), row.tokens, row.draft, index)
         return walks
 
     def add_walk(self, request: DraftedRow, node: int, start: int) -> None:
-        """Decide the place behind a node of a draft, whose logits begin at row ``start``.
+        """Add a walk that decides the place after a node of a draft.
 
-        Then those below it, while the draft is right; but a constraint must be asked before every
-        place, so there the walk ends at once.
+        The draft's logits begin at row ``start``. The walk continues with the nodes below while the
+        draft is right. A constraint must be asked before every place, so with one the walk has only
+        one place.
         """
         encoded = request.sampling.cached(EncodedSampling, self._vocab_size)
         if encoded.is_asked:
@@ -162,9 +164,9 @@ class Walks:
         draft: Sequence[int] = (),
         parents: Sequence[int] = (),
     ) -> None:
-        """Decide the place behind ``tail`` by row ``first`` of the logits.
+        """Add a walk that decides the place after ``tail`` by row ``first`` of the logits.
 
-        Then, where there is no tail, those behind the nodes of a draft on the way down.
+        With a ``draft`` (and no tail) the walk then decides the places after its accepted nodes.
         """
         address, mask_at = encoded.address, 0
         if encoded.is_asked:
@@ -186,7 +188,10 @@ class Walks:
         drafts.extend(parents)
 
     def choose(self, library: NativeLibrary, logits: Tensor) -> list[tuple[list[int], str | None]]:
-        """Choose along every walk; returns its tokens, and the error that ended it, in order."""
+        """Return the tokens of every walk, and the error that ended it or None, in order.
+
+        Raises MemoryError.
+        """
         logits = _dense(logits)
         num_rows, width = logits.shape
         tokens, counts = _zeros("q", num_rows), _zeros("q", len(self._firsts))
@@ -205,9 +210,10 @@ class Walks:
         ]
 
     def best(self, num_best: int, find: Callable[..., int]) -> list[Best]:
-        """The best tokens of every walk and their scores; each has one place here.
+        """Return the best tokens of every walk and their scores; each walk has one place.
 
-        ``find``: a kernel that takes what `ft_best` takes last, and returns whether it failed.
+        ``find``: a kernel with the last seven arguments of `ft_best`, which returns 0 if it
+        succeeds. Raises MemoryError.
         """
         num_walks = len(self._firsts)
         tokens, counts = _zeros("q", num_walks * num_best), _zeros("q", num_walks)

@@ -1,4 +1,4 @@
-"""NativeStep: all layers of a decoder in one call, during which the GIL is free."""
+"""NativeStep: all layers of a decoder in one call without the GIL."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _I64 = ctypes.c_int64
 
 
 class NativeStep:
-    """The layers of one decoder; lends the C side its weights, which must stay as they are."""
+    """The layers of one decoder as structs that point into its weights, which must not change."""
 
     def __init__(self, library: NativeLibrary, weights: DecoderWeights) -> None:
         self._library = library
-        self._weights = weights  # alive as long as the structs point into them
-        self._with_states: list[RecurrentStructs | ConvStructs] = []  # likewise
-        # Of each layer the four linears that adapters may change.
+        self._weights = weights  # kept alive while the structs point into it
+        self._with_states: list[RecurrentStructs | ConvStructs] = []  # kept alive, too
+        # Each layer has four linears that adapters may change.
         self._places: list[PackedLinear | None] = []
         self._updates: WeakKeyDictionary[LoraWeights, Updates] = WeakKeyDictionary()
         layers = (STRUCTS.ft_layer * len(weights.layers))(*map(self._layer, weights.layers))
@@ -92,7 +92,7 @@ class NativeStep:
         return struct
 
     def _add_mixer(self, struct: Structure, mixer: MixerWeights | None) -> None:
-        """Fill in the fields of an ``ft_layer`` that depend on the kind of its mixer."""
+        """Set the fields of an ``ft_layer`` that depend on the kind of its mixer."""
         if isinstance(mixer, AttentionWeights | LatentWeights):
             struct.turn = _turn(mixer)
             struct.part, struct.kv_layer = mixer.place
@@ -128,13 +128,13 @@ class NativeStep:
         wanted: Wanted,
         adapted: Sequence[AdaptedRows] = (),
     ) -> LayersOutput:
-        """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError.
+        """Compute token ids ``[T]`` and write their KV to the pool. Raises MemoryError.
 
-        Logits with a cap are left to the operations: its tanh here has other bits than theirs.
+        Capped logits are left to `Ops.logits`, whose tanh has other bits than the C kernel's.
         """
         native_plans = [plan for plan in plans if isinstance(plan, NativePlan)]
         assert len(native_plans) == len(plans)
-        assert native_plans[0].states is not None or not self._with_states  # else C reads nothing
+        assert native_plans[0].states is not None or not self._with_states  # C needs them
         plan = native_plans[0]
         parts = (STRUCTS.ft_part * len(plans))(*(each.part for each in native_plans))
         token_ids = token_ids.contiguous()
@@ -162,7 +162,7 @@ class NativeStep:
         return LayersOutput(out, logits=logits, taps=tapped)
 
     def _updates_of(self, weights: LoraWeights) -> Updates:
-        """An adapter's updates of all places, made when it is first used."""
+        """Return an adapter's updates of all places, made at its first use."""
         if weights not in self._updates:
             self._updates[weights] = updates_of(weights, self._places)
         return self._updates[weights]
@@ -170,9 +170,9 @@ class NativeStep:
     def row_passes(
         self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]
     ) -> NativeRowPasses | None:
-        """Passes over a pool, with heads and tables of each of its parts.
+        """Return passes over a pool, with heads and RoPE tables of each of its parts.
 
-        None of a decoder with recurrent layers: rows have no states there.
+        Returns None for a decoder with recurrent layers: such passes have no states.
         """
         if self._with_states:
             return None
@@ -186,26 +186,26 @@ class NativeStep:
         ropes: tuple[Rope, ...],
         wanted: Wanted = NOTHING_MORE,
     ) -> None:
-        """Do nothing: the first call is as fast as any."""
+        """Do nothing: the first call is as fast as later ones."""
 
 
 def _linears_of(mixer: MixerWeights | None) -> tuple[PackedLinear | None, PackedLinear | None]:
-    """Return the linears before and behind what mixes rows."""
+    """Return a mixer's first and last linear, or None twice."""
     if mixer is None:
         return None, None
-    linears = mixer.linears  # those between, of latent attention, are not a layer's
+    linears = mixer.linears  # latent attention has more between, which ``ft_latent`` contains
     return linears[0], linears[-1]
 
 
 def _turn(mixer: AttentionWeights | LatentWeights) -> Structure:
-    """Return how a layer's rows are turned by RoPE, and whether it writes keys and values."""
+    """Return the ``ft_turn`` of a mixer: its RoPE tables, and whether it writes keys and values."""
     if isinstance(mixer, LatentWeights):
         return turn_struct(None, mixer.tables, writes=True)
     return turn_struct(mixer.head_norm, mixer.tables, writes=mixer.has_keys, gate=mixer.gate)
 
 
 def _mixed_widths(weights: DecoderWeights) -> dict[str, int]:
-    """The widest rows that layers with states, and gated ones, make: fields of ``ft_decoder``."""
+    """Return the widest rows of layers with states or gates, as fields of ``ft_decoder``."""
     mixers = [mixer for layer in weights.layers for mixer in layer.mixers]
     recurrent = [mixer for mixer in mixers if isinstance(mixer, RecurrentWeights)]
     with_states = [*recurrent, *(mixer for mixer in mixers if isinstance(mixer, ConvWeights))]
@@ -223,7 +223,7 @@ def _mixed_widths(weights: DecoderWeights) -> dict[str, int]:
 
 
 def _table(table: Table) -> dict[str, object]:
-    """The embedding's tensor, or its packed weight and factor: fields of ``ft_decoder``."""
+    """Return the embedding, or its packed weight and factor, as fields of ``ft_decoder``."""
     if isinstance(table, Tensor):
         return {"embedding": table.data_ptr()}
     return {

@@ -1,4 +1,4 @@
-"""Paged attention in plain PyTorch, for decode, verify and prefill rows alike.
+"""Paged attention in plain PyTorch for decode, verify and prefill rows.
 
 The blocks of a plan are merged in order with an online softmax (arXiv 1805.02867).
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..base import capped
 from .plan import HIDDEN, Block, Group, TorchPlan
 
-_LOWEST = -80.0  # exp of less underflows, which takes ten times as long (measured)
+_LOWEST = -80.0  # exp of lower numbers underflows and takes ten times as long (measured)
 
 
 def attend(
@@ -26,11 +26,11 @@ def attend(
     sinks: Tensor | None = None,
     is_mutual: bool = False,
 ) -> Tensor:
-    """``[T, num_heads * head_dim]`` scaled queries to outputs, ``[T, num_heads * value_dim]``.
+    """Return attention outputs ``[T, num_heads * value_dim]`` of scaled queries.
 
-    ``cap``: scores become ``cap * tanh(scores / cap)`` (Gemma 2, arXiv 2408.00118). ``sinks``
-    [num_heads]: the score of a key without a value that each row sees besides (gpt-oss).
-    ``is_mutual``: rows see up to `RaggedBatch.reaches`.
+    ``q``: [T, num_heads * head_dim]. ``cap``: scores become ``cap * tanh(scores / cap)`` (Gemma 2,
+    arXiv 2408.00118). ``sinks`` [num_heads]: score of one more key, without a value, that each row
+    sees (gpt-oss). ``is_mutual``: rows see positions up to `RaggedBatch.reaches`.
     """
     heads = plan.heads
     packed = q.view(len(q) * heads.num_kv_heads, -1)
@@ -52,7 +52,10 @@ def _attend_group(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """``[n * num_kv_heads * num_rows, group * head_dim]`` queries to ``group * value_dim``."""
+    """Return a group's outputs ``[n * num_kv_heads * num_rows, group * value_dim]``.
+
+    ``q``: queries [n * num_kv_heads * num_rows, group * head_dim].
+    """
     heads = plan.heads
     items = len(group.members) * heads.num_kv_heads
     queries = q.view(items, -1, heads.head_dim)
@@ -78,8 +81,8 @@ def _attend_group(
 class _Softmax:
     """Running state of every query: highest score, sum of exp(score - max_score), weighted values.
 
-    Merging a block that a query cannot see at all changes none of its bits, before the first
-    block that it does see or after.
+    Merging a block that a query does not see changes none of its bits, even before the first block
+    that the query sees.
     """
 
     max_score: Tensor  # [items, num_rows, 1]
@@ -88,7 +91,7 @@ class _Softmax:
 
     @classmethod
     def of(cls, scores: Tensor, values: Tensor, block: Block) -> _Softmax:
-        """The state after a first block; the same bits as merging it into an empty state."""
+        """Return the state after a first block; an empty state merged with it has the same bits."""
         max_score = _max_score(scores, block)
         weights = _weigh(scores, max_score, block)
         acc = torch.bmm(weights.to(values.dtype), values).float()
@@ -96,13 +99,13 @@ class _Softmax:
 
     @classmethod
     def empty(cls, queries: Tensor, value_dim: int) -> _Softmax:
-        """The state before any block."""
+        """Return the state before any block."""
         max_score = queries.new_full((*queries.shape[:2], 1), HIDDEN, dtype=torch.float32)
         acc = queries.new_zeros((*queries.shape[:2], value_dim), dtype=torch.float32)
         return cls(max_score, torch.zeros_like(max_score), acc)
 
     def merge(self, scores: Tensor, values: Tensor, block: Block, span: slice) -> None:
-        """Add one block of scores ``[count, num_rows, width]`` of the queries in ``span``."""
+        """Merge a block of scores ``[count, num_rows, width]`` of the queries in ``span``."""
         before = self.max_score[span]
         max_score = torch.maximum(before, _max_score(scores, block))
         weights = _weigh(scores, max_score, block)
@@ -112,7 +115,7 @@ class _Softmax:
         before.copy_(max_score)
 
     def add_sinks(self, sinks: Tensor) -> None:
-        """Add a score without a value, ``[num_kv_heads, 1, group]``, to the sums of its heads."""
+        """Add scores without a value, ``[num_kv_heads, 1, group]``, to the sums of their heads."""
         num_kv_heads, _, group = sinks.shape
         shape = (-1, num_kv_heads, self.max_score.shape[1] // group, group)
         before = self.max_score.view(shape)
@@ -123,12 +126,12 @@ class _Softmax:
         self.acc *= keep.view_as(self.exp_sum)
 
     def result(self, dtype: torch.dtype) -> Tensor:
-        """The outputs, ``[items, num_rows, value_dim]``."""
+        """Return the outputs, ``[items, num_rows, value_dim]``."""
         return self.acc.div_(self.exp_sum).to(dtype)
 
 
 def _max_score(scores: Tensor, block: Block) -> Tensor:
-    """Mask the scores in place; the highest of each query, ``[.., 1]``."""
+    """Mask the scores in place, and return each query's highest score, ``[.., 1]``."""
     if block.mask is not None:
         # Adding takes a twentieth of masked_fill's time (measured).
         _masked(scores, block, block.mask).add_(block.mask)
@@ -136,7 +139,7 @@ def _max_score(scores: Tensor, block: Block) -> Tensor:
 
 
 def _weigh(scores: Tensor, max_score: Tensor, block: Block) -> Tensor:
-    """``exp(scores - max_score)`` in place, exactly 0 where hidden."""
+    """Return ``exp(scores - max_score)``, computed in place; hidden keys have exactly 0."""
     weights = scores.sub_(max_score).clamp_(min=_LOWEST).exp_()
     if block.seen is not None:
         _masked(weights, block, block.seen).mul_(block.seen)
@@ -144,7 +147,10 @@ def _weigh(scores: Tensor, max_score: Tensor, block: Block) -> Tensor:
 
 
 def _masked(scores: Tensor, block: Block, mask: Tensor) -> Tensor:
-    """The sequences with hidden keys, ``[count, num_kv_heads, num_rows, group, width]``."""
+    """View the scores of sequences with hidden keys.
+
+    The view is ``[count, num_kv_heads, num_rows, group, width]``.
+    """
     count = block.last - block.first
     by_row = scores.view(count, len(scores) // count, mask.shape[2], -1, block.width)
     return by_row[block.masked_from :]

@@ -1,7 +1,7 @@
-"""Gated short convolutions in plain PyTorch: the oracle.
+"""Gated short convolutions in plain PyTorch, the reference for other backends.
 
-All rows of a segment at once: each of a row's sums is a chain of products in the order of the taps,
-whatever rows are computed with it.
+All rows of a segment are computed at once. Each sum adds its products in the order of the taps, so
+a row's bits do not depend on other rows of the pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .state import SegmentStates, join_segments, row_spans
 def run_short_conv(
     mixed: Tensor, weights: ConvWeights, batch: RaggedBatch, pool: StatePool
 ) -> Tensor:
-    """See `Ops.short_conv`."""
+    """Compute `Ops.short_conv`."""
     b, c, x = mixed.chunk(3, dim=1)
     inputs = b * x
     outs = [
@@ -38,14 +38,14 @@ class _Sequence(SegmentStates):
         self._weights = weights
 
     def run(self, inputs: Tensor) -> Tensor:
-        """``[n, channels]`` of the convolution's inputs to its sums, float32."""
+        """Return the convolution's float32 sums [n, channels] of its inputs [n, channels]."""
         around = torch.cat((self._inputs_before(self._start), inputs))
         self._move(around)
         self._log_inputs(inputs)
         return self._convolved(around, len(inputs))
 
     def _convolved(self, around: Tensor, num_rows: int) -> Tensor:
-        """``around``: the inputs, behind those before the first row."""
+        """Return the sums [num_rows, channels]; ``around`` is earlier inputs, then the rows'."""
         taps, bias = self._weights.conv, self._weights.bias
         total = around[:num_rows].float() * taps[:, 0]
         for tap in range(1, taps.shape[1]):
@@ -53,7 +53,7 @@ class _Sequence(SegmentStates):
         return total if bias is None else total + bias
 
     def _move(self, around: Tensor) -> None:
-        """Write the states at the wanted page ends, and the own one at its page's start."""
+        """Write the states at the kept page ends, and advance the segment's own state."""
         page_size = self._pool.page_size
         moved = (self._final_stop - 1) // page_size * page_size
         tails = {stop: self._tail(around, stop) for stop in (*self._keeps, moved)}
@@ -63,7 +63,7 @@ class _Sequence(SegmentStates):
             self._write(self._slot, self._kept.state, tails[moved], moved)
 
     def _tail(self, around: Tensor, stop: int) -> Tensor:
-        """The inputs before a position, which may stand before the first row."""
+        """Return the inputs before ``stop``, which may be before the first row."""
         first = stop - self._start
         if first < 0:
             return self._inputs_before(stop)

@@ -1,4 +1,4 @@
-"""A mixture of experts in plain PyTorch: one expert after another. The oracle."""
+"""A mixture of experts in plain PyTorch, one expert after another: the reference."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..weights import ExpertWeights, Routing
 def run_experts(
     ops: Ops, x: Tensor, weights: ExpertWeights, routed_by: Tensor | None = None
 ) -> Tensor:
-    """The outputs of each row's experts, [T, hidden], added up in the order of its choices."""
+    """Return the sum of the outputs of each row's experts, [T, hidden], in the order of choice."""
     logits = ops.logits(x if routed_by is None else routed_by, weights.router)
     scores, chosen = route(logits, weights.routing, weights.choice_bias)
     if weights.factors is not None:
         scores = scores * weights.factors[chosen]
-    # Those of experts that other ranks have stay 0.
+    # Slots of other ranks' experts stay 0.
     make = x.new_empty if len(weights.experts) == logits.shape[-1] else x.new_zeros
     slots = make((*chosen.shape, x.shape[-1]))
     here = range(weights.first, weights.first + len(weights.experts))
@@ -39,12 +39,15 @@ def run_experts(
 
 
 def route(logits: Tensor, routing: Routing, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights and experts of each row, best first, ``[T, top_k]``, of logits [T, num_experts]."""
+    """Return each row's weights and experts, both ``[T, top_k]``, best first.
+
+    ``logits``: [T, num_experts].
+    """
     scores = logits if routing.of_chosen else _score(logits, routing)
     choice = scores if choice_bias is None else scores + choice_bias
     if routing.num_groups > 1:
         choice = _kept_groups(choice, routing)
-    # Stable: of equals the first, whatever else is in the row.
+    # A stable sort takes the first of equal scores, whatever else is in the row.
     chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
     weights = scores.gather(1, chosen)
     if routing.of_chosen:
@@ -59,12 +62,12 @@ def _score(logits: Tensor, routing: Routing) -> Tensor:
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    # torch's own rounds the tail of a tensor otherwise than its body.
+    # torch.sigmoid rounds the tail of a tensor unlike its body.
     return torch.exp(-x).add_(1.0).reciprocal_()
 
 
 def _kept_groups(choice: Tensor, routing: Routing) -> Tensor:
-    """Minus infinity for the experts of groups that are not among the best."""
+    """Return the choice scores with minus infinity for experts outside the best groups."""
     groups = choice.view(len(choice), routing.num_groups, -1)
     num_judged = min(2 if routing.groups_by == "best two" else 1, groups.shape[-1])
     judged = groups.topk(num_judged, dim=-1).values.sum(dim=-1)

@@ -1,4 +1,4 @@
-"""LoRA by a backend's own linears, in float32. The oracle."""
+"""LoRA by a backend's own linears in float32, the reference for other backends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearLora(PackedLora):
-    """A and the blocks of B as float32 weights."""
+    """A and the blocks of B as float32 linears."""
 
     a: PackedLinear
     blocks: tuple[_Block, ...]
@@ -33,7 +33,7 @@ class LinearLora(PackedLora):
 
 
 def pack_linear_lora(ops: Ops, update: LoraUpdate) -> LinearLora:
-    """Pack each matrix for ``ops.linear``."""
+    """Pack each matrix of an update in float32 for ``ops.linear``."""
     blocks = tuple(
         _Block(
             slice(block.first_out, block.first_out + len(block.b)),
@@ -48,7 +48,7 @@ def pack_linear_lora(ops: Ops, update: LoraUpdate) -> LinearLora:
 def add_linear_lora(ops: Ops, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
     """Add the update of some rows of ``x`` [T, in_features] to ``out`` [T, out_features].
 
-    ``rows``: their indices. Sums are float32, and rounded once when they are added.
+    ``rows``: indices of the rows. Sums are float32 and rounded once, when they are added.
     """
     assert isinstance(lora, LinearLora)
     hidden = linear_of_few(ops, x.index_select(0, rows).float(), lora.a)

@@ -1,7 +1,7 @@
 """TorchPlan: the row indices of every gather and scatter of one forward pass.
 
-Keys are taken in blocks at absolute positions, so that a row adds up the same numbers in the same
-order whatever rides beside it.
+Keys are read in blocks at absolute positions, so that a row adds up the same numbers in the same
+order whatever other rows the pass has.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..kv_pool import KVPool
 from ..weights import HeadLayout
 
 BLOCK = 256  # positions
-# Of a last block. Cutting off hidden keys leaves the bits of every sum as they are up to 128 of
-# them in steps of 32; between 128 and 256, float32 bmm splits the sum in another place (measured).
+# Widths of a last block. Cutting off hidden keys changes no bit of a sum at widths up to 128 in
+# steps of 32; between 128 and 256, float32 bmm splits the sum at another place (measured).
 _SHORT_WIDTHS = (32, 64, 96, 128)
-HIDDEN = -1e30  # finite: a block that a row cannot see at all must not yield NaN
-_GROUP_COST = 6000  # keys held against a row in the time that another group takes, per block
-_ROW_MULTIPLE = 4  # float32 bmm rounds the odd rows of 5, 6, 7, 9 otherwise (measured)
+HIDDEN = -1e30  # finite, so that a block that a row does not see yields no NaN
+_GROUP_COST = 6000  # scores that can be computed in the time of one more group, per block
+_ROW_MULTIPLE = 4  # float32 bmm rounds the odd rows of 5, 6, 7 or 9 differently (measured)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailRows:
-    """K and V rows of a block whose slots are those of tails."""
+    """K and V rows of a block whose slots are in tails."""
 
-    rows: Tensor  # [n] of the block's
-    blocks: Tensor  # [n] the pool's blocks of layer 0 that hold them
-    offsets: Tensor  # [n] places in these
+    rows: Tensor  # [n] indices of the block's rows
+    blocks: Tensor  # [n] the pool's blocks of layer 0 with the rows
+    offsets: Tensor  # [n] places in the pool's blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,12 +45,12 @@ class Block:
     last: int
     width: int
     kv_rows: Tensor  # [num_blocks * count * num_kv_heads * pages] into the blocks of layer 0
-    # K and V rows behind the end of what a sequence has in its pages: stale content, NaN perhaps
+    # K and V rows after the end of a sequence in its pages, whose stale content may be NaN.
     void_rows: Tensor | None
     tail: TailRows | None
     masked_from: int  # first sequence with a hidden position, counted from ``first``
     seen: Tensor | None  # [count - masked_from, 1, num_rows, 1, width] 1 where seen, 0 where hidden
-    mask: Tensor | None  # the same, to be added: 0 where seen, very low where hidden
+    mask: Tensor | None  # the shape of ``seen``, to be added: 0 where seen, `HIDDEN` where hidden
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,11 +61,11 @@ class Group:
     rows: IntArray  # [n, num_rows] rows of the batch; the last is repeated as padding
     q_rows: Tensor  # [n * num_kv_heads * num_rows] into q as [T * num_kv_heads, group * head_dim]
     q_positions: Tensor  # [n, num_rows]
-    q_reaches: Tensor  # [n, num_rows] first position that each does not see, in mutual layers
+    q_reaches: Tensor  # [n, num_rows] first position that a row does not see, in mutual layers
 
 
 class TorchPlan:
-    """Indices of one forward pass, for layer 0; other layers shift the pool's base instead."""
+    """Indices of one forward pass for layer 0; other layers shift the pool's base instead."""
 
     def __init__(
         self,
@@ -76,7 +76,10 @@ class TorchPlan:
         *,
         pad_rows: bool,
     ) -> None:
-        """``tables``: cos and sin ``[T, turned_dim / 2]`` of the rows, of each table."""
+        """Compute the indices; ``tables``: cos and sin ``[T, turned_dim / 2]`` of each table.
+
+        ``pad_rows``: pad groups so that float32 bmm rounds every row alike.
+        """
         self.batch = batch
         self.heads = heads
         self.tables = [
@@ -88,7 +91,7 @@ class TorchPlan:
         ]
         self._pool = pool
         self.states = pass_states(batch, pool.states)
-        self._kv_heads = pool.num_blocks * pool.num_kv_heads  # K and V of one layer and page
+        self._kv_heads = pool.num_blocks * pool.num_kv_heads  # blocks of one layer and page
         self._write_at = self._find_write_at()
         multiple = _ROW_MULTIPLE if pad_rows and pool.dtype == torch.float32 else 1
         self.groups = [self._group(m, multiple) for m in _split(batch)]
@@ -96,19 +99,19 @@ class TorchPlan:
         self._blocks: dict[tuple[int | None, bool], list[list[Block]]] = {}
 
     def write(self, kv: Tensor, layer: int) -> None:
-        """Store ``[T, num_blocks * num_kv_heads, head_dim]`` float32: keys, then values."""
+        """Store the batch's keys, then values: float32 [T, num_blocks * num_kv_heads, head_dim]."""
         self._pool.store(self.pages(layer), self._write_at, kv)
 
     def pages(self, layer: int) -> Tensor:
-        """The pool's blocks, starting at a layer's."""
+        """Return the pool's blocks from the first block of a layer."""
         return self._pool.blocks[layer * self._kv_heads :]
 
     def read(self, pages: Tensor, block: Block) -> Tensor:
-        """Keys, then values of a block, ``[.., width, head_dim]``, as `Block.kv_rows` has them."""
+        """Return a block's keys, then values ``[.., width, head_dim]``, ordered as `kv_rows`."""
         pool = self._pool
         kv = pool.load_blocks(pages.index_select(0, block.kv_rows))
         if block.void_rows is not None:
-            # NaN plus the mask, or times weight 0, would be NaN.
+            # Zeros replace stale content: NaN plus the mask, or times a weight of 0, stays NaN.
             kv.view(-1, pool.head_dim).index_fill_(0, block.void_rows, 0.0)
         if block.tail is not None:
             found = pool.load(pages, (block.tail.blocks, block.tail.offsets), pool.dtype)
@@ -116,9 +119,9 @@ class TorchPlan:
         return kv.view(-1, block.width, pool.head_dim)
 
     def blocks(self, window: int | None, *, is_mutual: bool = False) -> list[list[Block]]:
-        """The blocks of every group, made at the first layer that has this window.
+        """Return the blocks of every group, computed at the first layer with this window.
 
-        ``is_mutual``: rows see up to their reaches.
+        ``is_mutual``: rows see positions up to their reaches.
         """
         is_mutual &= self.batch.reaches is not None
         rule = (window, is_mutual)
@@ -127,7 +130,7 @@ class TorchPlan:
         return self._blocks[rule]
 
     def _find_write_at(self) -> tuple[Tensor, Tensor]:
-        """Blocks ``[T, num_blocks * num_kv_heads]`` of layer 0, and places in them."""
+        """Return each row's blocks of layer 0, ``[T, num_blocks * num_kv_heads]``, and places."""
         pool, slots = self._pool, self.batch.slots
         first = (slots // pool.page_size).mul_(pool.page_blocks).unsqueeze(1)
         heads = torch.arange(self._kv_heads, device=slots.device)
@@ -146,7 +149,7 @@ class TorchPlan:
         return Group(members, rows, self._to(q_rows.ravel()), positions, reaches)
 
     def _find_unpack(self) -> Tensor:
-        """Rows of the groups' outputs in the order of the batch, [T * num_kv_heads]."""
+        """Return the groups' output rows in the order of the batch, [T * num_kv_heads]."""
         num_kv_heads = self.heads.num_kv_heads
         unpack = np.zeros((self.batch.num_rows, num_kv_heads), dtype=np.int64)
         base = 0
@@ -154,7 +157,7 @@ class TorchPlan:
             n, num_rows = group.rows.shape
             at = np.arange(base, base + n * num_kv_heads * num_rows)
             by_row = at.reshape(n, num_kv_heads, num_rows).transpose(0, 2, 1)
-            unpack[group.rows] = by_row  # padding repeats a row: any of its copies will do
+            unpack[group.rows] = by_row  # padding repeats a row, and all copies are equal
             base += at.size
         num_tokens = self.batch.lens.sum()
         unpack[num_tokens:] = unpack[num_tokens - 1]  # the batch's copies of its last row
@@ -166,7 +169,7 @@ class TorchPlan:
         return [block for block in blocks if block is not None]
 
     def _edges(self, stop: int) -> list[int]:
-        """Positions where blocks begin and end: two halves first, as most chats are short."""
+        """Return the positions where blocks begin; two half blocks come first for short chats."""
         page_size = self._pool.page_size
         size = page_size * max(1, BLOCK // page_size)
         halves = [size // 2] if size // 2 % page_size == 0 else []
@@ -206,7 +209,7 @@ class TorchPlan:
         )
 
     def _width(self, length: int, size: int) -> int:
-        """Positions of a block to fetch when only ``length`` of them exist."""
+        """Return the width to read of a block that has only ``length`` positions."""
         page_size = self._pool.page_size
         fitting = (w for w in _SHORT_WIDTHS if length <= w < size and w % page_size == 0)
         return next(fitting, size)
@@ -214,7 +217,7 @@ class TorchPlan:
     def _kv_rows(self, members: IntArray, lo: int, width: int) -> Tensor:
         pool = self._pool
         pages = np.arange(lo // pool.page_size, (lo + width) // pool.page_size)
-        # Behind its end a sequence is given its first page: finite content, and masked anyhow.
+        # Pages after its end are replaced by a sequence's first: its content is finite and masked.
         pages = np.where(pages < self.batch.page_table.shape[1], pages, 0)
         ids = self.batch.page_table[members[:, None], pages] * pool.page_blocks
         heads = np.arange(self._kv_heads).reshape(pool.num_blocks, 1, pool.num_kv_heads, 1)
@@ -224,7 +227,7 @@ class TorchPlan:
         page_size, num_kv_heads = self._pool.page_size, self._pool.num_kv_heads
         positions = np.arange(lo, lo + width)
         page_ends = -(-stops // page_size) * page_size
-        only_page = stops < page_size  # so the first page is void behind the end, too
+        only_page = stops < page_size  # the first page is then void after the end, too
         reach = np.where(only_page, lo + width, page_ends)
         void = (positions >= stops[:, None]) & (positions < reach[:, None])
         sequence, column = np.nonzero(void)
@@ -236,7 +239,7 @@ class TorchPlan:
         return self._to((keys + kinds * len(stops) * num_kv_heads * width).ravel())
 
     def _tail_rows(self, members: IntArray, lo: int, width: int) -> TailRows | None:
-        """Find the keys and values at the positions of tails; None where there are no tails."""
+        """Return the keys and values at the positions of tails, or None if the block has none."""
         batch, pool = self.batch, self._pool
         positions = np.arange(lo, lo + width)
         offsets = positions - batch.tail_from[members, None]
@@ -269,9 +272,9 @@ class TorchPlan:
 
 
 def _split(batch: RaggedBatch) -> list[IntArray]:
-    """Segments in groups of about as many rows, of which all but the longest are padded.
+    """Divide the segments into groups of similar length; shorter segments of a group are padded.
 
-    From the fewest rows up, a group joins the next as long as padding costs less than a group.
+    Beginning with the shortest, a group joins the next if the padding costs less than a group.
     """
     lens, stops = batch.lens, batch.stops
     buckets = np.ceil(np.log2(lens)).astype(np.int64)
@@ -285,6 +288,6 @@ def _split(batch: RaggedBatch) -> list[IntArray]:
 
 
 def _padding(lens: IntArray, stops: IntArray, short: IntArray, long: IntArray) -> int:
-    """Keys that the added rows of ``short`` would be held against beside ``long``, per block."""
+    """Return the scores of the padding rows if ``short`` joins ``long``, per block."""
     blocks = 1 + int(stops[short].max()) // BLOCK
     return int(((lens[long].max() - lens[short]) * stops[short]).sum()) // blocks

@@ -1,7 +1,7 @@
-"""Recurrent layers in plain PyTorch, one row after another: the oracle.
+"""Recurrent layers in plain PyTorch, one row after another: the reference.
 
-A row's sums have one order: S of the page's start first, then the log's entries from the page's
-start on. Tensors have the same shapes for each row, so that torch adds up in the same order, too.
+A row's sums have one order: S at the page's start first, then the log's entries from the page's
+start. Tensors have the same shapes for each row, so that torch's own order is the same, too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..batch import RaggedBatch
 from ..state_pool import StatePool
 from ..weights import DeltaWeights, Mamba2Weights, RecurrentWeights
 
-_NORM_EPS = 1e-6  # of the length of queries and keys
+_NORM_EPS = 1e-6  # added to the squared length of queries and keys
 _Weights = TypeVar("_Weights", bound=RecurrentWeights)
 
 
 class SegmentStates:
-    """Slot and log of one segment in one layer, and where its state stands."""
+    """Slot and log of one segment in one layer, and the position of its state."""
 
     def __init__(self, layer: int, batch: RaggedBatch, pool: StatePool, index: int) -> None:
         assert batch.states is not None
@@ -45,7 +45,10 @@ class SegmentStates:
         self._pool.at[slot, self._layer] = at
 
     def _inputs_before(self, stop: int) -> Tensor:
-        """The inputs of the ``conv_len - 1`` positions before ``stop``, of the tail and the log."""
+        """Return the inputs of the ``conv_len - 1`` positions before ``stop``.
+
+        They are read from the slot's tail and the log.
+        """
         tail, log, at = self._kept.tail, self._log.inputs, self._at
         count = len(tail)
         rows = [
@@ -55,14 +58,14 @@ class SegmentStates:
         return torch.stack(rows)
 
     def _log_inputs(self, inputs: Tensor) -> None:
-        """Keep the inputs of the last rows, as many as the log holds."""
+        """Write the inputs of the last rows to the log, at most its capacity."""
         first = max(0, len(inputs) - self._pool.ring)
         for row in range(first, len(inputs)):
             self._log.inputs[(self._start + row) % self._pool.ring] = inputs[row]
 
 
 def join_segments(outs: list[Tensor], num_rows: int) -> Tensor:
-    """Join rows of segments; copies of a batch's last row get a copy of what it gives."""
+    """Join the outputs of segments, and repeat the last row up to ``num_rows``."""
     missing = num_rows - sum(map(len, outs))
     if missing:
         outs = [*outs, outs[-1][-1:].expand(missing, -1)]
@@ -70,7 +73,7 @@ def join_segments(outs: list[Tensor], num_rows: int) -> Tensor:
 
 
 def row_spans(batch: RaggedBatch) -> Iterator[tuple[int, int]]:
-    """First row of each segment, and the row behind its last."""
+    """Yield the first row of each segment and the row after its last."""
     firsts, lens = batch.first_rows.tolist(), batch.lens.tolist()
     return ((first, first + count) for first, count in zip(firsts, lens, strict=True))
 
@@ -78,7 +81,7 @@ def row_spans(batch: RaggedBatch) -> Iterator[tuple[int, int]]:
 def run_recurrent(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, batch: RaggedBatch, pool: StatePool
 ) -> Tensor:
-    """See `Ops.recur`."""
+    """Compute `Ops.recur`."""
     outs = [
         _sequence(weights, batch, pool, index).run(mixed[first:stop], gates[first:stop])
         for index, (first, stop) in enumerate(row_spans(batch))
@@ -102,7 +105,10 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         self._weights = weights
 
     def run(self, mixed: Tensor, gates: Tensor) -> Tensor:
-        """``[n, q | k | v | z]`` and gates to ``[n, num_heads * value_dim]`` float32."""
+        """Return the outputs, float32 [n, num_heads * value_dim], of [n, q | k | v | z] and gates.
+
+        Writes the states at the kept page ends, and advances the segment's state and log.
+        """
         self._catch_up()
         shape = self._weights.shape
         inputs, z = torch.split(
@@ -127,7 +133,7 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         return torch.stack(outs)
 
     def _catch_up(self) -> None:
-        """Fold full pages before the first row, so that S stands at its page's start."""
+        """Fold full pages before the first row, so that S is at the start of the row's page."""
         state, at = self._kept.state, self._at
         while at + self._pool.page_size <= self._start:
             state, at = self._folded(state, at), at + self._pool.page_size
@@ -140,9 +146,9 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
     def _row(
         self, inputs: Tensor, gates: Tensor, state: Tensor, base: int, position: int
     ) -> Tensor:
-        """Read a row, [num_heads, value_dim]; its entry goes to the log.
+        """Return a row's output [num_heads, value_dim], and write its entry to the log.
 
-        ``inputs`` [conv_len, conv_channels]: its own is the last.
+        ``inputs`` [conv_len, conv_channels]: the row's own input is the last.
         """
         log, ring = self._log, self._pool.ring
         q, k, v = self._heads(inputs)
@@ -157,7 +163,10 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         return self._with_skip(out, v)
 
     def _read(self, x: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
-        """Read the state before a row for x [num_heads, key_dim]."""
+        """Return the output [num_heads, value_dim] of the state before a row for x.
+
+        ``x`` [num_heads, key_dim] is a query or key, and ``c`` the row's sum of log decays.
+        """
         log = self._log
         out = torch.exp(c).unsqueeze(-1) * (state * x.unsqueeze(-1)).sum(1)
         for place in places:
@@ -166,7 +175,7 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         return out
 
     def _folded(self, state: Tensor, base: int) -> Tensor:
-        """S of the next page."""
+        """Return S at the start of the next page."""
         log, ring = self._log, self._pool.ring
         places = [position % ring for position in range(base, base + self._pool.page_size)]
         last = log.c[:, places[-1]]
@@ -177,7 +186,7 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         return state
 
     def _heads(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convolve; q, k [num_heads, key_dim] and v [num_heads, value_dim] float32."""
+        """Convolve and return float32 q, k [num_heads, key_dim] and v [num_heads, value_dim]."""
         shape, taps = self._weights.shape, self._weights.conv
         total = inputs[0].float() * taps[:, 0]
         for tap in range(1, shape.conv_len):
@@ -196,27 +205,27 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
 
     @abstractmethod
     def _with_bias(self, convolved: Tensor) -> Tensor:
-        """Convolved inputs [conv_channels] before they are activated."""
+        """Return the convolved inputs [conv_channels] with the bias, if there is one."""
 
     @abstractmethod
     def _scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys [num_key_heads, key_dim] as the state has them."""
+        """Return queries and keys [num_key_heads, key_dim], scaled for the state."""
 
     @abstractmethod
     def _gates(self, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """The factor of what is added [num_heads, 1], and the log decay [num_heads]."""
+        """Return the factor of the row's addition [num_heads, 1] and the log decay [num_heads]."""
 
     @abstractmethod
     def _added(self, k: Tensor, v: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
-        """The row's addition to the state at its key, but for the factor [num_heads, value_dim]."""
+        """Return the row's addition at its key, without the factor [num_heads, value_dim]."""
 
     @abstractmethod
     def _with_skip(self, out: Tensor, v: Tensor) -> Tensor:
-        """The output of the state [num_heads, value_dim], with what passes it by."""
+        """Return the state's output [num_heads, value_dim] plus the skip connection."""
 
     @abstractmethod
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
-        """The layer's output [num_heads * value_dim] of what was read."""
+        """Return the layer's output [num_heads * value_dim], gated by z."""
 
 
 class _DeltaSequence(_Sequence[DeltaWeights]):
@@ -239,7 +248,7 @@ class _DeltaSequence(_Sequence[DeltaWeights]):
         return out
 
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
-        """The RMS norm of each head times silu(z), [num_heads * value_dim]."""
+        """Return the RMS norm of each head times silu(z), [num_heads * value_dim]."""
         weights = self._weights
         gate = z.float().view_as(read)
         root = ((read * read).mean(-1, keepdim=True) + weights.norm_eps).sqrt()
@@ -266,7 +275,10 @@ class _Mamba2Sequence(_Sequence[Mamba2Weights]):
         return out + self._weights.skip.unsqueeze(-1) * v
 
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
-        """The state's output times silu(z), then the RMS norm of each part, if there is one."""
+        """Return the state's output times silu(z), with the RMS norm of each part if there is one.
+
+        The result is [num_heads * value_dim].
+        """
         weights = self._weights
         gated = read.flatten() * _silu(z.float())
         if weights.norm is None:
@@ -277,7 +289,7 @@ class _Mamba2Sequence(_Sequence[Mamba2Weights]):
 
 
 def _silu(x: Tensor) -> Tensor:
-    # torch's own rounds the tail of a tensor otherwise than its body.
+    # F.silu rounds the tail of a tensor unlike its body.
     return x / torch.exp(-x).add_(1.0)
 
 
@@ -286,5 +298,5 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor) -> Tensor:
-    """Heads [num_heads, key_dim], divided by their length."""
+    """Return heads [num_heads, key_dim] divided by their length."""
     return x / ((x * x).sum(-1, keepdim=True) + _NORM_EPS).sqrt()

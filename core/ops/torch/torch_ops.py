@@ -1,4 +1,4 @@
-"""TorchOps: every operation in plain PyTorch. The oracle, and the CPU's fallback."""
+"""TorchOps: every operation in plain PyTorch, the reference and the CPU's fallback."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ from .state import run_recurrent
 
 logger = logging.getLogger(__name__)
 ONEDNN_SETTING = "ONEDNN_MAX_CPU_ISA"
-"""oneDNN's variable for the newest instruction set it may use; read once, at its first call."""
+"""oneDNN's variable for the newest allowed instruction set; read once, at its first call."""
 WITHOUT_AMX = "AVX512_CORE_BF16"
-_PACK_ROWS = 8  # a layout made for 8 rows serves any number of rows equally well (measured)
+_PACK_ROWS = 8  # a layout made for 8 rows is as fast for any other number (measured)
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class TorchOps(Ops):
-    """The operations of `Ops`. Exact on the CPU in float32 and bfloat16, from two rows up."""
+    """`Ops` in torch; rows are exact on the CPU in float32 and bfloat16 with two or more rows."""
 
-    # oneDNN takes another path for a single row; from two rows up a row's bits never change. Four
-    # take less time than two: 0.6 times in float32, 0.8 in bfloat16 (measured, prepacked weights).
+    # oneDNN takes another path for a single row; with two or more rows a row's bits never change.
+    # Four rows take 0.6 times as long as two in float32, 0.8 in bfloat16 (measured, prepacked).
     min_rows = 4
     tile_rows = 16
     batch_device = None
@@ -67,32 +67,35 @@ class TorchOps(Ops):
         self.sampler = TorchSampler()
 
     def unsuited(self, heads: HeadLayout) -> str:  # noqa: ARG002
-        """Return nothing: heads of any shape are computed."""
+        """Return "": heads of any shape can be computed."""
         return ""
 
     @property
     def identity(self) -> dict[str, str]:
-        """Nothing: all that computes is torch's."""
+        """An empty mapping: all kernels are torch's."""
         return {}
 
     def set_threads(self, count: int) -> None:
-        """Torch keeps its thread count per thread: the model thread must set its own."""
+        """Set the number of torch's threads for the calling thread.
+
+        Torch's setting is per thread, so the model thread must set its own.
+        """
         torch.set_num_threads(count)
 
     def compile_forward(self, weights: DecoderWeights) -> None:
-        """Torch runs one operation after another."""
+        """Return None: torch runs one operation after another."""
 
     def pack_linear(
         self,
         weight: Tensor | QuantizedWeight,
         bias: Tensor | None = None,
         *,
-        plain: bool = False,  # noqa: ARG002 - nothing is quantised here
+        plain: bool = False,  # noqa: ARG002 - this backend never quantises
     ) -> PackedLinear:
-        """Reorder for oneDNN, whose rows are the same bits beside any number of others.
+        """Reorder a weight for oneDNN, whose row bits do not depend on the number of rows.
 
-        Where oneDNN has no bfloat16 products, such weights are packed as float32, at twice the
-        memory: products and sums are then float32, rounded once.
+        If oneDNN has no bfloat16 products, such weights are packed as float32 and take twice the
+        memory; products and sums are then float32, rounded once.
         """
         assert isinstance(weight, Tensor)
         if weight.device.type != "cpu" or weight.dtype not in _PACKED_DTYPES or not _has_onednn():
@@ -112,7 +115,7 @@ class TorchOps(Ops):
         return out.to(x.dtype)
 
     def pack_lora(self, update: LoraUpdate, dtype: torch.dtype) -> LinearLora:  # noqa: ARG002
-        """Lay out an update in float32, whatever the activations' dtype."""
+        """Lay out an update in float32 for any dtype of activations."""
         return pack_linear_lora(self, update)
 
     @override
@@ -120,7 +123,7 @@ class TorchOps(Ops):
         add_linear_lora(self, out, x, rows, lora)
 
     def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
-        """Raise NotImplementedError: no weight stays as it is stored."""
+        """Raise NotImplementedError: `stored_kinds` is empty."""
         raise NotImplementedError
 
     @override
@@ -147,7 +150,7 @@ class TorchOps(Ops):
         return total if norm is None else self.norm(total, norm), total
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> TorchPlan:
-        """Row indices of every gather and scatter of the pass."""
+        """Return the row indices of every gather and scatter of the pass."""
         tables = [rope.rows(batch.positions, batch.turn_stop) for rope in ropes]
         return TorchPlan(batch, pool, heads, tables, pad_rows=self.exact != "off")
 
@@ -203,8 +206,8 @@ class TorchOps(Ops):
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
         gate, factor = x.chunk(2, dim=-1) if activation.gated else (x, None)
         wide = gate.float()
-        # F.silu and F.gelu round the tail of a vector otherwise than its body, so that a value
-        # depends on where it lies; exp, add and divide do not.
+        # F.silu and F.gelu round the tail of a vector unlike its body, so that a value depends on
+        # its place; exp, add and divide do not.
         if activation.kind == "clamped_swiglu":
             assert factor is not None
             wide = wide.clamp(max=activation.limit)
@@ -259,9 +262,9 @@ def _has_onednn() -> bool:
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of that dtype on this CPU, found by packing a small one.
+    """Whether oneDNN packs weights of ``dtype`` on this CPU, found by packing a small weight.
 
-    The CPU's flags do not answer: ``ONEDNN_MAX_CPU_ISA`` may forbid oneDNN what the CPU can.
+    The CPU's flags are no answer: ``ONEDNN_MAX_CPU_ISA`` may forbid instructions that it has.
     """
     try:
         torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype), _PACK_ROWS)
@@ -273,9 +276,9 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 def _write_latents(rows: Tensor, layer: int, plan: TorchPlan, tables: Tables) -> Tensor:
-    """Turn the last items of queries and key, ``[T, num_heads + 1, head_dim]``; write the key.
+    """Apply RoPE to the last items of queries and key, and write the key.
 
-    Returns the queries, scaled, ``[T, num_heads * head_dim]``.
+    ``rows``: [T, num_heads + 1, head_dim]. Returns scaled queries ``[T, num_heads * head_dim]``.
     """
     heads = plan.heads
     still, turning = torch.split(rows.float(), [heads.rank, heads.turned_dim], dim=2)
@@ -287,7 +290,10 @@ def _write_latents(rows: Tensor, layer: int, plan: TorchPlan, tables: Tables) ->
 
 
 def _normed_heads(x: Tensor, norm: HeadNorm, num_heads: int) -> Tensor:
-    """Queries and keys [T, heads, head_dim] float32, each head or all of a kind together."""
+    """Return normed queries and keys [T, heads, head_dim] in float32.
+
+    The mean is per head or, with ``norm.whole``, over all query heads and over all key heads.
+    """
     if not norm.whole:
         return F.rms_norm(x, x.shape[2:], None, norm.eps) * norm.weight
     parts = torch.split(x, [num_heads, x.shape[1] - num_heads], dim=1)
@@ -296,16 +302,19 @@ def _normed_heads(x: Tensor, norm: HeadNorm, num_heads: int) -> Tensor:
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    """``x * 0.5 * (1 + tanh(u))``, as ``x / (1 + exp(-2 u))``: arXiv 1606.08415, section 2."""
+    """Return ``x / (1 + exp(-2 u))``, equal to ``x * 0.5 * (1 + tanh(u))``.
+
+    Source: arXiv 1606.08415, section 2.
+    """
     inner = (x * x * x).mul_(0.044715).add_(x).mul_(-2 * math.sqrt(2 / math.pi))
     return x / inner.exp_().add_(1.0)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on halves (arXiv 2104.09864): ``x * cos + rotate_half(x) * sin``.
+    """Return ``x * cos + rotate_half(x) * sin``: RoPE on halves (arXiv 2104.09864).
 
-    ``x``: [T, heads, head_dim]; ``cos``: [T, 1, head_dim]; ``sin``: the same, with the sign of
-    the first half turned.
+    ``x``: [T, heads, head_dim]; ``cos`` and ``sin``: [T, 1, head_dim], the first half of ``sin``
+    negated.
     """
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return (x * cos).add_(swapped.mul_(sin))
@@ -316,11 +325,11 @@ def keep_rows_exact(
     flags: frozenset[str] | None = None,
     environ: MutableMapping[str, str] | None = None,
 ) -> bool:
-    """Forbid oneDNN the AMX instructions where exact rows are asked for; whether that was done.
+    """Forbid oneDNN the AMX instructions if exact rows are requested; return whether it did.
 
-    With AMX a row's bits change with the number of rows beside it (measured in bfloat16). ``flags``
-    are the CPU's, by default this one's. A value that is set already stays. It takes effect only
-    before oneDNN's first call in this process.
+    With AMX a row's bits change with the number of rows in a batch (measured in bfloat16).
+    ``flags``: the CPU's features; None: this CPU's. A value already set in ``environ`` stays. The
+    limit takes effect only before oneDNN's first call in this process.
     """
     flags = cpu_flags() if flags is None else flags
     environ = os.environ if environ is None else environ

@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs, in Triton. Nothing of Triton is imported unless they are asked for."""
+"""Kernels for NVIDIA GPUs, in Triton, which is imported only if this backend is used."""

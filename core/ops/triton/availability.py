@@ -1,4 +1,4 @@
-"""Limits of the Triton kernels, and devices that run them: read before Triton is imported."""
+"""Limits of the Triton kernels and their devices, checked before Triton is imported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..weights import HeadLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-MAX_GROUP = 64  # query heads of a KV head: they fill a tile together
-MIN_CAPABILITY = (8, 0)  # matrix instructions for bfloat16
+MAX_GROUP = 64  # query heads per KV head, which share a tile
+MIN_CAPABILITY = (8, 0)  # first one with matrix instructions for bfloat16
 INTERPRET = "TRITON_INTERPRET"
 
 
@@ -24,7 +24,7 @@ def unsuited(
     heads: Sequence[HeadLayout],
     kv_dtype: KvDtype = "auto",
 ) -> str:
-    """Why the kernels cannot compute such a model on this device, or nothing."""
+    """Return why the kernels cannot compute a model on a device, or ""."""
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     return _unsuited_device(device, dtype, kv_dtype) or _unsuited_model(dtype, heads)
@@ -56,7 +56,7 @@ def _unsuited_model(dtype: torch.dtype, heads: Sequence[HeadLayout]) -> str:
 
 
 def unsuited_heads(heads: HeadLayout) -> str:
-    """Why the kernels cannot compute heads of this shape, or nothing."""
+    """Return why the kernels cannot compute heads of this shape, or ""."""
     if heads.rank:
         return "no Triton kernels for latent attention"
     dim = heads.head_dim
@@ -69,15 +69,15 @@ def unsuited_heads(heads: HeadLayout) -> str:
 
 
 def launch_problem() -> str:
-    """Why Triton cannot launch a kernel on this GPU, or nothing.
+    """Return why Triton cannot launch a kernel on this GPU, or "".
 
-    It needs a C compiler and Python's headers, and compiles a little C the first time.
+    Triton needs a C compiler and Python's headers, and compiles some C at its first use.
     """
     from triton.runtime import driver
 
     try:
         driver.active.get_current_target()
-    except Exception as error:  # whatever its driver, the compiler or the linker says
+    except Exception as error:  # driver, compiler and linker raise many types
         message = str(error) or type(error).__name__
         return f"Triton cannot use the GPU: {message.splitlines()[0]}"
     return ""

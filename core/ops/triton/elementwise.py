@@ -1,4 +1,4 @@
-"""Norms, rotation with the write to the KV pool, and the activation: one program a row or head."""
+"""Norms, RoPE with the write to the KV pool, and activations: one program per row or head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .kv_codec import store_vector
 @triton.jit
 def norm_kernel(
     x_ptr,  # [T, WIDTH]
-    residual_ptr,  # the same, read where HAS_RESIDUAL
+    residual_ptr,  # [T, WIDTH], read where HAS_RESIDUAL
     weight_ptr,  # [WIDTH], read where HAS_NORM
     bias_ptr,  # [WIDTH], read where HAS_BIAS
     out_ptr,  # written where HAS_NORM
@@ -26,7 +26,7 @@ def norm_kernel(
     HAS_BIAS: tl.constexpr,
     IS_CHAINED: tl.constexpr,
 ):
-    """The norm of a row, or of its sum with another."""
+    """Compute the norm of a row, or of its sum with the residual."""
     begin(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
@@ -52,7 +52,7 @@ def norm_factor(
     x, at, head, eps, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The factor of the RMS norm of a head ``x``, at ``at``, or of all heads of its kind."""
+    """Return the RMS norm's factor for a head ``x`` at ``at``, or for all heads of its kind."""
     squares, num_normed = x * x, 1
     if IS_WHOLE:
         squares = tl.zeros([HEAD_DIM], tl.float32)
@@ -71,7 +71,7 @@ def rope_write_kernel(
     q_ptr,  # [T, NUM_HEADS * HEAD_DIM], written
     kv_ptr,  # the pool's blocks, written
     scales_ptr,  # the pool's memory as float32, written where SCALES_AT
-    slots_ptr,  # [T] page * page size + place in the page; -1: no row
+    slots_ptr,  # [T] page * page size + offset in the page; -1: no row
     positions_ptr,  # [T]
     q_cos_ptr,  # [num_positions, HEAD_DIM / 2] float32
     q_sin_ptr,
@@ -91,10 +91,10 @@ def rope_write_kernel(
     CODEC: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_WHOLE: tl.constexpr,  # whether the norm is over all heads of a kind together
-    IS_BEHIND: tl.constexpr,  # whether the norm is behind the turn; then of each head alone
+    IS_BEHIND: tl.constexpr,  # whether the norm, per head, is after RoPE
     IS_CHAINED: tl.constexpr,
 ):
-    """One head of a row: queries and keys normed and turned, keys and values into the pool."""
+    """Process one head of a row: norm and turn queries and keys, store keys and values."""
     begin(IS_CHAINED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -124,7 +124,7 @@ def rope_write_kernel(
         out = (x * scale).to(q_ptr.dtype.element_ty)
         tl.store(q_ptr + (row * NUM_HEADS + head) * HEAD_DIM + dims, out)
         return
-    # Blocks of a layer: keys of each head, then values; as the heads come in the row.
+    # A layer's blocks have the order of a row's heads: keys of each head, then values.
     block = slot // PAGE_SIZE * page_blocks + layer_block + head - NUM_HEADS
     store_vector(
         x, kv_ptr, scales_ptr, block, slot % PAGE_SIZE, HEAD_DIM, NUM_ITEMS, SCALES_AT, CODEC
@@ -138,11 +138,11 @@ def activate_kernel(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     IS_GATED: tl.constexpr,
-    KIND: tl.constexpr,  # as `Activation` names it
+    KIND: tl.constexpr,  # `Activation.kind`
     LIMIT: tl.constexpr,
     IS_CHAINED: tl.constexpr,
 ):
-    """An activation of a row, or of its first half, times the second."""
+    """Compute the activation of a row, or of its first half times the second half."""
     begin(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -161,7 +161,7 @@ def activate_kernel(
         activated = wide / (1.0 + tl.exp(-wide))
     elif KIND == "relu2":  # arXiv 2109.08668; NaN is not below 0
         activated = tl.where(wide < 0.0, 0.0, wide * wide)
-    else:  # as x / (1 + exp(-2 u)): arXiv 1606.08415, section 2
+    else:  # x / (1 + exp(-2 u)): arXiv 1606.08415, section 2
         inner = (wide * wide * wide * 0.044715 + wide) * -1.5957691216057308
         activated = wide / (1.0 + tl.exp(inner))
     activated = activated.to(gate.dtype)

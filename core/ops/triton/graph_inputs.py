@@ -1,10 +1,10 @@
-"""GraphInputs and AsyncCopy: a pass's inputs in one copy to the device, and its results.
+"""GraphInputs and AsyncCopy: a pass's inputs in one copy to the device, and copies of results.
 
-Two launches may be on their way at once. On the device they share everything: one stream does what
-it is asked for in order, so that what the second writes over, the first has read, and memory that
-torch takes back goes to work behind that. The host is not in that order: a copy may not have begun
-when the host comes back to the same memory. So each block of host memory has a mark behind its
-copy, and there is more than one of it.
+Two launches may be under way at once. On the device they share all memory: one stream works in
+order, so the first launch has read a buffer before the second overwrites it, and torch reuses freed
+memory only for later work. The host is not part of this order: a copy may not have begun when the
+host writes the same memory again. So there are several host blocks, each with an event after its
+copy.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from ..machine.device import make_event
 
 HostFields: TypeAlias = Mapping[str, NDArray[Any]]
-NUM_BUFFERS = 2  # launches on their way at once: the third finds the first one's block free
-_ALIGN = 16  # bytes: what a kernel may assume of an argument
-_LEAST_WORDS = 512  # of a reply: nearly all are of one size, which torch keeps to be used again
+NUM_BUFFERS = 2  # launches under way at once; the third reuses the first one's block
+_ALIGN = 16  # bytes; kernels assume this alignment of arguments
+_LEAST_WORDS = 512  # least size of a reply, so that torch can reuse blocks of one size
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """``count`` numbers of one name."""
+    """A named array of ``count`` numbers."""
 
     name: str
     count: int
@@ -36,11 +36,11 @@ class Field:
 
 
 class GraphInputs:
-    """Pinned blocks of host memory and a block on the device, with the same fields in all.
+    """Pinned blocks of host memory and one block on the device, all with the same fields.
 
     ``device`` has the views that kernels read: their addresses never change, so a graph may keep
-    them. The host's blocks are written in turn, ``num_hosts`` of them; each belongs to the copy
-    from `upload` until the mark behind it.
+    them. The ``num_hosts`` host blocks are written in turn; each belongs to its copy from `upload`
+    until the event after the copy.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class GraphInputs:
         offsets, size = _offsets(fields)
         self._block = torch.zeros(size, dtype=torch.uint8, device=device)
         self._hosts = [_Host(fields, device) for _ in range(num_hosts)]
-        self._turn = 0  # which of them is written next
+        self._turn = 0  # index of the host block that is written next
         self._last = (offsets[-1], fields[-1].dtype.itemsize)
         self.device = _views(self._block, fields)
 
     def open(self) -> HostFields:
-        """The host's fields, to be written: of the pass before the last, or void.
+        """Return the next host block's fields for writing; they have an earlier pass's content.
 
-        Waits for a copy of them that is not over yet.
+        Waits until an earlier copy of the block has ended.
         """
         host = self._hosts[self._turn]
         if host.is_lent:
@@ -65,7 +65,7 @@ class GraphInputs:
         return host.fields
 
     def upload(self, num_last: int | None = None) -> None:
-        """Copy to the device, without waiting: of the last field ``num_last`` numbers or all."""
+        """Copy to the device without waiting; ``num_last``: numbers of the last field, or all."""
         host, (at, itemsize) = self._hosts[self._turn], self._last
         stop = len(host.block) if num_last is None else at + num_last * itemsize
         self._block[:stop].copy_(host.block[:stop], non_blocking=True)
@@ -75,21 +75,21 @@ class GraphInputs:
 
 
 class _Host:
-    """One of the blocks of host memory."""
+    """A block of host memory."""
 
     def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
         size = _offsets(fields)[1]
         self.block = _host_memory(size, torch.uint8, device)
         self.fields: HostFields = {n: v.numpy() for n, v in _views(self.block, fields).items()}
         self.event = make_event(device)
-        self.is_lent = False  # to a copy that may not be over
+        self.is_lent = False  # a copy of it may not have ended
 
 
 class AsyncCopy:
-    """Numbers on their way to the host.
+    """A copy of numbers from the device to the host.
 
-    Its block of memory is not reused while it is referenced or its copy is not over. Its event is
-    its own, too: `read` waits for this copy, not for later launches.
+    Its block of memory is not reused while it is referenced or its copy has not ended. It has its
+    own event: `read` waits for this copy, not for later launches.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -101,25 +101,25 @@ class AsyncCopy:
         self._event.record()
 
     def read(self) -> NDArray[Any]:
-        """The numbers, when they are there."""
+        """Wait for the copy and return the numbers."""
         self._event.synchronize()
         return self._numbers.numpy()
 
 
 def _host_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; where the device is a GPU, in memory that it copies by itself."""
+    """Return zeros on the host, in pinned memory if the device is a GPU."""
     return torch.zeros(count, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def _offsets(fields: Sequence[Field]) -> tuple[list[int], int]:
-    """Offset of each field, and the size of all, in bytes."""
+    """Return each field's offset, and the size of all fields, in bytes."""
     sizes = [-(-f.count * f.dtype.itemsize // _ALIGN) * _ALIGN for f in fields]
     ends = np.cumsum(sizes).tolist()
     return [end - size for end, size in zip(ends, sizes, strict=True)], ends[-1]
 
 
 def _views(block: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
-    """The fields of a block."""
+    """Return views of a block's fields by name."""
     offsets, _ = _offsets(fields)
     return {
         field.name: block[at : at + field.count * field.dtype.itemsize].view(field.dtype)

@@ -1,4 +1,4 @@
-"""Vectors of keys and values in the pool: how kernels store and load them.
+"""Storing and loading vectors of keys and values in the pool.
 
 ``CODEC`` is the name of a `KvCodec`.
 """
@@ -9,23 +9,24 @@ import triton
 import triton.language as tl
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to integers, ties to even
-EXPONENT = tl.constexpr(0x7F800000)  # of a float32's bits: with these alone it is a power of two
+EXPONENT = tl.constexpr(0x7F800000)  # exponent bits of a float32; alone they are a power of two
 
 
 @triton.jit
 def to_numbers(x, CODEC: tl.constexpr):
-    """A row of float32 as the codec's numbers, in float32, and its scale; as `kv_pool.encode`.
+    """Return a float32 row as the codec's numbers, in float32, and its scale; see `kv_pool.encode`.
 
-    Rounded here, not by the conversion, which is then exact: the interpreter's own is not to even.
+    The numbers are rounded here, so that the conversion is exact: the interpreter's conversion does
+    not round ties to even.
     """
     TOP: tl.constexpr = 448.0 if CODEC == "fp8" else 127.0
-    # A maximum passes over NaN on a GPU: taken as infinite, it makes the row's scale so.
+    # A GPU's maximum ignores NaN; as infinity, NaN makes the row's scale infinite.
     scale = tl.div_rn(tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0), TOP)
     items = tl.div_rn(x, tl.where(scale > 0.0, scale, float("inf")))
     items = tl.where(items == items, items, 0.0)
     items = tl.minimum(tl.maximum(items, -TOP), TOP)
     rounder = ROUNDER
-    if CODEC == "fp8":  # a step is an eighth of a number's power of two, and of 2**-6 below that
+    if CODEC == "fp8":  # step: 1/8 of the number's power of two, at least 2**-9
         power = (items.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
         rounder = tl.maximum(power, 0.015625) * (ROUNDER / 8)
     return (items + rounder) - rounder, scale
@@ -48,12 +49,12 @@ def store_vector(
 def load_tile(
     kv_ptr, scales_ptr,
     blocks,  # [TILE] index of each position's block in the pool
-    offsets,  # [TILE] place in its page
+    offsets,  # [TILE] offset in the page
     mask,
     NUM_ITEMS: tl.constexpr, SCALES_AT: tl.constexpr, CODEC: tl.constexpr, HEAD_DIM: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Load keys or values of some positions, [TILE, HEAD_DIM] in the dtype of the queries."""
+    """Return keys or values of positions, [TILE, HEAD_DIM], in the queries' dtype."""
     dims = tl.arange(0, HEAD_DIM)
     at = blocks * NUM_ITEMS + offsets * HEAD_DIM
     tile = tl.load(kv_ptr + at[:, None] + dims[None, :], mask=mask[:, None], other=0.0)

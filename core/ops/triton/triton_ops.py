@@ -54,18 +54,18 @@ ACTIVATION_TILE = 1024  # columns
 
 
 class TritonOps(Ops, RoughOps):
-    """The operations of `Ops`, each in one kernel.
+    """`Ops` on a GPU.
 
-    ``exact``: "spec" and "batch" alike keep a row's bits the same beside any others, but for the
-    attention of long chunks, whose tiles are as narrow as those of decoding rows in "batch" only;
-    "off" leaves linears to the library, but not those of ``quantize`` int8. There is no int4.
-    ``graphs`` make the graph of a decoder's layers: with "auto", CUDA's do on a GPU; with "off",
-    and on a CPU, kernels are launched one by one, to the same bits.
+    ``exact``: with "spec" and "batch" a row's bits do not depend on other rows, except in attention
+    of long chunks with "spec", whose tiles are wider than those for decoding rows. "off" leaves
+    linears to the library unless ``quantize`` is int8. There is no int4. ``graphs``: makes the
+    graphs of a decoder's layers. "auto": CUDA graphs on a GPU; "off", or "auto" on a CPU: kernels
+    are launched one by one, with the same bits.
     """
 
     min_rows = 1
     tile_rows = 16
-    batch_device = "cpu"  # a plan copies all of it to the device at once
+    batch_device = "cpu"  # a plan copies a whole batch to the device at once
     has_own_threads = False
     stored_kinds: frozenset[WeightKind] = frozenset()
 
@@ -90,20 +90,20 @@ class TritonOps(Ops, RoughOps):
 
     @property
     def identity(self) -> dict[str, str]:
-        """Triton's version: it compiles the kernels."""
+        """Version of Triton, which compiles the kernels."""
         return {"triton": triton.__version__}
 
     def set_threads(self, count: int) -> None:
-        """The host's threads, for what little it computes."""
+        """Set the number of torch's threads for the host's small computations."""
         torch.set_num_threads(count)
 
     def compile_forward(self, weights: DecoderWeights) -> TritonStep:
-        """One graph per number of rows: all layers, and where rows are few the tokens, too."""
+        """Return a step with one graph per number of rows; few rows also get their tokens."""
         make_graph = self._make_graph(weights.embedding.device)
         one_tile = self.exact == "batch"
         for layer in weights.layers:
             if isinstance(layer.mlp, ExpertWeights):
-                self._tables(layer.mlp)  # not while a graph is captured
+                self._tables(layer.mlp)  # copies to the device, which a captured graph must not
         return TritonStep(self, weights, self.sampler, one_tile=one_tile, make_graph=make_graph)
 
     def _make_graph(self, device: torch.device) -> MakeGraph | None:
@@ -114,7 +114,7 @@ class TritonOps(Ops, RoughOps):
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, plain: bool = False
     ) -> PackedLinear:
-        """Cut a weight into tiles, quantised if these ops were made so."""
+        """Lay out a weight for the tiled kernels, as int8 if ``quantize`` is and not ``plain``."""
         assert isinstance(weight, Tensor)
         if self.exact == "off" and (plain or self.quantize == "none"):
             return PackedLinear(weight.contiguous(), bias, packed=False)
@@ -131,7 +131,7 @@ class TritonOps(Ops, RoughOps):
         return F.linear(x, weight.weight, weight.bias)
 
     def pack_lora(self, update: LoraUpdate, dtype: torch.dtype) -> TritonLora:  # noqa: ARG002
-        """Lay out an update in float32, whatever the activations' dtype."""
+        """Lay out an update in float32 for any dtype of activations."""
         return pack_triton_lora(update)
 
     @override
@@ -139,7 +139,7 @@ class TritonOps(Ops, RoughOps):
         add_triton_lora(out, x, rows, lora)
 
     def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
-        """Raise NotImplementedError: no weight stays as it is stored."""
+        """Raise NotImplementedError: `stored_kinds` is empty."""
         raise NotImplementedError
 
     @override
@@ -161,9 +161,9 @@ class TritonOps(Ops, RoughOps):
         return _norm(x, residual, norm)
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> TritonPlan:
-        """The pass on the host; its batch must be there.
+        """Return the pass on the host, where its batch must be.
 
-        Raises NotImplementedError for rows that see others behind them.
+        Raises NotImplementedError for rows that see later rows.
         """
         if batch.reaches is not None:
             raise NotImplementedError("the Triton kernels compute causal attention alone")

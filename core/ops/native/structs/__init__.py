@@ -1,1 +1,1 @@
-"""Weights, states and batches as the structs that the C kernels read."""
+"""Weights, states and batches as the C kernels' structs."""

@@ -1,4 +1,4 @@
-"""Declared differences as the structs of decoder.h."""
+"""Norms, RoPE, attention rules and activations as the structs of decoder.h."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def norm_struct(norm: Norm) -> Structure:
 
 
 def norm_pointer(norm: Norm | None) -> ctypes._Pointer[Structure] | None:
-    """Return a pointer to an ``ft_norm`` of its own, or None without a norm."""
+    """Return a pointer to a new ``ft_norm``, or None without a norm."""
     return None if norm is None else ctypes.pointer(norm_struct(norm))
 
 
 def turn_struct(norm: HeadNorm | None, tables: Tables, *, writes: bool, gate: int = 0) -> Structure:
-    """Return the ``ft_turn`` of a layer: how its queries and keys are turned.
+    """Return the ``ft_turn`` of a layer: the RoPE tables and norm of its queries and keys.
 
-    ``writes``: the rows have keys and values, which go to the pool. ``gate``: items behind these.
+    ``writes``: the rows have keys and values, which are written to the pool. ``gate``: number of
+    gate items after the values.
     """
     q_table, k_table = tables
     turn = STRUCTS.ft_turn(q_table=q_table, k_table=k_table, writes=writes, gate=gate)

@@ -11,19 +11,19 @@ from ..library import address
 from .declared import activation_struct
 from .linear import linear_pointer, native
 
-MAX_EXPERTS = 1024  # as in experts.h
+MAX_EXPERTS = 1024  # the same as in experts.h
 
 
 def experts_struct(weights: ExpertWeights) -> Structure:
     """Return the ``ft_experts`` of a layer; it must not outlive the weights.
 
-    Raises `ModelLoadError` for more experts than the kernels have room for.
+    Raises `ModelLoadError` for more than `MAX_EXPERTS` experts.
     """
     count = native(weights.router).out_features
     if count > MAX_EXPERTS:
         raise ModelLoadError(f"the native kernels support {MAX_EXPERTS} experts, not {count}")
     array = POINTER(STRUCTS.ft_linear_weight) * count
-    first, second = array(), array()  # NULL for the experts of another rank
+    first, second = array(), array()  # NULL for experts of other ranks
     for number, mlp in enumerate(weights.experts, start=weights.first):
         first[number] = pointer(native(mlp.gate_up).struct)
         second[number] = pointer(native(mlp.down).struct)

@@ -28,11 +28,11 @@ from ..library import DTYPES, NativeLibrary, address
 from ..memory import HugeArena
 
 Products: TypeAlias = Literal["bfloat16", "float32"]
-"""The instructions for bfloat16 weights: products of pairs, or of widened numbers."""
+"""The instructions for bfloat16 weights: products of bfloat16 pairs, or of widened numbers."""
 Source: TypeAlias = Tensor | QuantizedWeight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_WIDE_KIND = 6  # of bfloat16 weights, multiplied as float32
+_WIDE_KIND = 6  # bfloat16 weights, multiplied as float32
 _QUANTIZED_KINDS: dict[WeightKind, int] = {
     "int8": 2, "int4": 3, "int4_min": 4, "int8_group": 5, "int4_zero": 7, "int4_k": 8,
     "int5_k": 9, "int6_k": 10, "iq4_nl": 11, "mxfp4": 12, "iq4_xs": 13, "int4_group": 14,
@@ -43,34 +43,34 @@ _ROUNDED_KINDS = (
     _WIDE_KIND,
     *(_QUANTIZED_KINDS[k] for k in ("int8", "int8_group")),
 )
-_APART, _PLAIN = 64, 65  # forms of pack.c; those of blocks are ggml's numbers
-_ARENA = HugeArena()  # of all weights: small ones share a page
+_APART, _PLAIN = 64, 65  # forms of pack.c; the forms of blocks are ggml's numbers
+_ARENA = HugeArena()  # one for all weights, so that small ones share a page
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeLinear(PackedLinear):
-    """A packed weight: ``weight`` is uint8 ``[panels, bytes of a panel]``, ``bias`` is float32 and,
-    as ``scale``, padded to whole panels.
+    """A packed weight: ``weight`` is uint8 ``[panels, bytes of a panel]``.
 
-    ``others``: rows of other kinds, whose outputs lie behind these; ``out_features`` counts them.
+    ``bias`` is float32; ``bias`` and ``scale`` are padded to whole panels. ``others``: rows of
+    other kinds, whose outputs follow; ``out_features`` includes them.
     """
 
     scale: Tensor | None
     out_features: int
     in_features: int
-    panel: int  # outputs that lie side by side
+    panel: int  # number of outputs in a panel
     struct: Structure
     others: NativeLinear | None = None
 
     @property
     def num_weights(self) -> int:
-        """Weights, those included that fill up panels."""
+        """Number of weights, padding of panels included."""
         own = len(self.weight) * self.panel * self.in_features
         return own + (0 if self.others is None else self.others.num_weights)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one call reads of it."""
+        """Bytes of the weight that one call reads."""
         tensors = (self.weight, self.bias, self.scale)
         own = sum(t.nbytes for t in tensors if t is not None)
         return own + (0 if self.others is None else self.others.num_bytes)
@@ -84,8 +84,10 @@ def pack_linear(
     *,
     products: Products = "bfloat16",
 ) -> NativeLinear:
-    """Lay out ``[out_features, in_features]``: float32 or bfloat16, rounded to ``quantize`` where
-    that is asked for, or a quantised weight as it is. ``products`` is for bfloat16 weights.
+    """Lay out a weight ``[out_features, in_features]``.
+
+    A float32 or bfloat16 weight is rounded to ``quantize`` unless that is "none"; a quantised one
+    stays unchanged. ``products`` is for bfloat16 weights.
     """
     in_features = weight.shape[1]
     if isinstance(weight, Tensor) and quantize != "none":
@@ -122,7 +124,7 @@ def _packed(
     in_features: int,
     others: NativeLinear | None,
 ) -> NativeLinear:
-    """Pack weights of one kind, one below the other, in front of ``others``."""
+    """Pack the rows of weights of one kind, followed by ``others``."""
     panel, num_own = 2 * library.lanes, sum(piece.shape[0] for piece in pieces)
     shape = (-(-num_own // panel), library.c.ft_panel_bytes(kind, in_features))
     values = _ARENA.zeros(shape)
@@ -166,7 +168,7 @@ def _linear(
 
 
 def native(weight: PackedLinear) -> NativeLinear:
-    """Return the weight, which `pack_linear` or `rough_copy` made."""
+    """Return ``weight`` typed as a `NativeLinear`."""
     assert isinstance(weight, NativeLinear)
     return weight
 
@@ -177,7 +179,7 @@ def linear_pointer(weight: PackedLinear | None) -> ctypes._Pointer[Structure] | 
 
 
 def _source(weight: Source) -> tuple[Structure, object]:
-    """Return the ``ft_source`` of a weight, and what must stay alive while C reads it."""
+    """Return the ``ft_source`` of a weight, and an object to keep alive while C reads it."""
     if isinstance(weight, BlockWeight):
         rows = weight.addresses
         at = rows.ctypes.data_as(POINTER(c_void_p))
@@ -198,16 +200,16 @@ def _source(weight: Source) -> tuple[Structure, object]:
 
 
 def _numbers(weight: UnpackedWeight) -> dict[str, Tensor]:
-    """Return the scales, minima and factors that a weight has, by the names of ``ft_source``."""
+    """Return a weight's scales, minima and factors by their names in ``ft_source``."""
     numbers = (weight.scale, weight.minimum, *weight.factors)
     named = zip(("scale", "minimum", "factor", "min_factor"), numbers, strict=False)
     return {name: each.contiguous() for name, each in named if each is not None}
 
 
 def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:
-    """The same weight in 4 bits, for activations of 8 bits: for drafts, which need not be exact.
+    """Return a weight in 4 bits, multiplied by 8-bit activations, for drafts.
 
-    Takes weights of 8 bits or more; the bias is shared. Raises ValueError for others.
+    The bias is shared. Raises ValueError for weights of fewer than 8 bits.
     """
     if packed.struct.kind not in _ROUNDED_KINDS:
         raise ValueError("a weight of fewer than 8 bits has no rough copy")
@@ -232,7 +234,7 @@ def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:
 def linear(
     library: NativeLibrary, x: Tensor, weight: NativeLinear, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``[T, in_features] -> [T, out_features]`` in x's dtype, or in the one asked for."""
+    """Compute ``[T, in_features] -> [T, out_features]`` in ``dtype`` or, if None, x's dtype."""
     x = x.contiguous()
     out = x.new_empty((len(x), weight.out_features), dtype=dtype)
     library.linear(weight.struct, x, out)
@@ -242,8 +244,9 @@ def linear(
 def unpack_rows(
     library: NativeLibrary, weight: NativeLinear, rows: Tensor, out: Tensor, factor: float
 ) -> None:
-    """Unpack rows of a weight of one grouped kind by their numbers ``[..]`` to ``out``
-    ``[.., in_features]``: rounded to its dtype, times ``factor``, rounded again.
+    """Unpack the rows ``rows`` [..] of a weight of one grouped kind to ``out`` [.., in_features].
+
+    A row is rounded to the dtype of ``out``, multiplied by ``factor`` and rounded again.
     """
     library.c.ft_unpack_rows(
         ctypes.byref(weight.struct), rows.data_ptr(), rows.numel(), factor, out.data_ptr(),

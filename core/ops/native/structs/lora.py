@@ -18,11 +18,11 @@ from ..declarations import STRUCTS
 from ..library import DTYPES, NativeLibrary
 
 Updates: TypeAlias = "ctypes.Array[ctypes._Pointer[Structure]]"
-CHUNK = 64  # outputs that lie together, as in lora.h
+CHUNK = 64  # outputs of a chunk, the same as in lora.h
 
 
 class NativeLora(PackedLora):
-    """A and B in the activations' dtype."""
+    """A LoRA update with A and B in the activations' dtype."""
 
     __slots__ = ("_lent", "_num_bytes", "struct")
 
@@ -30,7 +30,7 @@ class NativeLora(PackedLora):
         a = update.a.to(dtype).contiguous()
         packed = [_chunks(block.b.to(dtype)) for block in update.blocks]
         blocks = (STRUCTS.ft_lora_block * len(packed))(*map(_block, update.blocks, packed))
-        self._lent = (a, packed)  # alive as long as the struct points into them
+        self._lent = (a, packed)  # kept alive while the struct points into them
         self._num_bytes = sum(each.nbytes for each in (a, *packed))
         ranks, in_features = a.shape
         self.struct = STRUCTS.ft_lora(
@@ -44,17 +44,17 @@ class NativeLora(PackedLora):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of A and B."""
+        """Size of A and B in bytes."""
         return self._num_bytes
 
 
 class AdaptedStructs:
-    """The adapters of a pass as step.c reads them; alive as long as the pass."""
+    """The adapters of a pass as step.c reads them; it must live as long as the pass."""
 
     def __init__(
         self, adapted: Sequence[AdaptedRows], updates: Callable[[LoraWeights], Updates]
     ) -> None:
-        """``updates``: of an adapter, as `updates_of` makes them."""
+        """Make the structs; ``updates`` returns an adapter's updates, made by `updates_of`."""
         self._updates = [updates(each.weights) for each in adapted]
         self._rows = [np.ascontiguousarray(each.rows, dtype=np.int64) for each in adapted]
         pairs = zip(self._updates, self._rows, strict=True)
@@ -67,7 +67,7 @@ class AdaptedStructs:
 
 
 def updates_of(weights: LoraWeights, places: Sequence[PackedLinear | None]) -> Updates:
-    """Return the updates of the linears at ``places``, four of each layer; NULL for none."""
+    """Return the updates of the linears at ``places``, four per layer; NULL for no update."""
     updates = (POINTER(STRUCTS.ft_lora) * len(places))()
     for index, place in enumerate(places):
         if (lora := weights.parts.get(place)) is not None:
@@ -79,7 +79,7 @@ def updates_of(weights: LoraWeights, places: Sequence[PackedLinear | None]) -> U
 def add_lora(
     library: NativeLibrary, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora
 ) -> None:
-    """Add an update of some rows of ``x`` to ``out``, which is dense. Raises MemoryError."""
+    """Add an update of some rows of ``x`` to the dense ``out``. Raises MemoryError."""
     assert isinstance(lora, NativeLora)
     x, rows = x.contiguous(), rows.contiguous()
     struct = STRUCTS.ft_lora_rows(
@@ -92,7 +92,7 @@ def add_lora(
 
 
 def _chunks(b: Tensor) -> Tensor:
-    """``[num_outputs, num_ranks]`` to ``[chunks, num_ranks, CHUNK]``."""
+    """Lay out ``[num_outputs, num_ranks]`` as ``[chunks, num_ranks, CHUNK]``."""
     padded = F.pad(b, (0, 0, 0, -len(b) % CHUNK))
     return padded.view(-1, CHUNK, b.shape[1]).transpose(1, 2).contiguous()
 

@@ -18,12 +18,13 @@ from ..declarations import STRUCTS
 from ..library import DTYPES
 from .state import StatesStructs
 
-MAX_HEAD_DIM = 576  # as in decoder.h, and the number of parts
+# Both are the same as in decoder.h.
+MAX_HEAD_DIM = 576
 MAX_PARTS = 4
 
 
 def unsuited(dtype: torch.dtype, heads: Sequence[HeadLayout], kv_dtype: KvDtype = "auto") -> str:
-    """Name the part of a model that the kernels cannot compute; empty if there is none."""
+    """Return the part of a model that the kernels cannot compute, or "" if they can."""
     if dtype not in DTYPES:
         return f"{dtype}"
     if KV_CODECS[kv_dtype].native_code is None:
@@ -39,7 +40,7 @@ def unsuited(dtype: torch.dtype, heads: Sequence[HeadLayout], kv_dtype: KvDtype 
 
 
 def kv_struct(pool: KVPool) -> Structure:
-    """Return the ``ft_kv`` of a pool. Raises ValueError for one that the kernels cannot read."""
+    """Return the ``ft_kv`` of a pool. Raises ValueError if the kernels lack its codec."""
     block = pool.block
     if block.codec.native_code is None:
         raise ValueError(
@@ -56,7 +57,7 @@ def kv_struct(pool: KVPool) -> Structure:
 
 
 def heads_struct(heads: HeadLayout, dtype: torch.dtype) -> Structure:
-    """Return the ``ft_heads`` of activations of ``dtype``."""
+    """Return the ``ft_heads`` of a head layout; ``dtype`` is the activations'."""
     return STRUCTS.ft_heads(
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
@@ -71,7 +72,8 @@ def heads_struct(heads: HeadLayout, dtype: torch.dtype) -> Structure:
 class NativePlan:
     """Arrays and structs of one forward pass that every kernel reads.
 
-    Raises ValueError for rows of no segment, and for a pool that the kernels cannot read.
+    Raises ValueError for a batch with copies of its last row, and for a pool whose codec the
+    kernels lack.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class NativePlan:
         heads: HeadLayout,
         tables: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        """``tables``: cos and sin ``[num_rows, turned_dim / 2]`` of each table."""
+        """Make the structs; ``tables``: cos and sin ``[num_rows, turned_dim / 2]`` of each."""
         if batch.num_rows != int(batch.lens.sum()):
             raise ValueError("the native kernels take batches without copies of their last row")
         rows = {
@@ -106,7 +108,7 @@ class NativePlan:
         self.logit_rows = batch.logit_rows if batch.num_logits < batch.num_rows else None
         self.heads = heads
         self.dtype = pool.dtype
-        # Alive as long as the structs point into them.
+        # Kept alive while the structs point into them.
         self._lent = (host, cos, sin, slots, pool)
         states = pass_states(batch, pool.states)
         self.states = None if states is None else StatesStructs(batch, states)
@@ -125,12 +127,12 @@ class NativePlan:
 
     @property
     def pointers(self) -> tuple[object, object, object]:
-        """Batch, pool and heads, as the kernels take them."""
+        """Pointers to batch, pool and heads, for the kernels."""
         return tuple(ctypes.byref(s) for s in (self.batch, self.kv, self.head_struct))  # type: ignore[return-value]
 
     @property
     def part(self) -> Structure:
-        """The ``ft_part`` of the same; the plan must outlive it."""
+        """The ``ft_part`` with the plan's batch, pool and heads; the plan must outlive it."""
         return STRUCTS.ft_part(
             batch=ctypes.pointer(self.batch),
             kv=ctypes.pointer(self.kv),

@@ -12,13 +12,13 @@ from ...weights import ConvWeights, DeltaWeights, RecurrentWeights
 from ..declarations import STRUCTS
 from ..library import address
 
-MAX_TAPS = 8  # as in state.h
+MAX_TAPS = 8  # the same as in state.h
 
 
 class RecurrentStructs:
-    """Lends the C side a recurrent layer; keeps alive what it points to.
+    """The ``ft_recurrence`` of a recurrent layer, and the tensors that it points to.
 
-    Raises `ModelLoadError` for a convolution of more taps than the kernels have room for.
+    Raises `ModelLoadError` for a convolution of more than `MAX_TAPS` taps.
     """
 
     def __init__(self, weights: RecurrentWeights) -> None:
@@ -47,9 +47,9 @@ class RecurrentStructs:
 
 
 class ConvStructs:
-    """Lends the C side a layer of a short convolution; keeps alive what it points to.
+    """The ``ft_conv`` of a short convolution, and the tensors that it points to.
 
-    Raises `ModelLoadError` as `RecurrentStructs` does.
+    Raises `ModelLoadError` for a convolution of more than `MAX_TAPS` taps.
     """
 
     def __init__(self, weights: ConvWeights) -> None:
@@ -65,7 +65,7 @@ class ConvStructs:
 
 
 def _taps_of(conv: Tensor) -> Tensor:
-    """``[conv_len, channels]``: neighbouring channels are read together."""
+    """Return taps ``[conv_len, channels]``: the kernels read neighbouring channels together."""
     conv_len = conv.shape[1]
     if conv_len > MAX_TAPS:
         raise ModelLoadError(
@@ -75,7 +75,7 @@ def _taps_of(conv: Tensor) -> Tensor:
 
 
 class StatesStructs:
-    """Lends the C side the states of a pass; keeps alive what it points to."""
+    """The ``ft_states`` of a pass, and the arrays that it points to."""
 
     def __init__(self, batch: RaggedBatch, pool: StatePool) -> None:
         states = batch.states

@@ -1,1 +1,1 @@
-"""Attention over pages, and how it is divided among programs."""
+"""Attention over pages, and its division among programs."""

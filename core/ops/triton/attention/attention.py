@@ -1,8 +1,8 @@
-"""Ragged paged attention: one kernel for decode, verify and prefill rows, and one that merges.
+"""Ragged paged attention: one kernel for decode, verify and prefill rows, and a merging kernel.
 
-Online softmax (arXiv 1805.02867) inside a split; the splits of a stretch are merged in order of
-position, and so are the stretches, by the same arithmetic in both kernels: narrow and wide items
-differ by their tiles alone. Merging one state into nothing changes none of its bits.
+Inside a split, softmax is computed online (arXiv 1805.02867). The splits of a stretch and then the
+stretches are merged in order of position, with the same arithmetic in both kernels: narrow and wide
+items differ only in their tiles. Merging a state into an empty one changes none of its bits.
 
 A state of queries is ``max_score``, the highest score so far, ``exp_sum``, the sum of
 exp(score - max_score), and ``acc``, the values weighted by these.
@@ -16,12 +16,12 @@ import triton.language as tl
 from ..chain import begin
 from ..kv_codec import load_tile
 
-HIDDEN = tl.constexpr(-1e30)  # finite: a split that a row cannot see at all must not yield NaN
+HIDDEN = tl.constexpr(-1e30)  # finite, so that a split that a row does not see yields no NaN
 
 
 @triton.jit
 def merge_state(max_score, exp_sum, acc, new_max, new_sum, new_acc):
-    """Merge the state of one more split behind those merged so far."""
+    """Merge the state of one more split after the earlier ones."""
     higher = tl.maximum(max_score, new_max)
     keep, add = tl.exp(max_score - higher), tl.exp(new_max - higher)
     return higher, exp_sum * keep + new_sum * add, acc * keep[:, None] + new_acc * add[:, None]
@@ -29,7 +29,7 @@ def merge_state(max_score, exp_sum, acc, new_max, new_sum, new_acc):
 
 @triton.jit
 def first_split(position, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
-    """The first split that a row at ``position`` sees."""
+    """Return the first split that a row at ``position`` sees."""
     first = position * 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0) // SPLIT
@@ -38,7 +38,7 @@ def first_split(position, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def add_sinks(max_score, exp_sum, acc, sinks):
-    """Add a score without a value for each query, behind all keys."""
+    """Add a score without a value for each query, after all keys."""
     higher = tl.maximum(max_score, sinks)
     keep = tl.exp(max_score - higher)
     return exp_sum * keep + tl.exp(sinks - higher), acc * keep[:, None]
@@ -47,7 +47,7 @@ def add_sinks(max_score, exp_sum, acc, sinks):
 @triton.jit
 def attend_tile(
     q,
-    position,  # [TILE_ROWS] of the queries
+    position,  # [TILE_ROWS] last positions that the queries see
     key,  # [TILE] positions
     k,
     v,
@@ -57,7 +57,7 @@ def attend_tile(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """Add a tile of keys to the queries' running state: online softmax."""
+    """Add a tile of keys to the queries' running state by online softmax."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if CAP > 0:  # CAP * tanh(scores / CAP)
         scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / CAP))))
@@ -78,8 +78,8 @@ def attend_tile(
 def attend_span(
     q,
     position,
-    first,  # position of the span, and the one behind it
-    stop,
+    first,  # first position of the span
+    stop,  # position after the span
     pages_ptr,
     tail_from,  # first position whose slot is in the tail
     tail_ptr,
@@ -98,7 +98,7 @@ def attend_span(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """Compute the queries' state (max_score, exp_sum, acc) of some neighbouring positions."""
+    """Return the queries' state (max_score, exp_sum, acc) over the positions of a span."""
     max_score = tl.full([TILE_ROWS], HIDDEN, tl.float32)
     exp_sum = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
@@ -135,17 +135,17 @@ def store_partial(
 @triton.jit
 def attend_kernel(
     q_ptr,  # [T, NUM_HEADS * HEAD_DIM], scaled
-    out_ptr,  # the same
+    out_ptr,  # [T, NUM_HEADS * HEAD_DIM]
     kv_ptr,  # the pool's blocks
-    scales_ptr,  # the pool's memory as float32, where vectors are scaled
+    scales_ptr,  # the pool's memory as float32, if vectors are scaled
     acc_ptr,  # [num_places, NUM_HEADS, HEAD_DIM] float32
     max_score_ptr,  # [num_places, NUM_HEADS] float32
     exp_sum_ptr,  # [num_places, NUM_HEADS] float32
-    positions_ptr,  # [T] the last that a row sees
-    places_ptr,  # [T] first place of a row's partial sums, or its tile's; -1: it has none
-    counts_ptr,  # [4] where in words the narrow items begin, and how many; the same of wide ones
+    positions_ptr,  # [T] last position that a row sees
+    places_ptr,  # [T] first place of a row's partial sums, or its tile's; -1: no partial sums
+    counts_ptr,  # [4] (index in words, number) of the narrow items, then of the wide ones
     sinks_ptr,  # [NUM_HEADS] float32, read where HAS_SINKS
-    words_ptr,  # items of ITEM_WORDS numbers, and the rows, page ids and slots that they speak of
+    words_ptr,  # items of ITEM_WORDS numbers, and the rows, page ids and slots that they refer to
     layer_block,  # index of the layer's first block in page 0
     page_blocks,  # blocks of one page
     NUM_HEADS: tl.constexpr,
@@ -156,21 +156,21 @@ def attend_kernel(
     SCALES_AT: tl.constexpr,
     CODEC: tl.constexpr,
     SPLIT: tl.constexpr,
-    KV_SPLIT_GROUP: tl.constexpr,  # splits
+    KV_SPLIT_GROUP: tl.constexpr,  # splits of a stretch
     TILE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,  # queries of a tile: rows times heads of a group, 16 at least
-    WINDOW: tl.constexpr,  # 0: none
-    CAP: tl.constexpr,  # of the scores; 0: none
+    TILE_ROWS: tl.constexpr,  # queries of a tile: rows times heads of a group, at least 16
+    WINDOW: tl.constexpr,  # positions that a row sees; 0: no window
+    CAP: tl.constexpr,  # limit of the scores; 0: no limit
     HAS_SINKS: tl.constexpr,
     IS_NARROW: tl.constexpr,
-    IS_WHOLE: tl.constexpr,  # whether a wide item's splits are one sum
+    IS_WHOLE: tl.constexpr,  # whether a wide item's splits are summed without merging
     ITEM_WORDS: tl.constexpr,
     IS_CHAINED: tl.constexpr,
 ):
     """Compute every ``num_programs``-th item for one KV head.
 
     An item stores partial sums, or the output if it has all keys of its rows. The number of
-    programs does not depend on that of items: so a graph may launch them.
+    programs does not depend on the number of items, so that a graph can launch them.
     """
     begin(IS_CHAINED)
     kv_head = tl.program_id(1)
@@ -229,7 +229,7 @@ def attend_kernel(
                     max_score, exp_sum, acc = merge_state(
                         max_score, exp_sum, acc, split_max, split_sum, split_acc
                     )
-            # A tile of several stretches leaves all of each, whether a row sees it or not.
+            # A tile of several stretches stores the sums of all rows, also of rows that see none.
             first_row = tl.load(words_ptr + tl.load(words))
             place = tl.load(places_ptr + first_row)
             if place >= 0:
@@ -258,10 +258,10 @@ def merge_kernel(
     positions_ptr,
     places_ptr,  # -1: nothing to merge
     sinks_ptr,  # [NUM_HEADS] float32, read where HAS_SINKS
-    rows_in_tile_ptr,  # [T] which row of its wide tile; -1: a narrow row
+    rows_in_tile_ptr,  # [T] index of the row in its wide tile; -1: a narrow row
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,  # of a program, a power of two
+    HEADS: tl.constexpr,  # heads of a program, a power of two
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     KV_SPLIT_GROUP: tl.constexpr,
@@ -293,7 +293,7 @@ def merge_kernel(
         group_max = tl.full([HEADS], HIDDEN, tl.float32)
         group_sum = tl.zeros([HEADS], tl.float32)
         group_acc = tl.zeros([HEADS, HEAD_DIM], tl.float32)
-        for index in tl.range(num_sums, num_stages=4):  # loads that wait for no other
+        for index in tl.range(num_sums, num_stages=4):  # pipelined: the loads are independent
             here = at + index * step
             acc_at = here.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
             new_acc = tl.load(acc_ptr + acc_at)

@@ -1,4 +1,4 @@
-"""Launches of the attention kernels: how many programs, of what tiles, on a device."""
+"""Launches of the attention kernels: the number of programs and their tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..graph.plan import DevicePlan, Work
 from .attention import attend_kernel, merge_kernel
 from .tile_schedule import SPLIT
 
-MERGED_HEADS = 4  # of a program at most: 16 bytes a thread, where a head has 128 dimensions
+MERGED_HEADS = 4  # most heads of a merging program: 16 bytes per thread at 128 dimensions
 
 
 class Rule(NamedTuple):
@@ -31,21 +31,21 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionLaunch:
-    """A tile of keys, and the programs that take tiles. ``keys`` alone changes bits."""
+    """Parameters of a launch. Only ``keys`` changes bits."""
 
     keys: int  # positions of a tile
-    programs: int  # on every multiprocessor: as many as its registers and its memory hold
+    programs: int  # programs per multiprocessor, limited by its registers and shared memory
     num_warps: int
-    num_stages: int  # of 2 n + 1, n tiles of keys and values are on their way
+    num_stages: int  # with 2 n + 1 stages, n tiles of keys and values are being loaded
 
 
 NARROW = AttentionLaunch(keys=32, programs=3, num_warps=4, num_stages=5)
 WIDE = AttentionLaunch(keys=64, programs=4, num_warps=8, num_stages=5)
-WIDE_BYTES = 256  # of a vector at most: of longer ones fewer fit into memory
+WIDE_BYTES = 256  # longest vector for `WIDE`; of longer ones fewer fit into shared memory
 
 
 def attention_launch(pool: KVPool, *, is_narrow: bool, one_tile: bool) -> AttentionLaunch:
-    """The launch in use. Where chunks have the bits of decoding rows, it is theirs."""
+    """Return the launch for narrow or wide items; with ``one_tile`` both have the narrow one."""
     if is_narrow or one_tile:
         return NARROW
     vector_bytes = pool.head_dim * pool.dtype.itemsize
@@ -63,7 +63,7 @@ def attend(
     is_narrow: bool,
     launch: AttentionLaunch | None = None,
 ) -> None:
-    """Compute the narrow or the wide items of a work list; ``launch`` to try another."""
+    """Compute the narrow or the wide items of a work list; ``launch``: None for the usual one."""
     geometry, partial = plan.geometry, plan.partial_sums
     heads, pool = geometry.heads, geometry.pool
     if launch is None:
@@ -101,7 +101,7 @@ def merge(out: Tensor, plan: DevicePlan, work: Work, rule: Rule) -> None:
 
 
 def shape(heads: HeadLayout, pool: KVPool) -> dict[str, int | str]:
-    """Return constants of a kernel that reads or writes the pool."""
+    """Return the constants of a kernel that reads or writes the pool."""
     return {
         "NUM_HEADS": heads.num_heads,
         "NUM_KV_HEADS": heads.num_kv_heads,
@@ -116,7 +116,7 @@ def shape(heads: HeadLayout, pool: KVPool) -> dict[str, int | str]:
 def memory_of(pool: KVPool) -> tuple[Tensor, Tensor]:
     """Return the pool's memory in the dtype that kernels load, and as float32 for its scales.
 
-    Where there are no scales the second is anything.
+    Without scales the second tensor is not used.
     """
     codec = pool.block.codec
     if not codec.is_scaled:

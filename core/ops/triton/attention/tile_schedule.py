@@ -1,14 +1,14 @@
-"""TileSchedule: which program of the attention kernel computes what, made on the host for one pass.
+"""TileSchedule: the attention kernel's work items for one pass, made on the host.
 
-An item is some rows against the keys of one page table. Rows of decoding and verifying requests
-are *narrow*: they are packed into tiles of 16 query heads and take one split of the positions at
-a time, so that a long context is shared among many programs, and pages that several requests
-share are read once for all of them. Rows of long chunks are *wide*: they fill a tile by
-themselves and take all splits of a *stretch* in turn; a single stretch is not shared, many are.
+An item is some rows against keys of one page table. Rows of decoding and verifying requests are
+*narrow*: they are packed into tiles of 16 query heads and have one split of the positions per item,
+so that many programs share a long context, and pages that several requests share are read once for
+all of them. Rows of long chunks are *wide*: they fill a tile by themselves and an item has all
+splits of a *stretch*; several stretches are divided among programs.
 
-Splits and stretches begin at fixed absolute positions. Every row adds up the splits of a stretch
-in order, and then its stretches in order, whether one program does so or many do; so what a row
-adds up does not depend on what rides beside it, nor on the chunk that it comes in.
+Splits and stretches begin at fixed absolute positions. Every row adds up the splits of a stretch in
+order, and then its stretches in order, in one program or in many; so a row's sums do not depend on
+other rows or on its chunk.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from ...batch import IntArray, RaggedBatch
 
-SPLIT = 256  # positions
-# Splits. A tile of 64 queries that stores its partial sums of a stretch moves 8 bytes a number,
-# against 4 * 4096 operations: some percent of the time that these take, and nothing for the first
-# 4,096 positions of a prompt. Yet 64 rows behind 32k positions make 9 times as many items.
+SPLIT = 256  # positions of a split
+# Splits of a stretch. A tile of 64 queries that stores its partial sums of a stretch moves 8 bytes
+# per number, against 4 * 4096 operations: a few percent of their time, and nothing for the first
+# 4,096 positions of a prompt. Yet 64 rows after 32k positions have 9 times as many items.
 KV_SPLIT_GROUP = 16
-NARROW_LEN = 32  # rows of a segment up to which it is narrow
+NARROW_LEN = 32  # greatest number of rows of a narrow segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +33,7 @@ class WorkItems:
     """Work items of one kind of tile. All arrays are [num_items] but ``rows``.
 
     Item i computes ``rows[first_rows[i] : first_rows[i] + num_rows[i]]`` of the batch against the
-    pages of segment ``tables[i]``, splits ``first_splits[i]`` up to ``last_splits[i]``, that one
-    included.
+    pages of segment ``tables[i]``, from split ``first_splits[i]`` to ``last_splits[i]`` inclusive.
     """
 
     rows: IntArray
@@ -52,26 +51,26 @@ class WorkItems:
 class TileSchedule:
     """Items of a pass, or of a part of it, and the places of their partial sums.
 
-    A narrow row r has a place for every split that it sees, from ``places[r]`` on. A tile of wide
-    rows has ``wide_places`` for every stretch, one for each of its rows, of which row r is number
-    ``rows_in_tile[r]``; those of the row's own first stretch begin at ``places[r]``. A tile with
-    one stretch has none: its item has all keys.
+    A narrow row r has a place for every split that it sees, beginning with ``places[r]``. A tile of
+    wide rows has ``wide_places`` for every stretch, one for each of its rows; row r has the index
+    ``rows_in_tile[r]``. The places of the first stretch that row r sees begin at ``places[r]``. A
+    tile with one stretch has no places: its item has all keys.
     """
 
     narrow: WorkItems
     wide: WorkItems
-    places: IntArray  # [num_rows]; -1: it has none
+    places: IntArray  # [num_rows]; -1: no places
     rows_in_tile: IntArray  # [num_rows]; -1: a narrow row
-    last_seen: IntArray  # [num_rows] the last position of pages and tail that a row sees
-    ends: IntArray  # [num_rows] places of all rows up to each; a tile's are its first row's
+    last_seen: IntArray  # [num_rows] last position of pages and tail that a row sees
+    ends: IntArray  # [num_rows] places of all rows up to each; the first row has a tile's places
 
     @property
     def num_places(self) -> int:
-        """Number of places of all rows."""
+        """Total number of places."""
         return int(self.ends[-1])
 
     def parts(self, max_places: int) -> list[range]:
-        """Cut the rows into ranges of at most ``max_places`` each, a row or tile at least."""
+        """Divide the rows into ranges of at most ``max_places`` places, or of one row or tile."""
         found, stop, taken = [], 0, 0
         while stop < len(self.ends):
             room = max(taken + max_places, int(self.ends[stop]))
@@ -91,11 +90,11 @@ def build_tile_schedule(
     window: int | None = None,
     part: range | None = None,
 ) -> TileSchedule:
-    """The work of one attention layer.
+    """Return the work of one attention layer.
 
-    ``narrow_rows``, ``wide_rows``: rows that a tile holds. ``wide_places``: places that a wide one
-    takes, as many as its rows at least. ``kv_split_group``: splits of one. ``part``: one of
-    `parts`, if not all.
+    ``narrow_rows``, ``wide_rows``: rows of a tile. ``wide_places``: places of a wide tile and
+    stretch, at least its number of rows. ``kv_split_group``: splits of a stretch. ``part``: rows to
+    compute, one of `TileSchedule.parts`; None: all rows.
     """
     spans = _Spans.of(batch, window, part)
     is_wide, here = batch.lens > NARROW_LEN, spans.lens > 0
@@ -105,7 +104,7 @@ def build_tile_schedule(
         rows_in_tile = _rows_in_tile(batch, is_wide, wide_rows)
         counts[rows_in_tile >= 0] = 0
         counts[tiles.firsts] = wide_places * tiles.num_places(kv_split_group)
-    else:  # as when everybody decodes
+    else:  # all rows are narrow, as in decoding
         tiles, rows_in_tile = _NO_TILES, np.full(len(counts), -1)
     if part is not None:
         counts[: part.start] = counts[part.stop :] = 0
@@ -133,13 +132,13 @@ class _Spans:
     batch: RaggedBatch
     first_rows: IntArray  # [num_segments]
     lens: IntArray  # [num_segments]
-    positions: IntArray  # [num_rows] the last one that a row sees
+    positions: IntArray  # [num_rows] last position that a row sees
     first_splits: IntArray  # [num_rows]
     last_splits: IntArray  # [num_rows]
 
     @classmethod
     def of(cls, batch: RaggedBatch, window: int | None, part: range | None) -> _Spans:
-        """Spans of all rows of a batch, or of the rows of a ``part``."""
+        """Return the spans of all rows of a batch, or of the rows of a ``part``."""
         rows = np.arange(len(batch.lens)).repeat(batch.lens)
         positions = np.arange(len(rows)) + (batch.starts - batch.first_rows)[rows]
         first_splits = np.zeros(len(rows), dtype=np.int64)
@@ -154,7 +153,7 @@ class _Spans:
 
 
 def _rows_in_tile(batch: RaggedBatch, is_wide: NDArray[np.bool_], wide_rows: int) -> IntArray:
-    """Index of each row in its wide tile, [num_rows]; -1 for rows of segments that are not wide."""
+    """Return each row's index in its wide tile, [num_rows]; -1 for narrow rows."""
     firsts = np.repeat(batch.first_rows, batch.lens)
     places = (np.arange(len(firsts)) - firsts) % wide_rows
     return np.where(np.repeat(is_wide, batch.lens), places, -1)
@@ -164,8 +163,8 @@ def _rows_in_tile(batch: RaggedBatch, is_wide: NDArray[np.bool_], wide_rows: int
 class _Tiles:
     """Neighbouring rows of long chunks. All arrays are [num_tiles] but ``rows``."""
 
-    rows: IntArray  # tile by tile
-    starts: IntArray  # in ``rows``
+    rows: IntArray  # rows, tile by tile
+    starts: IntArray  # first index in ``rows``
     sizes: IntArray
     tables: IntArray
     first_splits: IntArray
@@ -173,11 +172,11 @@ class _Tiles:
 
     @property
     def firsts(self) -> IntArray:
-        """The first row of each."""
+        """First row of each tile."""
         return self.rows[self.starts]
 
     def num_places(self, kv_split_group: int) -> IntArray:
-        """Stretches of each whose partial sums are stored: all, or none where there is one only."""
+        """Return each tile's number of stored stretches: all, or 0 for a single stretch."""
         counts = self.last_splits // kv_split_group - self.first_splits // kv_split_group + 1
         return np.where(counts > 1, counts, 0)
 
@@ -200,10 +199,10 @@ def _tiles(spans: _Spans, segments: IntArray, tile_rows: int) -> _Tiles:
 
 
 def _wide(tiles: _Tiles, kv_split_group: int) -> WorkItems:
-    """Tiles, stretch by stretch.
+    """Return the items of wide tiles, one per tile and stretch.
 
-    The longest come first, as none of them must be the last to end; among those of one length,
-    those that read the same keys are neighbours.
+    The longest items come first, so that none of them ends last; among items of one length, those
+    that read the same keys are neighbours.
     """
     if not len(tiles.rows):
         return _NO_ITEMS
@@ -212,7 +211,7 @@ def _wide(tiles: _Tiles, kv_split_group: int) -> WorkItems:
     first_splits = np.maximum(lo[owners], numbers * kv_split_group)
     last_splits = np.minimum(hi[owners], (numbers + 1) * kv_split_group - 1)
     tables = tiles.tables[owners]
-    order = np.lexsort((numbers, tables, first_splits - last_splits))  # the last is the first key
+    order = np.lexsort((numbers, tables, first_splits - last_splits))  # last key first
     owners = owners[order]
     return WorkItems(
         rows=tiles.rows,
@@ -225,13 +224,13 @@ def _wide(tiles: _Tiles, kv_split_group: int) -> WorkItems:
 
 
 def _narrow(spans: _Spans, segments: IntArray, tile_rows: int) -> WorkItems:
-    """Split by split, the sharers of its pages together."""
+    """Return the items of narrow rows, split by split; rows that share pages are neighbours."""
     if not len(segments):
         return _NO_ITEMS
     batch = spans.batch
     order, shared = _by_pages(batch, segments)
     owners, rows = _spread(spans.first_rows[order], spans.lens[order])
-    # Every row with each of its splits, then those of a split together, in order within it.
+    # Pairs of rows and splits are sorted by split; the order of rows within a split stays.
     firsts = spans.first_splits[rows]
     entries, splits = _spread(firsts, spans.last_splits[rows] - firsts + 1)
     by_split = splits.astype(np.int16).argsort(kind="stable")  # a radix sort
@@ -250,7 +249,7 @@ def _narrow(spans: _Spans, segments: IntArray, tile_rows: int) -> WorkItems:
 
 
 def _tile_starts(owners: IntArray, splits: IntArray, shared: IntArray, tile_rows: int) -> IntArray:
-    """Indices of rows that begin a tile: other pages than the row before, or the tile is full.
+    """Return indices of rows that begin a tile, because of other pages or a full tile.
 
     ``owners``: segments of the rows, counted in the order of ``shared``.
     """
@@ -258,7 +257,7 @@ def _tile_starts(owners: IntArray, splits: IntArray, shared: IntArray, tile_rows
     joins = (step == 0) & before
     if shared.any():
         joins |= (step == 1) & before & (shared[owners[1:]] >= (splits[1:] + 1) * SPLIT)
-    if not joins.any():  # as when everybody decodes, with pages of its own
+    if not joins.any():  # one row per item, as in decoding without shared pages
         return np.arange(len(owners))
     indices = np.arange(len(owners))
     firsts = np.concatenate((indices[:1], np.where(joins, 0, indices[1:])))
@@ -266,7 +265,7 @@ def _tile_starts(owners: IntArray, splits: IntArray, shared: IntArray, tile_rows
 
 
 def _sizes(starts: IntArray, stop: int) -> IntArray:
-    """Numbers from each start to the next, and to ``stop``; in a fifth of `np.diff`'s time."""
+    """Return differences of neighbouring starts, then of ``stop``, in 1/5 of `np.diff`'s time."""
     sizes = np.empty_like(starts)
     np.subtract(starts[1:], starts[:-1], out=sizes[:-1])
     sizes[-1:] = stop - starts[-1:]
@@ -274,7 +273,7 @@ def _sizes(starts: IntArray, stop: int) -> IntArray:
 
 
 def _spread(firsts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
-    """Each number and the ``counts - 1`` that follow it: (whose, the number)."""
+    """Return each first number and the ``counts - 1`` next ones, as (index of first, number)."""
     ends, indices = counts.cumsum(), np.arange(len(counts))
     if ends[-1] == len(counts):
         return indices, firsts
@@ -283,10 +282,10 @@ def _spread(firsts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _by_pages(batch: RaggedBatch, segments: IntArray) -> tuple[IntArray, IntArray]:
-    """Segments so that sharers are neighbours, and how many positions each shares with the last.
+    """Sort segments so that sharers of pages are neighbours.
 
-    Positions that a segment computes itself, or has in a tail, are its own, even if others share
-    the page.
+    Returns the order, and the number of positions that each shares with the segment before it.
+    Positions that a segment computes itself, or has in a tail, are not shared.
     """
     shared = np.zeros(len(segments), dtype=np.int64)
     if not _may_share(batch, segments):
@@ -294,7 +293,7 @@ def _by_pages(batch: RaggedBatch, segments: IntArray) -> tuple[IntArray, IntArra
     pages, size = batch.pages.tobytes(), batch.pages.itemsize
     ends = (batch.first_pages + batch.page_counts).tolist()
     lists = [pages[lo * size : hi * size] for lo, hi in zip([0, *ends], ends, strict=False)]
-    order = np.array(sorted(segments.tolist(), key=lists.__getitem__))  # in any order of page ids
+    order = np.array(sorted(segments.tolist(), key=lists.__getitem__))  # by any order of ids
     tables, starts = batch.page_table[order], np.minimum(batch.starts, batch.tail_from)[order]
     differs = np.ones((len(order) - 1, tables.shape[1] + 1), dtype=bool)
     differs[:, :-1] = tables[1:] != tables[:-1]
@@ -304,7 +303,7 @@ def _by_pages(batch: RaggedBatch, segments: IntArray) -> tuple[IntArray, IntArra
 
 
 def _may_share(batch: RaggedBatch, segments: IntArray) -> bool:
-    """Whether two of them have the page in which the first split ends: most often none has."""
+    """Whether two segments have the same page at the end of the first split; this is rare."""
     last = (SPLIT - 1) // batch.page_size
     long = segments[batch.page_counts[segments] > last]
     pages = np.sort(batch.pages[batch.first_pages[long] + last])

@@ -1,1 +1,1 @@
-"""A pass: what it copies to the device, and the graphs that compute it."""
+"""A pass: its inputs on the device, and the graphs that compute it."""

@@ -1,4 +1,4 @@
-"""StepAdapters: the adapters of passes, as kernels find them in a graph and outside of it."""
+"""StepAdapters: adapters of passes, for kernels inside and outside of graphs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SPREAD = 4  # room for adapters in a graph grows by this factor
 
 
 class PassAdapters(NamedTuple):
-    """The adapters of a pass: where the table of each is, and which rows are its."""
+    """The adapters of a pass: the address of each one's table, and its rows."""
 
     addresses: Sequence[int]
     rows: Sequence[IntArray]
 
     def fill(self, to: HostFields) -> None:
-        """Write them to the inputs of a pass."""
+        """Write addresses and rows to the inputs of a pass."""
         to["adapters"][: len(self.addresses)] = self.addresses
         to["adapted"][:] = 0
         for number, rows in enumerate(self.rows, 1):
@@ -35,7 +35,7 @@ class PassAdapters(NamedTuple):
 
 
 class StepAdapters:
-    """Operations of a decoder's passes with adapters. ``growth``: see `AdapterTables`."""
+    """Operations of a decoder's passes with adapters."""
 
     def __init__(self, ops: Ops, device: torch.device) -> None:
         self._ops = ops
@@ -43,18 +43,18 @@ class StepAdapters:
 
     @property
     def growth(self) -> int:
-        """Graphs of another one lack something."""
+        """`AdapterTables.growth`: graphs captured at another value are outdated."""
         return self._tables.growth
 
     def of_pass(self, adapted: Sequence[AdaptedRows]) -> PassAdapters | None:
-        """The adapters of a pass; None without any."""
+        """Return the adapters of a pass, or None without any."""
         if not adapted:
             return None
         addresses = self._tables.take([each.weights for each in adapted])
         return PassAdapters(addresses, [each.rows for each in adapted])
 
     def ops(self, inputs: GraphInputs, num_adapters: int) -> Ops:
-        """Operations with so many adapters at most: those that are written to the inputs."""
+        """Return operations that read at most ``num_adapters`` adapters from the inputs."""
         adapted, tables = inputs.device["adapted"], inputs.device["adapters"][:num_adapters]
 
         def add(out: Tensor, x: Tensor, linear: PackedLinear) -> None:
@@ -63,7 +63,7 @@ class StepAdapters:
         return adding_ops(self._ops, add)
 
     def ops_of_pass(self, adapters: PassAdapters | None, plan: DevicePlan) -> Ops:
-        """Operations of one pass outside of graphs."""
+        """Return the operations of one pass outside of graphs."""
         if adapters is None:
             return self._ops
         count = len(adapters.addresses)
@@ -75,7 +75,7 @@ class StepAdapters:
 
 
 def room_for(num_adapters: int, num_rows: int) -> int:
-    """The number of adapters that a graph of so many rows is made for, to serve so many."""
+    """Return the capacity, at least ``num_adapters``, of a graph of ``num_rows`` rows."""
     room = 1
     while room < num_adapters:
         room *= _SPREAD

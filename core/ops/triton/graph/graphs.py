@@ -1,4 +1,4 @@
-"""Graph: work recorded once and launched as a whole from then on."""
+"""Graph: work that is recorded once and then launched as a whole."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
-T = TypeVar("T")  # what work leaves: tensors
+T = TypeVar("T")  # tensors that the work returns
 
 
 class Graph(Protocol):
-    """One recording. What it reads and writes stays where it was while it was recorded."""
+    """A recording of work, whose inputs and outputs stay at the same addresses."""
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Record ``work``; where every `replay` leaves what it returned."""
+        """Record ``work``; return the tensors to which every `replay` writes its results."""
 
     def replay(self) -> None:
-        """Do the work again, behind what the device was asked for so far."""
+        """Launch the work again, after everything launched so far."""
 
 
 MakeGraph: TypeAlias = Callable[[], Graph]
 
 
 class CudaGraph:
-    """A CUDA graph. Those with the same ``memory`` use it in turn: one is over, then the next.
+    """A CUDA graph. Graphs with the same ``memory`` use it one after another.
 
-    So its result holds until another of them is replayed.
+    So a graph's result is valid until another graph with this memory is replayed.
     """
 
     def __init__(self, memory: Any) -> None:  # noqa: ANN401 - torch has no public name for it
@@ -34,22 +34,22 @@ class CudaGraph:
         self._memory = memory
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Record ``work``, after doing it once: what compiles or allocates on first use does."""
+        """Record ``work`` after doing it once, so that compilation and allocation are done."""
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work()
         torch.cuda.current_stream().wait_stream(side)
-        # Other threads may use the device meanwhile; only this one's calls are recorded.
+        # Other threads may use the device meanwhile; only this thread's calls are recorded.
         with torch.cuda.graph(self._graph, pool=self._memory, capture_error_mode="thread_local"):
             return work()
 
     def replay(self) -> None:
-        """Launch it on the current stream."""
+        """Launch the graph on the current stream."""
         self._graph.replay()
 
 
 def cuda_graphs() -> MakeGraph:
-    """Graphs that share what memory they need in between."""
+    """Return a function that makes CUDA graphs with shared memory for intermediate results."""
     memory = torch.cuda.graph_pool_handle()
     return lambda: CudaGraph(memory)

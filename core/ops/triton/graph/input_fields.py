@@ -1,11 +1,11 @@
-"""Fields of a pass's `GraphInputs`, and how the host writes them.
+"""Fields of a pass's `GraphInputs`, and the host's writes to them.
 
-``words`` is one run of int32 of which a pass uses as much as it needs, so that what is copied
-grows with the work: the pages and tails of all segments, then, for each work list and kind of tile,
-the rows of its items and the items. They point to each other by their place in it.
+``words`` is one array of int32 whose used part, and so the copied size, depends on the pass: the
+pages and tails of all segments, then, for each work list and kind of tile, the rows of its items
+and the items. They refer to each other by indices in ``words``.
 
-A pass over recurrent states has the fields of recurrent/pass_states.py, too. One that chooses has
-``controls`` and ``cuts``: what its sampler would else be sent.
+A pass over recurrent states also has the fields of recurrent/pass_states.py. A pass that chooses
+tokens has ``controls`` and ``cuts``, the inputs of its sampler.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..recurrent.pass_states import fill_states
 from ..sampling.sampling_inputs import NUM_COLUMNS, ROW, SamplingInputs
 
 Windows: TypeAlias = Sequence[int | None]
-# Of an item: where its rows are, how many, where its pages are, first split, last split, the first
-# position that is in its tail, where that is.
+# Numbers of an item: index of its rows, their number, index of its pages, first split, last split,
+# first position in its tail, index of its tail.
 ITEM_WORDS = 7
 
 
@@ -36,25 +36,25 @@ def fields(
     num_places: int = 0,
     states: Sequence[Field] = (),
 ) -> list[Field]:
-    """Room for so many rows, work lists, words, tokens to be chosen, and ``states``."""
+    """Return the fields with the given capacities; ``num_places`` is for chosen tokens."""
     rows = (
         "token_ids", "positions", "slots", "logit_rows", "sources", "rows_in_tile", "last_seen",
         "adapted",
     )  # fmt: skip
     return [
         *(Field(name, num_rows) for name in rows),
-        Field("adapters", num_rows, torch.int64),  # addresses of their tables
+        Field("adapters", num_rows, torch.int64),  # addresses of the adapters' tables
         *(Field(f"counts{work}", 4) for work in range(num_works)),
         *(Field(f"places{work}", num_rows) for work in range(num_works)),
         Field("controls", num_places * NUM_COLUMNS, torch.int64),
         Field("cuts", num_places),
         *states,
-        Field("words", num_words),  # the last, of which only a part is copied
+        Field("words", num_words),  # last, because only a part of it is copied
     ]
 
 
 def words_needed(batch: RaggedBatch, works: Sequence[TileSchedule]) -> int:
-    """Words that a pass takes."""
+    """Return the number of words that a pass uses."""
     kinds = [items for work in works for items in (work.narrow, work.wide)]
     listed = len(batch.pages) + len(batch.tails)
     return listed + sum(len(k.rows) + ITEM_WORDS * len(k) for k in kinds)
@@ -66,18 +66,18 @@ def fill(
     works: Sequence[TileSchedule],
     states: StatePool | None = None,
 ) -> int:
-    """Write a pass, rows that are not there included; how many words it took."""
+    """Write a pass, with void values for unused rows; return the number of used words."""
     if states is not None:
         fill_states(to, batch, states)
-    count = int(batch.lens.sum())  # copies of the last row must not write where it does
+    count = int(batch.lens.sum())  # copies of the last row must not write to its slot
     _put(to["token_ids"], batch.token_ids.numpy()[:count], 0)
     _put(to["positions"], batch.positions.numpy()[:count], 0)
     _put(to["slots"], batch.slots.numpy()[:count], -1)
     _put(to["logit_rows"], batch.logit_rows.numpy(), 0)
-    if works:  # the same in all of them
+    if works:  # these two are equal in all work lists
         _put(to["rows_in_tile"], works[0].rows_in_tile, -1)
         _put(to["last_seen"], works[0].last_seen, 0)
-    if batch.device_tokens is not None:  # else they are not read
+    if batch.device_tokens is not None:  # sources are read only with device tokens
         _put(to["sources"], batch.device_tokens.sources, -1)
     words, num_pages = to["words"], len(batch.pages)
     used = num_pages + len(batch.tails)
@@ -92,7 +92,7 @@ def fill(
 
 
 def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:
-    """Write the tokens to be chosen; void at places that are not there, or everywhere with None."""
+    """Write the inputs of the choice of tokens; unused places, with None all, become void."""
     columns = to["controls"].reshape(-1, NUM_COLUMNS)
     count = 0 if controls is None else len(controls.columns)
     columns[count:, ROW] = -1
@@ -104,7 +104,7 @@ def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:
 
 
 def fill_idle(to: HostFields) -> int:
-    """A pass without rows."""
+    """Write a pass without rows; return the number of used words, 0."""
     for name, field in to.items():
         is_void = name.startswith(("slots", "places", "controls", "cuts", "state_rows"))
         field[:] = -1 if is_void else 0
@@ -117,7 +117,7 @@ def _put(field: NDArray[Any], values: NDArray[Any], padding: int) -> None:
 
 
 def _put_items(words: NDArray[Any], at: int, items: WorkItems, batch: RaggedBatch) -> int:
-    """Rows, then items; where they end."""
+    """Write rows, then items, from index ``at`` of ``words``; return the index after them."""
     if not len(items):
         return at
     items_at = at + len(items.rows)

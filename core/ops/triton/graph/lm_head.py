@@ -1,7 +1,7 @@
 """FusedLmHead: logits and tokens of few rows, in the graph of the layers.
 
-Launched one by one behind a pass of few rows, the output layer and the sampler's kernels would
-take longer to ask for than to compute, and the sampler would need inputs of its own.
+After a pass of few rows, launching the kernels of the output layer and the sampler one by one would
+take longer than computing them, and the sampler would need separate inputs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..graph_inputs import GraphInputs, HostFields
 from ..sampling.sampler import TritonPendingBest, TritonPendingTokens, TritonSampler
 from .input_fields import fill_controls
 
-# Rows. What is launched behind more of them is asked for while they are computed, and the logits
-# of every graph stay in memory: of all buckets up to here, 217 rows of the vocabulary.
+# Greatest number of rows. With more rows, the kernels after the graph are launched while the graph
+# computes. Logits of every graph stay in memory: all buckets up to here have 217 rows of them.
 MAX_ROWS = 64
 
 
@@ -29,19 +29,20 @@ class GraphOutputs(NamedTuple):
 
     hidden: Tensor  # [bucket, hidden]
     taps: Tensor | None = None  # [bucket, num_taps * hidden]
-    logits: Tensor | None = None  # [bucket, vocab] float32, of its logit rows
-    winners: Tensor | None = None  # int64 [bucket], or [bucket, num_best]; void where no place is
-    draft_vocab: DraftVocab | None = None  # the tokens that the logits are of, if not all
+    logits: Tensor | None = None  # [bucket, vocab] float32, for the logit rows
+    winners: Tensor | None = None  # int64 [bucket] or [bucket, num_best]; void at unused places
+    draft_vocab: DraftVocab | None = None  # tokens that the logits are of, if not all
 
     @classmethod
     def of(cls, layers: LayersOutput) -> GraphOutputs:
-        """Outputs of layers alone, without the output layer."""
+        """Return the outputs of the layers, without logits."""
         return cls(layers.hidden, layers.taps)
 
     def of_pass(self, num_rows: int, logit_rows: Tensor, *, has_chosen: bool) -> LayersOutput:
-        """Cut the outputs to a pass of ``num_rows`` rows. ``logit_rows`` is on the device.
+        """Return the outputs of a pass of ``num_rows`` rows.
 
-        ``logit_rows``: [num_logits]. ``has_chosen``: whether the winners are the drawn tokens.
+        ``logit_rows`` [num_logits]: on the device. ``has_chosen``: whether the winners are the
+        drawn tokens.
         """
         num_logits = len(logit_rows)
         logits = None if self.logits is None else self.logits[:num_logits]
@@ -60,10 +61,10 @@ class GraphOutputs(NamedTuple):
 class FusedLmHead:
     """The output layer and the sampler of a decoder.
 
-    Edited rows are not for graphs: there may be any number of edits, and a constraint's mask is as
-    long as the vocabulary. Where a pass has one, its graph leaves the logits and chooses nothing.
-    ``num_best``: tokens of each place that it chooses. ``draft_vocab``: those that the output layer
-    is of, unless it is of all.
+    Graphs do not support edited rows: the number of edits is unlimited, and a constraint's mask is
+    as long as the vocabulary. For a pass with such a row the graph computes the logits but chooses
+    no tokens. ``num_best``: tokens to choose at each place. ``draft_vocab``: tokens of the output
+    layer, if not the whole vocabulary.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class FusedLmHead:
         self._ops, self._weights, self._sampler = ops, weights, sampler
         self._num_best, self._draft_vocab = num_best, draft_vocab
         self._vocab_size, device = len(weights.embedding), weights.embedding.device
-        # Made before a graph is captured, and held: the graph reads it where it is.
+        # Made before a graph is captured, and kept, because the graph reads it at its address.
         self._hashes = (
             vocabulary_hashes(self._vocab_size, device)
             if draft_vocab is None
@@ -85,7 +86,7 @@ class FusedLmHead:
         )
 
     def compute(self, layers: LayersOutput, graph_inputs: GraphInputs) -> GraphOutputs:
-        """Compute logits and winners of [bucket] rows, by the controls in the inputs."""
+        """Return logits and winners of [bucket] rows, chosen by the controls in the inputs."""
         fields, hidden = graph_inputs.device, layers.hidden
         rows = hidden.index_select(0, fields["logit_rows"])
         logits = self._ops.logits(rows, self._weights.lm_head, self._weights.logit_cap)
@@ -95,7 +96,7 @@ class FusedLmHead:
         return GraphOutputs(hidden, layers.taps, logits, winners, self._draft_vocab)
 
     def fill(self, to: HostFields, draws: SamplingPlan | None, num_logits: int) -> bool:
-        """Write what is to be chosen; whether all of it will be."""
+        """Write the controls of a pass's draws; return whether the graph will choose all."""
         controls = None
         if draws is not None and num_logits > 0 and draws.num_best == self._num_best:
             controls = self._sampler.plain_controls(draws, num_logits, self._vocab_size)

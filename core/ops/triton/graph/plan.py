@@ -1,4 +1,4 @@
-"""TritonPlan: one pass on the host, and what its kernels read on the device."""
+"""TritonPlan: one pass on the host, and the inputs of its kernels on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..recurrent.pass_states import PassStates, state_fields
 from ..sampling.gumbel_argmax_kernels import take_kernel
 from .input_fields import Windows, fields, fill, words_needed
 
-NARROW_TILE, WIDE_TILE = 16, 128  # queries: rows times heads of a group
+NARROW_TILE, WIDE_TILE = 16, 128  # queries of a tile: rows times heads of a group
 MAX_PARTIAL_SUMS = 2**28  # bytes
 # cos and sin of each table, [num_positions, head_dim / 2] float32
 Turns: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
@@ -34,11 +34,11 @@ class Geometry:
     pool: KVPool
     heads: HeadLayout
     ropes: tuple[Rope, ...]
-    one_tile: bool  # whether chunks are cut into tiles as narrow as those of decoding rows
+    one_tile: bool  # whether chunks have narrow tiles, like decoding rows
 
     @property
     def narrow_tile(self) -> int:
-        """Queries of a narrow tile: a group at least."""
+        """Queries of a narrow tile, at least a group."""
         return max(NARROW_TILE, power_of_two(self.heads.group_size))
 
     @property
@@ -48,35 +48,35 @@ class Geometry:
 
     @property
     def kv_split_group(self) -> int:
-        """Splits of a stretch."""
+        """Number of splits of a stretch."""
         return KV_SPLIT_GROUP
 
     def turns(self, stop: int) -> Turns:
-        """cos and sin of positions below ``stop``, of each table."""
+        """Return cos and sin of positions below ``stop`` for each table."""
         return tuple(rope.table(stop) for rope in self.ropes)
 
     @property
     def page_blocks(self) -> int:
-        """Blocks of one page."""
+        """Number of blocks of a page."""
         return self.pool.page_blocks
 
     def state_fields(self, num_rows: int, num_segments: int, num_keeps: int) -> list[Field]:
-        """Fields of the recurrent states of so many rows, segments and kept states, if any."""
+        """Return fields of recurrent states with the given capacities; [] without states."""
         states = self.pool.states
         if states is None:
             return []
         return state_fields(len(states.shapes), num_rows, num_segments, num_keeps)
 
     def layer_block(self, layer: int) -> int:
-        """Index of a layer's first block in page 0."""
+        """Return the index of a layer's first block in page 0."""
         return layer * 2 * self.pool.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialSums:
-    """Buffers of partial sums for `merge_kernel`; used by one layer, and part, after another.
+    """Buffers of partial sums for `merge_kernel`, used by one layer or part after another.
 
-    Their items are the states of attention.py.
+    attention.py defines the states that they contain.
     """
 
     acc: Tensor  # [num_places, num_heads, head_dim] float32
@@ -85,7 +85,7 @@ class PartialSums:
 
     @classmethod
     def of(cls, num_places: int, heads: HeadLayout, device: torch.device) -> PartialSums:
-        """Allocate ``num_places`` places, not initialised."""
+        """Allocate ``num_places`` uninitialised places."""
         shape = (max(1, num_places), heads.num_heads)
         max_score = torch.empty(shape, dtype=torch.float32, device=device)
         acc = max_score.new_empty((*shape, heads.head_dim))
@@ -98,7 +98,7 @@ class PartialSums:
 
 
 def max_places(heads: HeadLayout) -> int:
-    """Number of places that take `MAX_PARTIAL_SUMS` bytes."""
+    """Return the number of places that take `MAX_PARTIAL_SUMS` bytes."""
     return MAX_PARTIAL_SUMS // (4 * heads.num_heads * (heads.head_dim + 2))
 
 
@@ -111,16 +111,16 @@ class Kinds(NamedTuple):
 
     @classmethod
     def of(cls, work: TileSchedule) -> Kinds:
-        """Kernels of one pass."""
+        """Return the kernels that a schedule needs."""
         return cls(len(work.narrow) > 0, len(work.wide) > 0, work.num_places > 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """A work list of the layers with one window. See `TileSchedule`."""
+    """A work list for the layers with one window, made from a `TileSchedule`."""
 
-    counts: Tensor  # [4] where in ``words`` the narrow items begin, and how many; the wide ones
-    places: Tensor  # [num_rows] first place of a row's partial sums; -1: it has none
+    counts: Tensor  # [4] (index in ``words``, number) of the narrow items, then of the wide ones
+    places: Tensor  # [num_rows] first place of a row's partial sums; -1: no partial sums
     kinds: Kinds
 
 
@@ -128,26 +128,25 @@ class Work:
 class DevicePlan:
     """Inputs of the kernels of a pass on the device, and buffers for partial sums.
 
-    Rows behind those of the batch have slot -1, place -1 and are in no item: no kernel reads or
-    writes for them.
+    Rows after the batch's have slot -1, place -1 and are in no item: kernels skip them.
     """
 
     geometry: Geometry
     token_ids: Tensor  # [num_rows] int32
     positions: Tensor  # [num_rows] int32
     slots: Tensor  # [num_rows] int32: page_id * page_size + offset in the page; -1: no row
-    logit_rows: Tensor  # [num_rows] int32; only as many as the batch has are set
-    rows_in_tile: Tensor  # [num_rows] int32: index of a row in its wide tile; -1: it is in none
+    logit_rows: Tensor  # [num_rows] int32; only the batch's number of them is set
+    rows_in_tile: Tensor  # [num_rows] int32: index of a row in its wide tile; -1: a narrow row
     last_seen: Tensor  # [num_rows] int32: last position of its pages and tail that a row sees
     words: Tensor  # int32: pages, tails, rows of items, items
-    works: Mapping[int | None, Sequence[Work]]  # by window; parts to be computed in turn
+    works: Mapping[int | None, Sequence[Work]]  # by window; parts are computed in turn
     partial_sums: PartialSums
     turns: Turns
-    states: PassStates | None = None  # of models with recurrent layers
-    batch: RaggedBatch | None = None  # of a pass outside of graphs
+    states: PassStates | None = None  # for models with recurrent layers
+    batch: RaggedBatch | None = None  # only for a pass outside of graphs
 
     def needed_states(self) -> tuple[PassStates, StatePool]:
-        """The states of a pass, and their pool; of models with recurrent layers."""
+        """Return the states of a pass and their pool, for models with recurrent layers."""
         pool = self.geometry.pool.states
         assert self.states is not None
         assert pool is not None
@@ -155,9 +154,9 @@ class DevicePlan:
 
 
 class TritonPlan:
-    """A pass as the host has it. `on_device` copies it to the device.
+    """A pass on the host. `on_device` copies it to the device.
 
-    Raises ValueError as `pass_states` does.
+    Raises ValueError for states that do not match the batch's segments (`pass_states`).
     """
 
     def __init__(self, batch: RaggedBatch, geometry: Geometry) -> None:
@@ -169,23 +168,23 @@ class TritonPlan:
 
     @property
     def last_stop(self) -> int:
-        """First position behind all rows."""
+        """First position after all rows."""
         return self.batch.turn_stop
 
     @property
     def has_wide(self) -> bool:
-        """Whether some rows are those of a long chunk."""
+        """Whether some rows belong to a long chunk."""
         return any(len(work.wide) for work in self._work_lists.values())
 
     def work_lists(self, windows: Windows) -> list[TileSchedule]:
-        """Made for each window when it is first asked for."""
+        """Return the schedule of each window, computed at its first use."""
         for window in windows:
             if window not in self._work_lists:
                 self._work_lists[window] = self._work_list(window)
         return [self._work_lists[window] for window in windows]
 
     def _parts(self, window: int | None, max_places: int) -> list[TileSchedule]:
-        """Cut the work of a window into lists of ``max_places`` places; a tile may need more."""
+        """Divide a window's work into lists of at most ``max_places`` places, or of one tile."""
         (work,) = self.work_lists([window])
         if work.num_places <= max_places:
             return [work]
@@ -206,9 +205,9 @@ class TritonPlan:
     def on_device(
         self, windows: Windows = (), num_rows: int = 0, partial_sums: PartialSums | None = None
     ) -> DevicePlan:
-        """Copy the pass to inputs of its own, with room for ``num_rows`` at least.
+        """Copy the pass to new inputs with a capacity of at least ``num_rows``.
 
-        ``partial_sums``: existing buffers. A pass that needs more is computed in parts.
+        ``partial_sums``: existing buffers; a pass that needs more places is computed in parts.
         """
         if self._device is None or not self._device.works.keys() >= set(windows):
             num_rows = max(num_rows, self.batch.num_rows)
@@ -245,7 +244,10 @@ def device_plan(
     partial_sums: PartialSums,
     turns: Turns,
 ) -> DevicePlan:
-    """Build a plan of views of inputs with the `fields` of each window's work lists, in order."""
+    """Return a plan of views of ``graph_inputs``, which has the fields of all work lists in order.
+
+    ``kinds``: the kernels of each window's work lists.
+    """
     views, numbers = graph_inputs.device, count()
     works = {
         window: [_work(views, next(numbers), needed) for needed in each]
@@ -273,9 +275,9 @@ def _work(views: Mapping[str, Tensor], number: int, kinds: Kinds) -> Work:
 
 
 def take_device_tokens(batch: RaggedBatch, fields: Mapping[str, Tensor]) -> None:
-    """Complete a pass's inputs on the device, behind their copy and before the kernels.
+    """Complete a pass's inputs on the device, after their copy and before the kernels.
 
-    Tokens that the device alone knows are taken from what the sampler left, not by the host.
+    Tokens that only the device knows are taken from the sampler's output.
     """
     device_tokens = batch.device_tokens
     if device_tokens is not None:
@@ -289,11 +291,11 @@ def take_device_tokens(batch: RaggedBatch, fields: Mapping[str, Tensor]) -> None
 
 
 def warm_up_device_tokens(vocab_size: int, device: torch.device) -> None:
-    """Have the kernel of `take_device_tokens` compiled."""
+    """Compile the kernel of `take_device_tokens`."""
     row = torch.full((1,), -1, dtype=torch.int32, device=device)
     take_kernel[(1,)](row.long(), row, row, vocab_size - 1, num_warps=1)
 
 
 def power_of_two(number: int) -> int:
-    """The next one, from ``number`` up."""
+    """Return the least power of two that is not below ``number``."""
     return 1 << (number - 1).bit_length()

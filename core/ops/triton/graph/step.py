@@ -1,6 +1,6 @@
 """TritonStep: all layers of a decoder as one graph per number of rows.
 
-Where rows are few, the graph ends with a token for each: see lm_head.py.
+With few rows the graph also chooses tokens (lm_head.py).
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from .plan import (
 
 logger = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows
-MAX_WORDS = 2**20 - 2**13  # of a graph's inputs: with the other fields four mebibytes
+MAX_WORDS = 2**20 - 2**13  # words of a graph's inputs, 4 MiB with the other fields
 
 
 class _Shape(NamedTuple):
     """The kind of pass that a graph computes.
 
-    ``has_wide``: whether rows may be of long chunks. ``is_given``: whether they may begin with
-    vectors of the pass (`Wanted.inputs`). ``num_best``: tokens that it chooses of each place; 0:
-    it ends with the layers. ``draft_vocab``: as `SamplingPlan`'s.
+    ``has_wide``: whether rows may belong to long chunks. ``is_given``: whether rows may begin with
+    given vectors (`Wanted.inputs`). ``num_best``: number of tokens to choose at each place; 0: the
+    graph ends with the layers. ``draft_vocab``: `SamplingPlan.draft_vocab`.
     """
 
     bucket: int  # rows
@@ -63,8 +63,11 @@ class _Shape(NamedTuple):
 
     @classmethod
     def of(cls, bucket: int, wanted: Wanted, *, has_wide: bool) -> _Shape:
-        """The kind of a pass. Where many rows are, and beside vectors unless tokens are wanted of
-        them, tokens are chosen behind it."""
+        """Return the kind of a pass.
+
+        The graph chooses no tokens of more than `MAX_ROWS` rows, of long chunks, of passes without
+        logits, and of given vectors without draws.
+        """
         is_given, draws = wanted.inputs is not None, wanted.draws
         is_bare = wanted.hidden_alone or (is_given and draws is None)
         if bucket > MAX_ROWS or has_wide or is_bare:
@@ -80,14 +83,14 @@ class _Captured:
 
     graph: Graph
     graph_inputs: GraphInputs
-    head: FusedLmHead | None  # what it does behind the layers
+    head: FusedLmHead | None  # output layer and sampler after the layers
     outcome: GraphOutputs
-    num_positions: int  # of the RoPE tables
-    num_places: int  # of partial sums
-    given: Tensor | None = None  # [bucket, hidden] the vectors with which rows may begin
+    num_positions: int  # positions of the RoPE tables
+    num_places: int  # places of partial sums
+    given: Tensor | None = None  # [bucket, hidden] vectors with which rows may begin
 
     def fits(self, plan: TritonPlan, works: list[TileSchedule]) -> bool:
-        """Whether the buffers have room for a pass."""
+        """Whether the graph's buffers have room for a pass."""
         return (
             plan.last_stop <= self.num_positions
             and max(work.num_places for work in works) <= self.num_places
@@ -101,16 +104,16 @@ class _Captured:
         wanted: Wanted,
         adapters: PassAdapters | None = None,
     ) -> LayersOutput:
-        """Replay for a pass that fits; its rows hold until the next.
+        """Compute a pass that fits; its outputs are valid until the next replay.
 
-        Buffers of the device serve two launches in turn without a mark: the copy, the tokens taken
-        and the replay of the second are in the stream behind all that the first asked for, the
-        logits of its rows and its tokens' way to the host included.
+        Two launches use the device's buffers in turn without an event: in the stream, the second
+        one's copy, tokens and replay come after all work of the first, the copy of its tokens to
+        the host included.
         """
         batch, to = plan.batch, self.graph_inputs.open()
         states = plan.geometry.pool.states
         num_words = fill(to, batch, works, states)
-        if adapters is not None:  # else it is not read
+        if adapters is not None:  # graphs without adapters do not read these fields
             adapters.fill(to)
         has_chosen = self.head is not None and self.head.fill(to, wanted.draws, batch.num_logits)
         self.graph_inputs.upload(num_words)
@@ -120,13 +123,13 @@ class _Captured:
         self.graph.replay()
         if states is not None:
             move_on(batch, states)
-        wanted.tell_started()  # not before: others would take Python's lock from the launch
+        wanted.tell_started()  # after the launch: other threads would take the GIL from it
         logit_rows = self.graph_inputs.device["logit_rows"][: len(batch.logit_rows)]
         return self.outcome.of_pass(batch.num_rows, logit_rows, has_chosen=has_chosen)
 
 
 class _PoolGraphs:
-    """The graphs over one pool, and what all of them use. Does not keep the pool alive."""
+    """The graphs over one pool, and their shared buffers. Does not keep the pool alive."""
 
     def __init__(self, geometry: Geometry) -> None:
         pool, heads = geometry.pool, geometry.heads
@@ -136,20 +139,20 @@ class _PoolGraphs:
         num_places = min(BUCKETS[-1] * self.num_splits, max_places(heads))
         self.partial_sums = PartialSums.of(num_places, heads, pool.data.device)
         self.captured: dict[_Shape, _Captured] = {}
-        # By the adapters that they have room for; None: it could not be captured.
+        # The int is a graph's capacity of adapters. None: the graph could not be captured.
         self.adapted: dict[tuple[_Shape, int], _Captured | None] = {}
-        self.growth = 0  # of the tables that those read
+        self.growth = 0  # `AdapterTables.growth` for which ``adapted`` is valid
         self._taps: dict[Taps, Tensor] = {}
         self._given: Tensor | None = None
 
     def given(self, bucket: int, embedding: Tensor) -> Tensor:
-        """Buffer for the vectors with which rows begin, [bucket, hidden]; of all graphs in turn."""
+        """Return the buffer for given vectors, [bucket, hidden], which all graphs share."""
         if self._given is None:
             self._given = embedding.new_zeros((BUCKETS[-1], embedding.shape[1]))
         return self._given[:bucket]
 
     def tapped(self, taps: Taps, bucket: int, embedding: Tensor) -> Tensor | None:
-        """Buffer for the taps of graphs of ``bucket`` rows, [bucket, num_taps * hidden].
+        """Return the buffer for taps, [bucket, num_taps * hidden], or None without taps.
 
         It is outside the memory that graphs share, because taps are read after a replay.
         """
@@ -160,14 +163,14 @@ class _PoolGraphs:
         return self._taps[taps][:bucket]
 
     def num_words(self, bucket: int, page_size: int, num_windows: int) -> int:
-        """Words for rows that share nothing, each as long as can be; or `MAX_WORDS`."""
+        """Return the words for rows of greatest length without shared pages, or `MAX_WORDS`."""
         row_words = -(-self.num_positions // page_size)
         row_words += num_windows * self.num_splits * (1 + ITEM_WORDS)
         return min(MAX_WORDS, bucket * row_words)
 
 
 def _num_positions(geometry: Geometry) -> int:
-    """Positions that a pool has room for, as far as the RoPE tables go by now."""
+    """Return the number of positions in the pool, at most the present length of RoPE's tables."""
     pool = geometry.pool
     return min(len(geometry.turns(1)[0][0]), pool.num_pages * pool.page_size)
 
@@ -175,12 +178,12 @@ def _num_positions(geometry: Geometry) -> int:
 class TritonStep:
     """`CompiledForward` for the Triton kernels.
 
-    A graph computes a fixed number of rows, a *bucket*, of which a pass leaves some empty; what
-    is in them it reads from its inputs. Long chunks have kernels of their own, so that a bucket
-    which may have them has two graphs. What fits none runs as the same kernels one by one: more
-    rows than the largest bucket, or more pages, partial sums or positions than the graph has room
-    for. So do the rows of several adapters. One adapter has graphs of its own, with the inputs of
-    those without: a row's update is added where a mask says so.
+    A graph computes a fixed number of rows, a *bucket*; a pass may leave some of them empty. Long
+    chunks have separate kernels, so a bucket that may have them has two graphs. A pass that fits no
+    graph runs with the same kernels, launched one by one: it has more rows than the largest bucket,
+    or more pages, partial sums or positions than the graph has room for. Passes with adapters have
+    separate graphs, which use the inputs of the graphs without; each row's number says which
+    adapter's update is added.
     """
 
     def __init__(
@@ -202,7 +205,7 @@ class TritonStep:
         self._make_graph = make_graph
         self._graphs: WeakKeyDictionary[KVPool, _PoolGraphs] = WeakKeyDictionary()
         self._adapters = StepAdapters(ops, weights.embedding.device)
-        self._has_logged = False  # that a pass did not fit
+        self._has_logged = False  # whether a pass that fits no graph was logged
 
     def __call__(
         self,
@@ -211,8 +214,8 @@ class TritonStep:
         wanted: Wanted,
         adapted: Sequence[AdaptedRows] = (),
     ) -> LayersOutput:
-        """Compute token ids ``[T]``, those of the plan; writes KV to the pool."""
-        (plan,) = plans  # all layers have heads alike
+        """Compute the plan's token ids ``[T]`` and write their KV to the pool."""
+        (plan,) = plans  # all layers have heads of one shape
         assert isinstance(plan, TritonPlan)
         works = plan.work_lists(self._windows)
         num_rows = len(token_ids)
@@ -233,7 +236,7 @@ class TritonStep:
         partial_sums = None if shared is None else shared.partial_sums
         device = plan.on_device(self._windows, bucket or num_rows, partial_sums)
         given = wanted.inputs
-        if given is not None:  # the plan may have more rows, which are not there
+        if given is not None:  # the device plan may have more rows, which are empty
             given = F.pad(given, (0, 0, 0, len(device.token_ids) - len(given)))
         ops = self._adapters.ops_of_pass(adapters, device)
         found = GraphOutputs.of(self._layers(device, wanted.taps, given=given, ops=ops))
@@ -241,7 +244,7 @@ class TritonStep:
         return found.of_pass(num_rows, logit_rows, has_chosen=False)
 
     def row_passes(self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]) -> None:
-        """None: a chain of passes waits for the device once."""
+        """Return None: a chain of passes on the device waits for it only once."""
 
     def warm_up(
         self,
@@ -250,18 +253,18 @@ class TritonStep:
         ropes: tuple[Rope, ...],
         wanted: Wanted = NOTHING_MORE,
     ) -> None:
-        """Capture every graph over a pool, the largest first: the others fit in its memory."""
+        """Capture every graph over a pool, the largest first, whose memory the others reuse."""
         warm_up_device_tokens(len(self._weights.embedding), pool.data.device)
         geometry = Geometry(pool, heads, ropes, self._one_tile)
         known = self._graphs.get(pool)
         if known is not None and known.num_positions < _num_positions(geometry):
-            del self._graphs[pool]  # they read tables that have become too short
+            del self._graphs[pool]  # the graphs read RoPE tables that have become too short
         for bucket in reversed(BUCKETS):
             for has_wide in (True, False) if bucket > NARROW_LEN else (False,):
                 self._captured(geometry, _Shape.of(bucket, wanted, has_wide=has_wide))
 
     def _say(self, plan: TritonPlan) -> None:
-        """Once: such passes take longer."""
+        """Log once that a pass fits no graph; such passes take longer."""
         if not self._has_logged:
             self._has_logged = True
             batch = plan.batch
@@ -271,7 +274,7 @@ class TritonStep:
             )  # fmt: skip
 
     def _captured(self, geometry: Geometry, shape: _Shape) -> _Captured | None:
-        """The graph, captured when it is first asked for; None where that cannot be."""
+        """Return the graph of a shape, captured at its first use, or None if that fails."""
         shared = self._graphs.get(geometry.pool)
         if shared is not None and shape in shared.captured:
             return shared.captured[shape]
@@ -294,12 +297,12 @@ class TritonStep:
     def _adapted(
         self, geometry: Geometry, shape: _Shape, base: _Captured, num_adapters: int
     ) -> _Captured | None:
-        """The graph of passes with so many adapters, captured when it is first asked for.
+        """Return the graph for passes with ``num_adapters`` adapters, captured at its first use.
 
-        ``base``: the one without. None where it cannot be captured.
+        ``base``: the graph without adapters. Returns None if capturing fails.
         """
         shared, room = self._graphs[geometry.pool], room_for(num_adapters, shape.bucket)
-        if shared.growth != self._adapters.growth:  # those lack something
+        if shared.growth != self._adapters.growth:  # the graphs have an outdated layout
             shared.adapted.clear()
             shared.growth = self._adapters.growth
         if (shape, room) not in shared.adapted and self._make_graph is not None:
@@ -319,7 +322,7 @@ class TritonStep:
     def _capture(
         self, make_graph: MakeGraph, geometry: Geometry, shared: _PoolGraphs, shape: _Shape
     ) -> _Captured:
-        """Capture a graph; with the output layer if that is wanted and memory suffices for it."""
+        """Capture a graph, with the output layer if the shape has it and memory suffices."""
         if shape.num_best:
             try:
                 head = FusedLmHead(
@@ -343,13 +346,13 @@ class TritonStep:
         base: _Captured | None = None,
         num_adapters: int = 0,
     ) -> _Captured:
-        """Capture a graph; with the inputs of ``base``, if there is one."""
+        """Capture a graph, with the inputs of ``base`` if there is one."""
         pool, windows, (bucket, has_wide, taps, is_given, *_) = geometry.pool, self._windows, shape
         if base is not None:
             graph_inputs = base.graph_inputs
         else:
             num_words = shared.num_words(bucket, pool.page_size, len(windows))
-            # A segment has a row at least, and keeps at most one state for each.
+            # A segment has at least one row, and keeps at most one state per row.
             states = geometry.state_fields(bucket, bucket, bucket)
             room = fields(bucket, len(windows), num_words, bucket if head else 0, states)
             graph_inputs = GraphInputs(room, pool.data.device, num_hosts=NUM_BUFFERS)

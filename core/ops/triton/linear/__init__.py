@@ -1,1 +1,1 @@
-"""Linear layers, dense and of experts."""
+"""Linear layers, dense and in mixtures of experts."""

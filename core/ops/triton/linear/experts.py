@@ -1,7 +1,7 @@
 """Mixtures of experts: addresses of their weights on the device, and the kernels' calls.
 
-A tile has 64 rows, there or not, as in tiles.py: each expert's rows begin a tile, so that a row
-beside others has the instructions of a row alone.
+A tile always computes 64 rows, some of them perhaps empty, as in tiles.py. Each expert's rows begin
+a tile, so that a row has the same instructions with and without other rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .tiled_linear import TiledLinear
 from .tiles import FEW_ROWS, Bits, step_inputs
 
 COLUMNS = 64  # outputs of a tile
-NEIGHBOURS = 16  # tiles of rows that are computed beside each other for one tile of a weight
+NEIGHBOURS = 16  # neighbouring programs, for tiles of rows with one tile of a weight
 SORTED_CHUNK = 1024  # pairs that a program reads at once
-SUMMED_TILE = 1024  # columns
+SUMMED_TILE = 1024  # columns of a program
 EXPERT_OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
 
 
 class Addresses:
-    """Addresses of tensors of one shape and type, aligned to 16 bytes; keeps them alive."""
+    """Addresses of tensors of one shape and dtype, aligned to 16 bytes; keeps them alive."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._lent = tuple(each.clone() if each.data_ptr() % 16 else each for each in tensors)
@@ -39,16 +39,16 @@ class Addresses:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertMatrices:
-    """One matrix of every expert, all of one shape: where each lies on the device."""
+    """One matrix of every expert, all of one shape, by their addresses on the device."""
 
     weights: Addresses
-    scales: Addresses | None  # of weights of few bits
+    scales: Addresses | None  # only for quantised weights
     biases: Addresses | None
     bits: Bits
 
     @classmethod
     def of(cls, matrices: Sequence[PackedLinear]) -> ExpertMatrices:
-        """Copies the addresses to the device, so not in a graph."""
+        """Return the addresses of ``matrices``; copies to the device, so not inside a graph."""
         scales = [each.scale for each in matrices if isinstance(each, TiledLinear)]
         return cls(
             weights=Addresses([each.weight for each in matrices]),
@@ -67,7 +67,7 @@ class ExpertTables:
 
     @classmethod
     def of(cls, weights: ExpertWeights) -> ExpertTables:
-        """Copies addresses to the device, so not in a graph."""
+        """Return the tables of a layer; copies to the device, so not inside a graph."""
         first, second = zip(*(mlp.linears for mlp in weights.experts), strict=True)
         return cls(ExpertMatrices.of(first), ExpertMatrices.of(second))
 
@@ -83,9 +83,9 @@ class _Sorted:
 def run_experts(
     ops: Ops, x: Tensor, weights: ExpertWeights, tables: ExpertTables, slots: Tensor | None
 ) -> Tensor:
-    """``[T, hidden]`` to the outputs of each row's experts, added up; of the same shape.
+    """Return the sum of the outputs of each row's experts, ``[T, hidden]``.
 
-    ``slots`` [T]: -1 where there is no row, which then chooses no expert; None: all are there.
+    ``slots`` [T]: -1 for an empty row, which chooses no expert; None: no row is empty.
     """
     (num_rows, hidden), count, top_k = x.shape, len(weights.experts), weights.routing.top_k
     logits = ops.logits(x, weights.router)
@@ -108,9 +108,9 @@ def run_experts(
 def route(
     logits: Tensor, routing: Routing, choice_bias: Tensor | None, slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weights and experts of each row, best first, ``[T, top_k]``, of logits [T, num_experts].
+    """Return each row's weights and experts, both ``[T, top_k]``, best first.
 
-    Rows that are not there have the expert behind the last.
+    ``logits``: [T, num_experts]. Empty rows have the expert number num_experts.
     """
     num_rows, count = logits.shape
     weights = logits.new_empty((num_rows, routing.top_k))
@@ -130,9 +130,9 @@ def route(
 
 
 def _sort(chosen: Tensor, num_experts: int) -> _Sorted:
-    """Sort the (row, expert) pairs by expert, in as many tiles as any choice may need.
+    """Sort the (row, expert) pairs by expert, with enough tiles for any choice.
 
-    These are one a pair, or the full tiles and one more for each expert.
+    Their number is one per pair or, if less, the full tiles and one more per expert.
     """
     num_pairs = chosen.numel()
     by_expert = num_pairs // FEW_ROWS + num_experts
@@ -146,7 +146,10 @@ def _sort(chosen: Tensor, num_experts: int) -> _Sorted:
 
 
 def _linear(x: Tensor, by_expert: _Sorted, matrices: ExpertMatrices, *, sharers: int) -> Tensor:
-    """``[num_pairs / sharers, in_features] -> [num_pairs, out_features]``, each by its expert."""
+    """Multiply each pair's row by its expert's matrix, and return [num_pairs, out_features].
+
+    ``x``: [num_pairs / sharers, in_features].
+    """
     weights, scales, biases = matrices.weights, matrices.scales, matrices.biases
     num_tiles, out_features = len(by_expert.tiles), len(weights.like)
     out = x.new_empty((len(by_expert.order), out_features))
@@ -170,7 +173,7 @@ def _linear(x: Tensor, by_expert: _Sorted, matrices: ExpertMatrices, *, sharers:
 def expert_constants(
     dtype: torch.dtype, in_features: int, *, sharers: int, bits: Bits, has_bias: bool
 ) -> dict[str, int]:
-    """Constants that `expert_linear_kernel` is compiled with."""
+    """Return the constants that `expert_linear_kernel` is compiled with."""
     inner = step_inputs(dtype, bits)
     return {
         "SHARERS": sharers,
@@ -185,6 +188,6 @@ def expert_constants(
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> Addresses | None:
-    """Addresses of all tensors; None where all are None."""
+    """Return the addresses of all tensors, or None if all are None."""
     found = [each for each in tensors if each is not None]
     return Addresses(found) if found else None

@@ -1,9 +1,8 @@
-"""Experts: rows choose them, are sorted by them, and a program computes rows of one expert alone.
+"""Experts: rows choose them and are sorted by them; a program computes rows of one expert only.
 
-Nothing here depends on what was chosen but what programs find in memory: grids are as large as any
-choice may need, and programs without work return. A *pair* is a row and one of its slots, numbered
-row by row, best slot first; all that experts compute lies by pair, so that no row depends on where
-sorting has put it.
+Launches do not depend on the choice: grids are large enough for any choice, and programs without
+work return. A *pair* is a row and one of its slots, numbered row by row, best slot first. Outputs
+of experts are stored by pair, so that a row's result does not depend on the sorting.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from .linear import add_products, scaled_and_biased
 
 @triton.jit
 def best_of(values, is_open, number, NUMBERS: tl.constexpr):
-    """The number of the highest value that is open, of equals the first."""
+    """Return the number of the highest open value, the first of equal ones."""
     top = tl.max(tl.where(is_open, values, float("-inf")), 0)
     return tl.min(tl.where(is_open & (values == top), number, NUMBERS), 0)
 
 
 @triton.jit
 def scores_of(logits, is_there, IS_SIGMOID: tl.constexpr):
-    """A sigmoid of each, or a softmax over those that are there."""
+    """Return the sigmoid of each logit, or the softmax over those with ``is_there``."""
     if IS_SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
@@ -37,7 +36,7 @@ def kept_groups(
     choice, is_there, number, TILE: tl.constexpr, NUM_GROUPS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr, SIZE: tl.constexpr, BY_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Mask of the experts in the best groups; a group's value is its best expert's, or two."""
+    """Return a mask of the experts in the best groups, by the best expert's value or two best's."""
     group = number // SIZE
     judged = tl.zeros([TILE], tl.float32)
     for each in range(NUM_GROUPS):
@@ -60,13 +59,13 @@ def route_kernel(
     bias_ptr,  # [NUM_EXPERTS] float32, read where HAS_BIAS
     slots_ptr,  # [T], read where HAS_SLOTS; -1: no row
     weights_ptr,  # [T, TOP_K] float32
-    chosen_ptr,  # [T, TOP_K] int32, best first; NUM_EXPERTS where there is no row
+    chosen_ptr,  # [T, TOP_K] int32, best first; NUM_EXPERTS for an empty row
     least,
     factor,
     NUM_EXPERTS: tl.constexpr,
     TILE: tl.constexpr,  # NUM_EXPERTS, to the next power of two
     TOP_K: tl.constexpr,
-    TOP_TILE: tl.constexpr,  # TOP_K, likewise
+    TOP_TILE: tl.constexpr,  # TOP_K, to the next power of two
     IS_SIGMOID: tl.constexpr,
     OF_CHOSEN: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -76,7 +75,7 @@ def route_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
 ):
-    """The experts of one row and their weights, as `Routing` defines them."""
+    """Choose the experts of one row and their weights, which `Routing` defines."""
     row = tl.program_id(0).to(tl.int64)
     number, slot = tl.arange(0, TILE), tl.arange(0, TOP_TILE)
     is_slot = slot < TOP_K
@@ -93,7 +92,7 @@ def route_kernel(
     choice = scores
     if HAS_BIAS:
         choice += tl.load(bias_ptr + number, mask=is_open, other=0.0)
-    choice = tl.where(choice == choice, choice, float("-inf"))  # NaN: some experts, all the same
+    choice = tl.where(choice == choice, choice, float("-inf"))  # NaN: valid experts all the same
     if NUM_GROUPS > 1:
         is_open = kept_groups(
             choice, is_open, number, TILE, NUM_GROUPS, KEPT_GROUPS, NUM_EXPERTS // NUM_GROUPS,
@@ -115,20 +114,20 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def sort_kernel(
-    chosen_ptr,  # [num_pairs]; NUM_EXPERTS: of no row
+    chosen_ptr,  # [num_pairs]; NUM_EXPERTS: a pair of an empty row
     order_ptr,  # [num_pairs] int32: pairs by expert
-    tiles_ptr,  # [num_tiles, 3] int32: expert, where in the order its rows begin and end
+    tiles_ptr,  # [num_tiles, 3] int32: expert, start and end of its pairs in the order
     num_pairs,
     num_tiles,
     NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    IS_FEW: tl.constexpr,  # whether each pair has a tile's number, else each expert and full tile
+    IS_FEW: tl.constexpr,  # whether there is a tile per pair, else one per expert and full tile
     CHUNK: tl.constexpr,
 ):
-    """The pairs of one expert, in order, and the tiles that they are cut into.
+    """Write the pairs of one expert, in order, and the tiles into which they are divided.
 
-    A tile's number follows from how many pairs are of the experts before, not from their tiles:
-    no program waits for another. Numbers that no tile has are marked by expert -1.
+    A tile's number follows from the number of pairs of earlier experts, not from their tiles, so
+    that no program waits for another. Unused tiles have expert -1.
     """
     expert = tl.program_id(0)
     place = tl.arange(0, CHUNK)
@@ -154,7 +153,7 @@ def sort_kernel(
     else:
         first, stop = begin // TILE_ROWS + expert, end // TILE_ROWS + expert + 1
     if expert == NUM_EXPERTS - 1:
-        stop = num_tiles  # those of rows that are not there, too
+        stop = num_tiles  # the last expert also marks unused tiles
     for tile in range(first, stop):
         tile_begin = begin + (tile - first) * TILE_ROWS
         tl.store(tiles_ptr + 3 * tile, tl.where(tile_begin < end, expert, -1))
@@ -164,7 +163,7 @@ def sort_kernel(
 
 @triton.jit
 def address_of(addresses_ptr, expert, like_ptr):
-    """Load the pointer to an expert's tensor, of the type of ``like_ptr``."""
+    """Return the pointer to an expert's tensor, of the type of ``like_ptr``."""
     return tl.multiple_of(tl.load(addresses_ptr + expert).to(like_ptr.dtype), 16)
 
 
@@ -172,12 +171,12 @@ def address_of(addresses_ptr, expert, like_ptr):
 def expert_linear_kernel(
     x_ptr,  # [num_pairs / SHARERS, IN]
     order_ptr,  # [num_pairs]
-    tiles_ptr,  # [num_tiles, 3], as `sort_kernel` leaves them
-    weights_ptr,  # [num_experts] int64: addresses of weights, each as `linear_kernel` has it
-    scales_ptr,  # likewise, of its scales, read where BITS
-    biases_ptr,  # likewise, of [OUT], read where HAS_BIAS
-    items_ptr,  # a tensor of a weight's type
-    floats_ptr,  # of its scales' type
+    tiles_ptr,  # [num_tiles, 3], written by `sort_kernel`
+    weights_ptr,  # [num_experts] int64: addresses of weights in the layout of `linear_kernel`
+    scales_ptr,  # [num_experts] int64: addresses of scales, read where BITS
+    biases_ptr,  # [num_experts] int64: addresses of biases [OUT], read where HAS_BIAS
+    items_ptr,  # a tensor of the weights' dtype
+    floats_ptr,  # a tensor of the scales' dtype
     out_ptr,  # [num_pairs, OUT]
     num_tiles,
     IN,
@@ -186,12 +185,12 @@ def expert_linear_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,  # tiles that share what is read of a weight
+    NEIGHBOURS: tl.constexpr,  # neighbouring tiles that share reads of a weight
     IS_EVEN: tl.constexpr,  # whether TILE_IN divides IN
-    BITS: tl.constexpr,  # of a weight, 8 or 4; 0: it is plain
+    BITS: tl.constexpr,  # bits of a weight, 8 or 4; 0: unquantised
     HAS_BIAS: tl.constexpr,
 ):
-    """Some outputs of rows of one expert. A sum is made by one program, in one order."""
+    """Compute some outputs of rows of one expert. One program makes a sum, in one order."""
     tile = tl.program_id(2) * NEIGHBOURS + tl.program_id(0)
     if tile >= num_tiles:
         return

@@ -1,7 +1,7 @@
-"""A linear layer in tiles: a row's bits do not depend on how many others there are.
+"""A linear layer in tiles: a row's bits do not depend on the number of rows.
 
-A library picks another kernel for one row than for five or for five hundred, which would make a
-verified token differ from a decoded one. tiles.py says how a weight is cut up, and why so.
+A library chooses different kernels for one row, five rows and five hundred, so that a verified
+token could differ from a decoded one. tiles.py explains the division of a weight.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ..chain import PREFETCHED, begin, prefetch
 
 @triton.jit
 def halves_of(words, dtype: tl.constexpr):
-    """The lower and the upper int8 of int16 ``words``, each as ``dtype``."""
+    """Return the lower and the upper int8 of int16 ``words``, both in ``dtype``."""
     if dtype == tl.bfloat16:
-        # Two at a time in a register: 128 and the lower seven bits, then from it 128, or 256 where
-        # the sign bit is set. A conversion of each by itself would take longer than its byte to
-        # arrive.
+        # Two numbers at a time in a register: 128 plus the lower seven bits, minus 128, or minus
+        # 256 if the sign bit is set. Converting each number alone would take longer than loading
+        # it.
         low = tl.inline_asm_elementwise(
             """{
                 .reg .b32 bits, less, one;
@@ -40,16 +40,16 @@ def halves_of(words, dtype: tl.constexpr):
             }""",
             "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    else:  # not behind a return: the compiler would look at both, and their types differ
+    else:  # not after a return: the compiler would check both branches, whose types differ
         low, high = ((words << 8) >> 8).to(dtype), (words >> 8).to(dtype)
     return low, high
 
 
 @triton.jit
 def levels_of(words, dtype: tl.constexpr):
-    """The four levels, 0 to 15, of int16 ``words``, the lowest bits first, each as ``dtype``."""
+    """Return the four levels, 0 to 15, of int16 ``words``, lowest bits first, in ``dtype``."""
     if dtype == tl.bfloat16:
-        # As in `halves_of`: 128 and four bits of its fraction, less 128.
+        # Two numbers at a time in a register: 128 plus four bits of its fraction, minus 128.
         first, second, third, fourth = tl.inline_asm_elementwise(
             """{
                 .reg .b32 bits, one, less;
@@ -78,7 +78,7 @@ def levels_of(words, dtype: tl.constexpr):
 
 @triton.jit
 def x_tile(x_at, is_row, inner, num_inner, IS_EVEN: tl.constexpr):
-    """Rows of x; zeros where there are none, or no input."""
+    """Return a tile of x; zeros for missing rows and inputs."""
     if IS_EVEN:
         return tl.load(x_at, mask=is_row[:, None], other=0.0)
     return tl.load(x_at, mask=is_row[:, None] & (inner < num_inner)[None, :], other=0.0)
@@ -86,12 +86,12 @@ def x_tile(x_at, is_row, inner, num_inner, IS_EVEN: tl.constexpr):
 
 @triton.jit
 def spread_levels(levels, numbers):
-    """``levels`` [OUT, WIDTH] times a scale, plus a minimum, of each output.
+    """Return ``levels`` [OUT, WIDTH] times each output's scale plus its minimum.
 
-    ``numbers`` [OUT, 1]: words with the scale in their lower half and the minimum in the upper.
+    ``numbers`` [OUT, 1]: words with the scale in the lower half and the minimum in the upper.
     """
     dtype: tl.constexpr = levels.dtype
-    if dtype == tl.bfloat16:  # two at a time, which the compiler does not see
+    if dtype == tl.bfloat16:  # two at a time, which the compiler does not do
         weight = tl.inline_asm_elementwise(
             """{
                 .reg .b32 scale, minimum;
@@ -115,7 +115,7 @@ def add_group(
     total, levels, numbers_at, x_at, is_row, inner, num_inner, OUT,
     place: tl.constexpr, IS_EVEN: tl.constexpr, WIDTH: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """``total`` and what one group of a step's inputs adds, the one at ``place`` of four."""
+    """Return ``total`` plus the products of one group of a step's inputs, ``place`` of four."""
     x = x_tile(x_at + place * WIDTH, is_row, inner, num_inner - place * WIDTH, IS_EVEN)
     numbers = tl.load(numbers_at + place * OUT, eviction_policy=POLICY)
     return tl.dot(spread_levels(levels, numbers), tl.trans(x), total, input_precision="ieee")
@@ -126,7 +126,7 @@ def add_rough_products(
     total, x_at, weight_at, numbers_at, step, is_row, inner, IN, OUT,
     TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """`add_products` of four levels in each word, of groups with a scale and a minimum."""
+    """Return ``total`` plus a step's products with 4-bit levels, four to a word, in groups."""
     WIDTH: tl.constexpr = TILE_IN // 4
     at, rest = x_at + step * TILE_IN, IN - step * TILE_IN
     numbers = numbers_at + step * 4 * OUT
@@ -145,7 +145,7 @@ def add_products(
     total, x_at, weight_at, numbers_at, step, is_row, inner, IN, OUT,
     TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """``total`` and what one step's inputs add to it; turned where the weight is of few bits."""
+    """Return ``total`` plus one step's products; transposed if the weight is quantised."""
     if BITS == 4:
         total = add_rough_products(
             total, x_at, weight_at, numbers_at, step, is_row, inner, IN, OUT,
@@ -163,7 +163,7 @@ def add_exact_products(
     total, x_at, weight_at, step, is_row, inner, IN,
     TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """`add_products` of a plain weight, or of two int8 in each word."""
+    """Return ``total`` plus a step's products with plain weights, or with int8, two to a word."""
     WIDTH: tl.constexpr = TILE_IN // 2 if BITS == 8 else TILE_IN
     lo = step * TILE_IN
     x = x_tile(x_at + lo, is_row, inner, IN - lo, IS_EVEN)
@@ -187,13 +187,13 @@ def scaled_and_biased(
     total, scale_ptr, bias_ptr, column, is_column,
     TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, BITS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Outputs from sums [TILE_ROWS, TILE_OUT]."""
+    """Return outputs from sums [TILE_ROWS, TILE_OUT]: scaled if int8, with the bias."""
     bias = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
     if HAS_BIAS:
         bias += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if BITS == 8:
         scale = tl.load(scale_ptr + column, mask=is_column, other=0.0)[None, :]
-        # Rounded once, whether a compiler likes to join the two or not.
+        # An explicit fma rounds once, whatever the compiler fuses.
         total = tl.fma(total, tl.broadcast_to(scale, [TILE_ROWS, TILE_OUT]), bias)
     else:
         total += bias
@@ -203,8 +203,8 @@ def scaled_and_biased(
 @triton.jit(do_not_specialize=["num_rows", "pieces"])
 def linear_kernel(
     x_ptr,  # [num_rows, IN]
-    weight_ptr,  # [OUT, IN]; or int16 of BITS each in [OUT, steps * TILE_IN * BITS / 16]
-    scale_ptr,  # where BITS is 8 [OUT] float32; where it is 4 [steps, 4, OUT], see `spread_levels`
+    weight_ptr,  # [OUT, IN]; with BITS int16 words [OUT, steps * TILE_IN * BITS / 16]
+    scale_ptr,  # BITS 8: [OUT] float32; BITS 4: [steps, 4, OUT] words for `spread_levels`
     bias_ptr,  # [OUT], read where HAS_BIAS
     out_ptr,  # [num_rows, OUT]
     parts_ptr,  # [pieces, num_rows, OUT] float32, used where IS_APART
@@ -217,15 +217,15 @@ def linear_kernel(
     TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
     IS_CUT: tl.constexpr,  # whether there is more than one piece
-    IS_APART: tl.constexpr,  # whether each has a program of its own
-    NEIGHBOURS: tl.constexpr,  # tiles of rows that share what is read of a weight
+    IS_APART: tl.constexpr,  # whether each piece has its own program
+    NEIGHBOURS: tl.constexpr,  # neighbouring tiles of rows that share reads of a weight
     IS_EVEN: tl.constexpr,  # whether TILE_IN divides IN
-    BITS: tl.constexpr,  # of a weight, 8 or 4; 0: it is plain
+    BITS: tl.constexpr,  # bits of a weight, 8 or 4; 0: unquantised
     HAS_BIAS: tl.constexpr,
-    POLICY: tl.constexpr,  # how the cache treats the weight
+    POLICY: tl.constexpr,  # cache eviction policy for the weight
     IS_CHAINED: tl.constexpr,
 ):
-    """One tile of the output, or one piece of it; the last piece to arrive adds them up."""
+    """Compute one tile of the output, or one piece of it; the last piece adds up all pieces."""
     row_tile = tl.program_id(2) * NEIGHBOURS + tl.program_id(0)
     if row_tile * TILE_ROWS >= num_rows:
         return
@@ -239,12 +239,12 @@ def linear_kernel(
     is_row, is_column = row < num_rows, column < OUT
     x_at = x_ptr + row.to(tl.int64)[:, None] * IN + inner[None, :]
     stride = num_steps * WIDTH if BITS else IN
-    # Columns that are not there read the last one again: they are not stored.
+    # Columns beyond the last read it again, and are not stored.
     from_column = tl.minimum(column, OUT - 1).to(tl.int64)
     weight_at = weight_ptr + from_column[:, None] * stride + inner[None, :]
     numbers_at = scale_ptr + from_column[:, None]  # used where BITS is 4
 
-    steps = tl.cdiv(num_steps, pieces)  # of a piece; the last may have fewer
+    steps = tl.cdiv(num_steps, pieces)  # steps of a piece; the last may have fewer
     if IS_CHAINED:
         ahead = tl.minimum(piece * steps + tl.arange(0, PREFETCHED), num_steps - 1) * WIDTH
         prefetch(weight_ptr + from_column[:, None] * stride + ahead[None, :])
@@ -255,13 +255,13 @@ def linear_kernel(
     else:
         total = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
     part = tl.zeros_like(total)
-    end = steps  # of the piece that is being added up
+    end = steps  # end of the piece that is being added up
     for step in range(piece * steps, stop):
         part = add_products(
             part, x_at, weight_at, numbers_at, step, is_row, inner, IN, OUT,
             TILE_IN, IS_EVEN, BITS, POLICY,
         )  # fmt: skip
-        # Not a loop around this one, which would wait for its first bytes once per piece.
+        # An outer loop over pieces would wait for the first bytes of every piece.
         if IS_CUT and not IS_APART:  # noqa: SIM102  (decided by the compiler; the other is not)
             if step + 1 == end:
                 total += part
@@ -276,7 +276,7 @@ def linear_kernel(
     if IS_APART:
         part_size = num_rows.to(tl.int64) * OUT
         tl.store(parts_ptr + piece * part_size + at, total, mask=is_out)
-        tl.debug_barrier()  # all of this program's part is written before it says so
+        tl.debug_barrier()  # the whole part is written before its arrival is counted
         tile_at = arrived_ptr + column_tile * tl.cdiv(num_rows, TILE_ROWS) + row_tile
         if tl.atomic_add(tile_at, 1, sem="acq_rel") < pieces - 1:
             return

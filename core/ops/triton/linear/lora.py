@@ -1,4 +1,4 @@
-"""TritonLora: an update of a linear; AdapterTables: where the updates of all adapters lie."""
+"""TritonLora: an update of a linear; AdapterTables: addresses of all adapters' updates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tiles import FEW_COLUMNS
 TILE_ROWS, TILE_RANKS = 16, 16
 TILE_IN = 64  # inputs of a step
 LORA_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-_MIN_STEPS, _MAX_PIECES = 4, 16  # of a piece of the inputs; of them
+_MIN_STEPS, _MAX_PIECES = 4, 16  # least steps of a piece of the inputs; most pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,12 +30,12 @@ class TritonLora(PackedLora):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all matrices."""
+        """Size of all matrices in bytes."""
         return sum(each.nbytes for each in (self.a, *(block.b for block in self.blocks)))
 
 
 def pack_triton_lora(update: LoraUpdate) -> TritonLora:
-    """Lay out an update."""
+    """Lay out an update in float32, aligned."""
     blocks = tuple(block._replace(b=_aligned(block.b)) for block in update.blocks)
     return TritonLora(_aligned(update.a), blocks)
 
@@ -46,9 +46,9 @@ def _aligned(matrix: Tensor) -> Tensor:
 
 
 class _Target(NamedTuple):
-    """A linear that adapters change: its number in the tables, and their largest number of ranks.
+    """A linear that adapters change: its number in the tables, and the largest number of ranks.
 
-    Matrices that are stacked into it have ranks each.
+    Each of the matrices stacked into the linear has its own ranks; the number counts all.
     """
 
     number: int
@@ -56,10 +56,10 @@ class _Target(NamedTuple):
 
 
 class AdapterTables:
-    """For each adapter the addresses of its updates, on the device, in one layout for all.
+    """A table for each adapter on the device with the addresses of its updates, in one layout.
 
-    ``growth`` counts how often the layout has grown: for linears that no adapter had changed
-    before, or for more ranks. A graph is of one layout.
+    ``growth`` counts changes of the layout: for linears that no adapter had changed before, or for
+    more ranks. A graph is valid for one layout.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,9 +69,9 @@ class AdapterTables:
         self.growth = 0
 
     def take(self, adapters: Sequence[LoraWeights]) -> list[int]:
-        """Addresses of the tables of adapters; grows the layout, if that is needed."""
+        """Return the addresses of adapters' tables; extends the layout if necessary."""
         new = [each for each in adapters if each not in self._tables]
-        if any([self._grow(each.parts) for each in new]):  # noqa: C419 - all of them
+        if any([self._grow(each.parts) for each in new]):  # noqa: C419 - every call has an effect
             self.growth += 1
             new = [*self._tables, *new]
         for each in new:
@@ -81,17 +81,17 @@ class AdapterTables:
     def add(
         self, out: Tensor, x: Tensor, linear: PackedLinear, adapted: Tensor, tables: Tensor
     ) -> None:
-        """Add to ``out`` [T, out_features] the updates of a linear of rows ``x`` [T, in_features].
+        """Add a linear's updates for rows ``x`` [T, in_features] to ``out`` [T, out_features].
 
-        ``adapted`` [T] int32: whose update is a row's, by its number in ``tables`` from 1 up; 0: it
-        has none. ``tables`` [n] int64: addresses, as `take` returns them.
+        ``adapted`` [T] int32: each row's adapter, numbered in ``tables`` from 1; 0: no adapter.
+        ``tables`` [n] int64: addresses returned by `take`.
         """
         target = self._targets.get(linear)
         if target is not None:
             _add(out, x.contiguous(), target, adapted, tables)
 
     def _grow(self, parts: Mapping[object, PackedLora]) -> bool:
-        """Make room for an adapter; whether that was needed."""
+        """Extend the layout for an adapter; return whether that was necessary."""
         has_grown = False
         for linear, lora in parts.items():
             assert isinstance(linear, PackedLinear)
@@ -103,7 +103,7 @@ class AdapterTables:
         return has_grown
 
     def _table(self, parts: Mapping[object, PackedLora]) -> Tensor:
-        """The addresses of all targets, then the blocks of each; zeros for what is not changed."""
+        """Return a table: addresses for all targets, zeros for unchanged ones, then the blocks."""
         heads: list[int] = []
         blocks: list[int] = []
         first_block = LINEAR_WORDS.value * len(self._targets)
@@ -137,7 +137,7 @@ def _add(out: Tensor, x: Tensor, target: _Target, adapted: Tensor, tables: Tenso
 
 
 def _pieces(in_features: int) -> int:
-    """Programs that share the inputs; by their number alone, so that no bits depend on others."""
+    """Return the number of pieces of a sum, which depends only on the number of inputs."""
     most, pieces = min(_MAX_PIECES, -(-in_features // TILE_IN) // _MIN_STEPS), 1
     while pieces * 2 <= most:
         pieces *= 2
@@ -147,7 +147,7 @@ def _pieces(in_features: int) -> int:
 def add_triton_lora(out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
     """Add the update of some rows of ``x`` [T, in_features] to ``out`` [T, out_features].
 
-    ``rows`` [n]: their indices.
+    ``rows`` [n]: indices of the rows.
     """
     linear = PackedLinear(lora.a, None, packed=False) if isinstance(lora, TritonLora) else None
     assert linear is not None

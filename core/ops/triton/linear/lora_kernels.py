@@ -1,9 +1,9 @@
-"""Updates of adapters: the rows of a pass say which one is theirs, and kernels find it by address.
+"""Updates of adapters: each row of a pass has an adapter's number, and kernels find its address.
 
-Grids are as large as any adapters of a pass may need, and programs without rows return. So a graph
-serves other adapters when other addresses are written to where it reads them. A program computes
-rows of one adapter alone, in tiles and an order that depend on the linear's inputs alone: a row has
-the same bits beside any others.
+Grids are large enough for any adapters of a pass, and programs without rows return. So a graph
+serves other adapters if their addresses are written to its inputs. A program computes rows of one
+adapter only, in tiles and an order that depend only on the linear's inputs: a row's bits do not
+depend on other rows.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LINEAR_WORDS = tl.constexpr(4)  # of a table's linear: address of A, its ranks, first block, blocks
-BLOCK_WORDS = tl.constexpr(5)  # first output, output behind the last, first rank, ranks, address
+LINEAR_WORDS = tl.constexpr(4)  # address of A, its ranks, first block, number of blocks
+BLOCK_WORDS = tl.constexpr(5)  # first output, output after the last, first rank, ranks, address
 
 
 @triton.jit
 def table_of(tables_ptr, adapter):
-    """Load where the updates of an adapter are listed."""
+    """Return the pointer to an adapter's table."""
     return tl.load(tables_ptr + adapter).to(tables_ptr.dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows", "linear", "pieces"])
 def lora_a_kernel(
     x_ptr,  # [num_rows, IN]
-    adapted_ptr,  # [num_rows] int32: of which adapter of the pass a row is, from 1 up; 0: of none
+    adapted_ptr,  # [num_rows] int32: number of the row's adapter, from 1; 0: no adapter
     tables_ptr,  # [num_adapters] int64: addresses of tables
     hidden_ptr,  # [pieces, num_rows, RANKS] float32
     num_rows,
-    linear,  # its number in the tables
+    linear,  # the linear's number in the tables
     pieces,
     IN,
     RANKS,
@@ -36,7 +36,7 @@ def lora_a_kernel(
     TILE_RANKS: tl.constexpr,
     TILE_IN: tl.constexpr,
 ):
-    """The products of some rows with some ranks of A, over one piece of the inputs."""
+    """Multiply some rows by some ranks of A, over one piece of the inputs."""
     adapter = tl.program_id(2)
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     number = tl.load(adapted_ptr + row, mask=row < num_rows, other=0)
@@ -73,7 +73,7 @@ def hidden_tile(
     hidden_ptr, row, rank, is_there, num_rows, pieces, RANKS,
     TILE_ROWS: tl.constexpr, TILE_RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Some of A's outputs: the pieces of each, added in order."""
+    """Return some of A's outputs, whose pieces are added in order."""
     hidden = tl.zeros([TILE_ROWS, TILE_RANKS], tl.float32)
     for piece in range(pieces):
         at = (piece * num_rows + row).to(tl.int64)[:, None] * RANKS + rank[None, :]
@@ -83,8 +83,8 @@ def hidden_tile(
 
 @triton.jit(do_not_specialize=["num_rows", "linear", "pieces"])
 def lora_b_kernel(
-    hidden_ptr,  # [pieces, num_rows, RANKS] float32, as `lora_a_kernel` leaves it
-    adapted_ptr,  # [num_rows] int32, as there
+    hidden_ptr,  # [pieces, num_rows, RANKS] float32, written by `lora_a_kernel`
+    adapted_ptr,  # [num_rows] int32: number of the row's adapter, from 1; 0: no adapter
     tables_ptr,  # [num_adapters] int64
     out_ptr,  # [num_rows, OUT]
     num_rows,
@@ -96,7 +96,7 @@ def lora_b_kernel(
     TILE_OUT: tl.constexpr,
     TILE_RANKS: tl.constexpr,
 ):
-    """Add to some outputs of some rows: the blocks of B among these outputs, one after another."""
+    """Add the blocks of B within some outputs to these outputs of some rows, one by one."""
     adapter = tl.program_id(2)
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     number = tl.load(adapted_ptr + row, mask=row < num_rows, other=0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from triton.runtime.errors import OutOfResources as OutOfResources  # to whoever tries launches
+from triton.runtime.errors import OutOfResources as OutOfResources  # for studies of launches
 from typing_extensions import override
 
 from ...quantize import GROUP, quantize_weight, round_to_levels
@@ -24,22 +24,23 @@ from .tiles import (
     linear_tiles,
 )
 
-ROUNDED_AT_ONCE = 2**24  # numbers of a weight: bounds what a rough copy takes besides
+ROUNDED_AT_ONCE = 2**24  # numbers of a weight, to limit a rough copy's temporary memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledLinear(PackedLinear):
-    """``weight`` [out_features, in_features] of the activations' dtype, or of few bits.
+    """``weight`` [out_features, in_features] in the activations' dtype, or quantised.
 
-    Of few bits it is int16 ``[out_features, steps * inner * bits / 16]``. Of int8 a word has an
-    input of a step's first half below and of its second half above, so that a tensor core takes
-    both halves as they come; of 4 bits likewise one of each quarter, which is a group.
+    A quantised weight is int16 ``[out_features, steps * inner * bits / 16]``. With int8 a word has
+    an input from a step's first half in its low byte and one from the second half in its high byte,
+    so that tensor cores need no reordering. With 4 bits it has one from each quarter, a group.
     """
 
-    scale: Tensor | None  # [out_features] float32; of 4 bits [steps, 4, out_features]: a word of
-    # each group, its scale below and its minimum above, in the activations' dtype
+    # [out_features] float32; with 4 bits [steps, 4, out_features] words, one per group, with its
+    # scale in the low half and its minimum in the high half, in the activations' dtype.
+    scale: Tensor | None
     tiles: LinearTiles
-    arrived: Tensor  # pieces per tile of the output: zeros but within a call, one call at a time
+    arrived: Tensor  # arrived pieces per output tile; zeros outside of a call, one call at a time
 
     @property
     @override
@@ -54,7 +55,7 @@ class TiledLinear(PackedLinear):
 
 
 def pack_tiled(weight: Tensor, bias: Tensor | None, *, is_int8: bool = False) -> TiledLinear:
-    """Lay out ``[out_features, in_features]``, quantised per output if asked."""
+    """Lay out ``[out_features, in_features]``; with ``is_int8`` quantised per output."""
     out_features, in_features = weight.shape
     tiles = linear_tiles(out_features, in_features, weight.dtype, bits=8 if is_int8 else 0)
     items, scale = weight.contiguous(), None
@@ -65,9 +66,9 @@ def pack_tiled(weight: Tensor, bias: Tensor | None, *, is_int8: bool = False) ->
 
 
 def rough_copy(packed: PackedLinear, dtype: torch.dtype) -> TiledLinear:
-    """The same weight in 4 bits, for activations of ``dtype``: for drafts; the bias is shared.
+    """Return a weight in 4 bits, for drafts with activations of ``dtype``; the bias is shared.
 
-    Takes weights of 8 bits or more; raises ValueError for others.
+    Raises ValueError for weights of fewer than 8 bits.
     """
     rows = max(1, ROUNDED_AT_ONCE * len(packed.weight) // packed.num_weights)
     parts = [_rounded(part, dtype) for part in _plain_parts(packed, rows)]
@@ -79,7 +80,7 @@ def rough_copy(packed: PackedLinear, dtype: torch.dtype) -> TiledLinear:
 
 
 def _plain_parts(packed: PackedLinear, num_rows: int) -> Iterator[Tensor]:
-    """The weight in float32, so many rows at once."""
+    """Yield the weight in float32, ``num_rows`` rows at a time. Raises ValueError for 4 bits."""
     bits = packed.tiles.bits if isinstance(packed, TiledLinear) else 0
     if bits == 4:
         raise ValueError("a weight of fewer than 8 bits has no rough copy")
@@ -93,7 +94,7 @@ def _plain_parts(packed: PackedLinear, num_rows: int) -> Iterator[Tensor]:
 
 
 def _rounded(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Words and numbers of float32 ``[n, in_features]``, as `TiledLinear` has them of 4 bits."""
+    """Quantise float32 ``[n, in_features]`` to 4 bits: `TiledLinear`'s weight and scale."""
     wide = F.pad(wide, (0, -wide.shape[1] % ROUGH_STEP))
     rounded = round_to_levels(wide, dtype)
     assert rounded.minimum is not None
@@ -117,9 +118,9 @@ def tiled_linear(
     dtype: torch.dtype | None = None,
     launch: LinearLaunch | None = None,
 ) -> Tensor:
-    """``[T, in_features] -> [T, out_features]`` in x's dtype, or in the one asked for.
+    """Compute ``[T, in_features] -> [T, out_features]`` in ``dtype`` or, if None, x's dtype.
 
-    A row's bits are the same in any place beside any number of others, however it is launched.
+    A row's bits do not depend on its place, on the number of rows or on the launch.
     """
     (num_rows, in_features), out_features, tiles = x.shape, len(weight.weight), weight.tiles
     launch = launch or linear_launch(tiles, out_features, num_rows)
@@ -138,14 +139,14 @@ def tiled_linear(
 
 
 def _pairs(values: Tensor, inner: int) -> Tensor:
-    """int8 ``[out, in]`` to int16 ``[out, steps * inner / 2]``, zeros behind the last input."""
+    """Pack int8 ``[out, in]`` into int16 ``[out, steps * inner / 2]``, padded with zeros."""
     padded = F.pad(values, (0, -values.shape[1] % inner))
     halves = padded.view(len(values), -1, 2, inner // 2).transpose(2, 3).contiguous()
     return halves.view(torch.int16).view(len(values), -1)
 
 
 def _from_pairs(words: Tensor, inner: int) -> Tensor:
-    """Pairs to float32 ``[out, steps * inner]``."""
+    """Unpack pairs of int8 to float32 ``[out, steps * inner]``."""
     halves = words.contiguous().view(torch.int8).view(len(words), -1, inner // 2, 2)
     return halves.transpose(2, 3).flatten(1).float()
 
@@ -153,7 +154,7 @@ def _from_pairs(words: Tensor, inner: int) -> Tensor:
 def linear_constants(
     tiles: LinearTiles, launch: LinearLaunch, in_features: int, *, has_bias: bool
 ) -> dict[str, int | str]:
-    """Constants that `linear_kernel` is compiled with."""
+    """Return the constants that `linear_kernel` is compiled with."""
     return {
         "TILE_ROWS": launch.rows,
         "TILE_OUT": launch.columns,
@@ -169,7 +170,7 @@ def linear_constants(
 
 
 def linear_options(launch: LinearLaunch) -> dict[str, int]:
-    """Options to compile `linear_kernel` with: fused additions, as tensor cores add float32."""
+    """Return the compiler options of `linear_kernel`; additions are fused, as in tensor cores."""
     return {
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,

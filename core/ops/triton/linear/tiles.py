@@ -1,15 +1,15 @@
-"""LinearTiles: how the products of a weight are cut up, by its shape and dtype alone.
+"""LinearTiles: the division of a weight's products, which depends only on its shape and dtype.
 
-A matrix instruction may add up in an order of its own, so the rows of a call must not choose it.
-Here they choose only which programs do the work: how many rows and columns a tile has, as so many
-times the same instructions, which an H100 was seen to compute to the same bits; and a sum over the
-inputs is made of pieces at fixed places, added in order, whether each has a program of its own or
-one has them all. So it is on Hopper, and by their instructions on Ampere and Ada; the large
-Blackwell has another instruction for 128 rows, whose order was not compared.
+A matrix instruction may add up in its own order, so it must not depend on the rows of a call. Rows
+only determine the programs: the rows and columns of a tile are a number of equal instructions, for
+which an H100 was measured to give equal bits, and a sum over the inputs consists of pieces at fixed
+places, added in order, whether each piece has its own program or one program has all. This holds on
+Hopper and, according to their instructions, on Ampere and Ada; the large Blackwell has another
+instruction for 128 rows, whose order was not compared.
 
-A tile computes 64 rows, there or not: the fewest of Hopper's wgmma. For one row or 64 a weight
-costs 128 operations, 0.16 ps at the 790 TFLOP/s that an H200 was seen to reach, and its two bytes
-0.42 ps at 4.8 TB/s (one byte 0.21): arithmetic on rows that are not there hides behind the reading.
+A tile always computes 64 rows, the fewest of Hopper's wgmma, some of them perhaps empty. For 1 to
+64 rows a weight costs 128 operations, 0.16 ps at the 790 TFLOP/s measured on an H200, and its two
+bytes 0.42 ps at 4.8 TB/s (one byte 0.21): reading takes longer than arithmetic on empty rows.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Literal, TypeAlias
 
 import torch
 
-Bits: TypeAlias = Literal[0, 4, 8]  # of a weight; 0: it is plain
-ROUGH_STEP = 128  # inputs of a step of a weight in 4 bits: four groups, one in each part of a word
+Bits: TypeAlias = Literal[0, 4, 8]  # bits of a weight; 0: unquantised
+ROUGH_STEP = 128  # inputs of a step with 4 bits: four groups, one in each quarter of a word
 FILL = 192  # programs that keep an H100's 132 multiprocessors reading
 BUSY = 128  # programs that keep them busy
 FEW_ROWS = 64
-# A tile of a weight in 4 bits for few rows, whose sums need no fixed order. It is small, and of the
-# older instructions: those of four warps together are waited for one by one.
+# A tile of a 4-bit weight for few rows, whose sums need no fixed order. It is small and uses the
+# older instructions, because wgmma, for four warps together, would wait for each instruction.
 ROUGH_ROWS, ROUGH_WARPS = 16, 2
 MANY_ROWS = 128
 FEW_COLUMNS = 64
-_WIDE = 4096  # outputs from which a tile of few bits has 128 of them
-_MIN_STEPS = 6  # of a piece: fewer would only wait for their first bytes
-_NEIGHBOURS = 1024  # rows whose x stays in the L2 cache while the weight goes by
-# Rows and columns of a tile for many rows: the largest read each number least often, and are used
-# where there are enough of them. The widest has room for one sum alone, not for a piece's besides.
+_WIDE = 4096  # outputs from which a tile of a quantised weight has 128 columns
+_MIN_STEPS = 6  # least steps of a piece; shorter ones would mostly wait for their first bytes
+_NEIGHBOURS = 1024  # rows whose x stays in the L2 cache while the weight is read
+# Rows and columns of a tile for many rows. The largest tiles read each number least often, and are
+# used if there are enough of them. The widest has registers for one sum, but not for a piece's.
 _WIDEST = (128, 256)
 _SHAPES = (_WIDEST, (128, 128), (64, 128), (64, 64))
 
@@ -51,18 +51,18 @@ class LinearTiles:
 class LinearLaunch:
     """The programs of one call. Changes no bit."""
 
-    rows: int  # of a tile
+    rows: int  # rows of a tile
     columns: int  # outputs of a tile
-    is_apart: bool  # whether each piece has a program of its own
+    is_apart: bool  # whether each piece has its own program
     num_warps: int
-    num_stages: int  # steps that are in shared memory, all but one on their way there
-    neighbours: int  # tiles of rows that are computed beside each other for one tile of the weight
-    policy: str  # of the cache for the weight, which is read once, or by every tile of rows
+    num_stages: int  # steps in shared memory; all but one are being loaded
+    neighbours: int  # neighbouring programs, for tiles of rows with one tile of the weight
+    policy: str  # cache policy for the weight, which is read once or by every tile of rows
     grid: tuple[int, int, int]
 
 
 def step_inputs(dtype: torch.dtype, bits: Bits) -> int:
-    """Inputs of a step of a weight whose activations have ``dtype``."""
+    """Return the number of inputs of a step; ``dtype`` is the activations'."""
     if bits == 4:
         return ROUGH_STEP
     return 32 if dtype == torch.float32 else 128 if bits else 64
@@ -71,10 +71,10 @@ def step_inputs(dtype: torch.dtype, bits: Bits) -> int:
 def linear_tiles(
     out_features: int, in_features: int, dtype: torch.dtype, *, bits: Bits = 0
 ) -> LinearTiles:
-    """The tiles of a weight whose activations have ``dtype``.
+    """Return the tiles of a weight; ``dtype`` is the activations'.
 
-    A step reads 128 bytes of each of the weight's rows: a line of the cache. A weight of few
-    outputs is cut into pieces, a power of two, until one row alone makes `FILL` programs.
+    A step reads 128 bytes of each of the weight's rows, a cache line. A weight of few outputs is
+    divided into pieces, a power of two, until a single row makes `FILL` programs.
     """
     inner = step_inputs(dtype, bits)
     columns = 128 if bits == 8 and out_features >= _WIDE else FEW_COLUMNS
@@ -92,12 +92,13 @@ def linear_launch(
     *,
     shape: tuple[int, int] | None = None,
 ) -> LinearLaunch:
-    """The programs for ``num_rows`` rows; ``shape``: rows and columns of a tile, to try others.
+    """Return the programs for ``num_rows`` rows.
 
-    Pieces are apart where one tile has all rows: beyond, their sums take longer to write and to
-    read than programs gain. A weight of few bits is the left side of the product, as that may come
-    from registers, where it is widened; rows are the instruction's width then and so always 64, but
-    for a rough copy's, whose bits may depend on their number.
+    ``shape``: rows and columns of a tile; None: the usual ones. Pieces have their own programs if
+    one tile has all rows: with more rows, writing and reading their sums takes longer than more
+    programs save. A quantised weight is the left operand, which may come from registers, where it
+    is widened. Rows are then the instruction's width and so always 64, except for a rough copy,
+    whose bits may depend on the number of rows.
     """
     rows, columns = shape or _shape(tiles, out_features, num_rows)
     row_tiles, column_tiles = -(-num_rows // rows), -(-out_features // columns)
@@ -126,7 +127,7 @@ def _num_warps(tiles: LinearTiles, rows: int, columns: int) -> int:
 
 
 def _shape(tiles: LinearTiles, out_features: int, num_rows: int) -> tuple[int, int]:
-    """Rows and columns of a tile."""
+    """Return the rows and columns of a tile."""
     if tiles.bits == 4 and num_rows <= ROUGH_ROWS:
         return ROUGH_ROWS, FEW_COLUMNS
     if tiles.bits:

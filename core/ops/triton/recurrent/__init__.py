@@ -1,1 +1,1 @@
-"""Recurrent layers: kernels and what they read of a pass."""
+"""Recurrent layers: kernels and their inputs."""

@@ -1,6 +1,6 @@
-"""Inputs of layers with states: what the convolution reads of a pass, of logs and of slots.
+"""Inputs of layers with states: the convolution reads a pass, logs and slots.
 
-Logs and slots are written when every program has read them.
+Logs and slots are written after every program has read them.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Of a segment: first position, first behind it, first row, slot, log, the position at which its
-# own state is to stand, its first kept state, how many are kept.
+# Numbers of a segment: first position, position after the last, first row, slot, log, position of
+# its own state after the pass, first kept state, number of kept states.
 SEGMENT_WORDS = tl.constexpr(8)
-LENGTH_EPS = tl.constexpr(1e-6)  # of queries and keys
-SERIES = tl.constexpr(0.03125)  # below it five terms of log(1 + x) are as good as any logarithm
+LENGTH_EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys
+SERIES = tl.constexpr(0.03125)  # below it a series of log(1 + x) is exact enough
 
 
 @triton.jit
 def silu(x):
-    """``x * sigmoid(x)``."""
+    """Return ``x * sigmoid(x)``."""
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def softplus(x):
-    """``log(1 + exp(x))``."""
+    """Return ``log(1 + exp(x))``."""
     small = tl.exp(-tl.abs(x))
     series = small * (1.0 - small * (0.5 - small * (0.33333334 - small * 0.25)))
     return tl.where(small < SERIES, series, tl.log(1.0 + small)) + tl.maximum(x, 0.0)
@@ -34,10 +34,10 @@ def input_of(
     mixed_ptr, tail_ptr, log_ptr, row, position, start, at, channel, mask,
     STRIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Inputs of a position: of the pass from ``start`` on, of the log from ``at`` on, or before.
+    """Return a position's inputs: from the pass, from the log, or from the state's tail.
 
-    ``row``: that of the position, if it is in the pass. ``tail_ptr`` and ``log_ptr`` are those of
-    the segment.
+    The pass has positions from ``start``, the log from ``at``. ``row``: the position's row, if it
+    is in the pass. ``tail_ptr`` and ``log_ptr`` belong to the segment.
     """
     if position >= start:
         x = tl.load(mixed_ptr + row.to(tl.int64) * STRIDE + channel, mask=mask, other=0.0)
@@ -52,20 +52,20 @@ def input_of(
 @triton.jit
 def inputs_kernel(
     mixed_ptr,  # [T, CHANNELS + values] q, k, v and z
-    gates_ptr,  # [T, 2 * HEADS] b and a of the delta rule, [T, HEADS] of Mamba-2
+    gates_ptr,  # delta rule: [T, 2 * HEADS] b and a; Mamba-2: [T, HEADS]
     taps_ptr,  # [CHANNELS, TAPS] float32
     taps_bias_ptr,  # [CHANNELS] float32, read where HAS_BIAS
     decay_ptr,  # [HEADS] float32
     dt_bias_ptr,  # [HEADS] float32
     tails_ptr,  # the layer's inputs in slot 0
-    log_inputs_ptr,  # in log 0
+    log_inputs_ptr,  # the layer's inputs in log 0
     log_c_ptr,  # c in log 0, float32
     x_ptr,  # [T, CHANNELS] float32, written: q, k and v
     c_ptr,  # [T, HEADS] float32, written: sum of the log decays since the page's start
-    beta_ptr,  # [T, HEADS] float32, written: the factor of what is added
+    beta_ptr,  # [T, HEADS] float32, written: factor of a row's addition to the state
     rows_ptr,  # [T] segment; -1: no row
     segments_ptr,  # [num_segments, SEGMENT_WORDS]
-    at_ptr,  # [num_segments] where the state stands
+    at_ptr,  # [num_segments] position of the state
     STRIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
     PAGE: tl.constexpr, SLOT: tl.constexpr, LOG: tl.constexpr, LOG_FLOATS: tl.constexpr,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -75,7 +75,7 @@ def inputs_kernel(
     IS_DELTA: tl.constexpr,
     MOST_BETA: tl.constexpr,
 ):  # fmt: skip
-    """One head of a row's queries, keys or values; the last program has the row's gates."""
+    """Compute one head of a row's queries, keys or values; the last program, the row's gates."""
     row, part = tl.program_id(0), tl.program_id(1)
     segment = tl.load(rows_ptr + row)
     if segment < 0:
@@ -124,7 +124,7 @@ def write_gates(
     RING: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HEADS_TILE: tl.constexpr,
     IS_DELTA: tl.constexpr, MOST_BETA: tl.constexpr,
 ):  # fmt: skip
-    """c and beta of all heads of a row. c goes on from the log, or begins at the page's start."""
+    """Write c and beta of all heads of a row; c continues the log or begins at the page's start."""
     WIDTH: tl.constexpr = 2 * HEADS if IS_DELTA else HEADS
     head = tl.arange(0, HEADS_TILE)
     mask = head < HEADS
@@ -151,11 +151,11 @@ def write_gates(
 @triton.jit
 def short_conv_kernel(
     inputs_ptr,  # [T, CHANNELS] b * x
-    mixed_ptr,  # [T, 3 * CHANNELS] b, c and x, of which c is read
+    mixed_ptr,  # [T, 3 * CHANNELS] b, c and x; only c is read
     taps_ptr,  # [CHANNELS, TAPS] float32
     taps_bias_ptr,  # [CHANNELS] float32, read where HAS_BIAS
     tails_ptr,  # the layer's inputs in slot 0
-    log_inputs_ptr,  # in log 0
+    log_inputs_ptr,  # the layer's inputs in log 0
     out_ptr,  # [T, CHANNELS], written
     rows_ptr,
     segments_ptr,
@@ -165,7 +165,7 @@ def short_conv_kernel(
     TILE: tl.constexpr,  # channels
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of a row of a gated short convolution; zeros where no row is."""
+    """Compute some channels of a row of a gated short convolution; zeros for an empty row."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = channel < CHANNELS
@@ -197,7 +197,7 @@ def short_conv_kernel(
 def keep_inputs_kernel(
     mixed_ptr,  # [T, STRIDE]
     tails_ptr,  # the layer's inputs in slot 0; written
-    log_inputs_ptr,  # in log 0; written
+    log_inputs_ptr,  # the layer's inputs in log 0; written
     segments_ptr,
     keeps_ptr,
     at_ptr,
@@ -205,7 +205,7 @@ def keep_inputs_kernel(
     SLOT: tl.constexpr, LOG: tl.constexpr,
     TILE: tl.constexpr,  # channels
 ):  # fmt: skip
-    """Some channels of a segment's inputs: those of kept states, of its own, of its log."""
+    """Write some channels of a segment's inputs: to kept states, to its own state, to its log."""
     segment = tl.program_id(1)
     words = segments_ptr + segment * SEGMENT_WORDS
     start, stop, first_row = tl.load(words), tl.load(words + 1), tl.load(words + 2)
@@ -217,7 +217,7 @@ def keep_inputs_kernel(
     channel = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = channel < CHANNELS
     tail_ptr, log_ptr = tails_ptr + slot * SLOT, log_inputs_ptr + log * LOG
-    # The own state is the last to be written: kept ones may be made of it.
+    # The own state is written last, because kept states may be read from it.
     for each in range(keep, keep + num_keeps + 1):
         position, target = moved, slot
         if each < keep + num_keeps:
@@ -232,7 +232,7 @@ def keep_inputs_kernel(
                     channel, mask, STRIDE, CHANNELS, TAPS, RING,
                 )  # fmt: skip
                 tl.store(to + tap * CHANNELS + channel, x, mask=mask)
-    tl.debug_barrier()  # other threads may have read of the log what is written now
+    tl.debug_barrier()  # other threads must have read the log before it is written
     for position in range(tl.maximum(start, stop - RING), stop):
         row = (first_row + position - start).to(tl.int64)
         x = tl.load(mixed_ptr + row * STRIDE + channel, mask=mask)

@@ -1,4 +1,4 @@
-"""A layer's fields in slots and logs as kernels take them, and the inputs that all layers keep."""
+"""A layer's fields in slots and logs for kernels, and the inputs that all layers keep."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ...state_pool import StatePool
 from .inputs_kernels import keep_inputs_kernel
 from .pass_states import PassStates
 
-CHANNELS_TILE = 256  # of a program
+CHANNELS_TILE = 256  # channels of a program
 _FLOAT = torch.float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerMemory:
-    """Each field in slot 0 or in log 0, flat; those of the others are strides behind it."""
+    """Flat views of each field in slot 0 or log 0; other slots and logs follow at a stride."""
 
     pool: StatePool
     state: Tensor
@@ -29,7 +29,7 @@ class LayerMemory:
 
     @classmethod
     def of(cls, pool: StatePool, layer: int) -> LayerMemory:
-        """Views of the pool's memory from each field of a layer on."""
+        """Return views of the pool's memory that begin at each field of a layer."""
         state, tail = map(int, pool.slot_offsets[layer])
         k, u, c, inputs = map(int, pool.log_offsets[layer])
         slots, logs = pool.slots.view(-1), pool.logs.view(-1)
@@ -45,7 +45,7 @@ class LayerMemory:
 
     @property
     def input_strides(self) -> dict[str, int]:
-        """Items from a slot or a log to the next, and positions of a log."""
+        """Distance in items between slots and between logs, and positions of a log."""
         pool, size = self.pool, self.pool.dtype.itemsize
         return {
             "SLOT": pool.bytes_per_slot // size,
@@ -62,9 +62,10 @@ def keep_inputs(
     states: PassStates,
     at: Tensor,
 ) -> None:
-    """Write the inputs [T, from num_channels up] of a pass to logs, and those of states to slots.
+    """Write a pass's inputs to logs, and the inputs before states to slots.
 
-    The last of what a pass does in a layer: it writes over what its rows read.
+    ``inputs`` [T, num_channels or more]. Must be a layer's last operation in a pass, because it
+    overwrites memory that the rows read.
     """
     keep_inputs_kernel[(-(-num_channels // CHANNELS_TILE), len(states.segments))](
         inputs, memory.tail, memory.inputs, states.segments, states.keeps, at,

@@ -1,4 +1,4 @@
-"""The states of a pass on the device: fields of its `GraphInputs`, and what moves them on."""
+"""The states of a pass on the device: fields of its `GraphInputs`, and their advance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..graph_inputs import Field, HostFields
 from .inputs_kernels import SEGMENT_WORDS
 
 _WORDS = int(SEGMENT_WORDS.value)
-_ROUND = 4  # segments: so many words have the alignment of a field
+_ROUND = 4  # the number of segments is rounded up to it for the fields' alignment
 NAMES = ("state_rows", "state_segments", "state_keeps", "state_at")
 
 
@@ -26,24 +26,24 @@ class PassStates:
     rows: Tensor  # [num_rows] int32 segment; -1: no row
     segments: Tensor  # [num_segments, SEGMENT_WORDS] int32
     keeps: Tensor  # [num_keeps, 2] int32 position, slot
-    at: Tensor  # [num_layers, num_segments] int32 where the state stands
+    at: Tensor  # [num_layers, num_segments] int32 position of the state
 
     @classmethod
     def of(cls, views: Mapping[str, Tensor], num_layers: int) -> PassStates:
-        """The views of a `GraphInputs` with `state_fields`."""
+        """Return the states from the views of a `GraphInputs` with `state_fields`."""
         rows, segments, keeps, at = (views[name] for name in NAMES)
         return cls(rows, segments.view(-1, _WORDS), keeps.view(-1, 2), at.view(num_layers, -1))
 
 
 def state_fields(num_layers: int, num_rows: int, num_segments: int, num_keeps: int) -> list[Field]:
-    """Room for so many rows, segments and kept states."""
+    """Return fields with the given capacities of rows, segments and kept states."""
     room = -(-num_segments // _ROUND) * _ROUND
     counts = (num_rows, room * _WORDS, num_keeps * 2, num_layers * room)
     return [Field(name, count) for name, count in zip(NAMES, counts, strict=True)]
 
 
 def fill_states(to: HostFields, batch: RaggedBatch, pool: StatePool) -> None:
-    """Write a pass; segments that are not there have no rows."""
+    """Write the states of a pass; unused segments have no rows."""
     states = batch.states
     assert states is not None
     count, rows = len(states.slots), to["state_rows"]
@@ -65,7 +65,7 @@ def fill_states(to: HostFields, batch: RaggedBatch, pool: StatePool) -> None:
 
 
 def move_on(batch: RaggedBatch, pool: StatePool, layer: int | None = None) -> None:
-    """Note on the host where a pass leaves the states of a layer, or of all."""
+    """Record on the host the positions of a layer's states, or all layers', after a pass."""
     states = batch.states
     assert states is not None
     at, layers = pool.at.numpy(), slice(None) if layer is None else slice(layer, layer + 1)
@@ -74,5 +74,5 @@ def move_on(batch: RaggedBatch, pool: StatePool, layer: int | None = None) -> No
 
 
 def _moved(states: BatchStates, pool: StatePool) -> np.ndarray:
-    """The positions of own states behind a pass: the page's start of each last final row."""
+    """Return the positions of own states after a pass: page starts of the last final rows."""
     return (states.final_stops - 1) // pool.page_size * pool.page_size

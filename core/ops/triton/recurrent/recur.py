@@ -1,4 +1,4 @@
-"""A recurrent layer by kernels: as many launches whatever rows and segments a pass has."""
+"""A recurrent layer by kernels; the number of launches does not depend on rows and segments."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from .pass_states import PassStates
 from .recur_kernels import gated_norm_kernel, log_kernel, products_kernel, recur_kernel
 
 VALUES = 32  # columns of S of a program
-_BYTES = 4  # of a float32
+_BYTES = 4  # bytes of a float32
 
 
 def recur(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, states: PassStates, pool: StatePool
 ) -> Tensor:
-    """Compute what rows read of their states, [T, num_heads * value_dim] float32, for `gated_norm`.
+    """Return the rows' outputs of their states, [T, num_heads * value_dim] float32.
 
-    It moves the states on. `move_on` is for the caller to call, before anything else that may fail.
+    `gated_norm` completes them. Advances the states on the device; the caller must call `move_on`
+    before any other operation that may fail.
     """
     mixed, gates = mixed.contiguous(), gates.contiguous()
     shape, memory = weights.shape, LayerMemory.of(pool, weights.layer)
@@ -54,7 +55,7 @@ def recur(
 
 
 def _common(shape: RecurrentShape, pool: StatePool) -> dict[str, int]:
-    """Constants of several kernels."""
+    """Return the constants that several kernels share."""
     return {
         "CHANNELS": shape.conv_channels,
         "RING": pool.ring,
@@ -68,7 +69,10 @@ def _common(shape: RecurrentShape, pool: StatePool) -> dict[str, int]:
 def _inputs(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, memory: LayerMemory, states: PassStates
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [T, conv_channels], c and beta [T, num_heads], all float32."""
+    """Return queries, keys and values [T, conv_channels], c and beta [T, num_heads].
+
+    All are float32.
+    """
     shape, pool, num_rows = weights.shape, memory.pool, len(mixed)
     heads, key_heads = shape.num_value_heads, shape.num_key_heads
     bias = weights.conv_bias if isinstance(weights, Mamba2Weights) else None
@@ -92,9 +96,10 @@ def _inputs(
 def gated_norm(
     read: Tensor, mixed: Tensor, weights: RecurrentWeights, states: PassStates
 ) -> Tensor:
-    """Norm and gate [T, num_heads * value_dim] float32, what was read, as the layer does.
+    """Return the normed and gated outputs [T, num_heads * value_dim] in the activations' dtype.
 
-    ``mixed``: of the layer, with the gates; see `Ops.recur`.
+    ``read`` [T, num_heads * value_dim] float32: outputs of the states. ``mixed``: the layer's
+    input with the gates z (`Ops.recur`).
     """
     mixed = mixed.contiguous()
     norm, parts = weights.norm, weights.shape.num_value_heads
@@ -111,5 +116,5 @@ def gated_norm(
 
 
 def power_of_two(number: int) -> int:
-    """The next one, from ``number`` up."""
+    """Return the least power of two that is not below ``number``."""
     return 1 << (number - 1).bit_length()

@@ -1,11 +1,11 @@
-"""Recurrent layers on the device: what core/ops/torch/state.py computes, row after row.
+"""Recurrent layers on the device; core/ops/torch/state.py is the reference.
 
-A program of `recur_kernel` is some columns of a head's state, which no other column changes. It
-goes through a segment's rows in order; all that a row does not read of the state is computed
-before, by a program for each row. Logs are written when every program has read them.
+A program of `recur_kernel` has some columns of a head's state, which do not depend on other
+columns. It processes a segment's rows in order; everything that does not depend on the state is
+computed before, by one program per row. Logs are written after every program has read them.
 
-Every sum is over a tile of one shape, in which what a row does not see is 0: its bits depend on
-its position in the page alone.
+Every sum is over a tile of one shape, with 0 for entries that a row does not see, so its bits
+depend only on the row's position in the page.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .inputs_kernels import SEGMENT_WORDS, silu
 def products_kernel(
     x_ptr,  # [T, CHANNELS] float32
     log_k_ptr,  # keys in log 0, float32
-    products_ptr,  # [T, KEY_HEADS, 2, PAGE] float32, written: of the key, and of the query
+    products_ptr,  # [T, KEY_HEADS, 2, PAGE] float32, written: the key's and the query's products
     rows_ptr,
     segments_ptr,
     CHANNELS: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, LOG_FLOATS: tl.constexpr,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEYS: tl.constexpr,
     IS_TILED: tl.constexpr,
 ):  # fmt: skip
-    """A row's key and query times the keys of its page, up to its own."""
+    """Multiply a row's key and query by the keys of its page, up to its own."""
     row, key_head = tl.program_id(0), tl.program_id(1)
     segment = tl.load(rows_ptr + row)
     if segment < 0:
@@ -62,9 +62,9 @@ def folded(
     CHANNELS: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """S of the next page, ``last`` being c of this one's last row, in some columns of a head.
+    """Return some columns of a head's S at the start of the next page.
 
-    The pointers are those of the head, but for ``x_ptr``.
+    ``last``: c of this page's last row. All pointers but ``x_ptr`` are the head's.
     """
     state = tl.exp(last) * state
     for place in range(PAGE):
@@ -90,8 +90,8 @@ def recur_kernel(
     c_ptr,  # [T, HEADS] float32
     beta_ptr,  # [T, HEADS] float32
     skip_ptr,  # [HEADS] float32, read unless IS_DELTA
-    u_ptr,  # [T, HEADS, VALUE_DIM] float32, written: what the rows add to the state at their keys
-    read_ptr,  # the same, written: what they read of it
+    u_ptr,  # [T, HEADS, VALUE_DIM] float32, written: the rows' additions at their keys
+    read_ptr,  # [T, HEADS, VALUE_DIM] float32, written: the state's outputs for the rows
     states_ptr,  # the layer's S in slot 0, float32; written
     log_k_ptr,  # k, u and c in log 0, float32
     log_u_ptr,
@@ -102,10 +102,10 @@ def recur_kernel(
     CHANNELS: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr,
     SLOT_FLOATS: tl.constexpr, LOG_FLOATS: tl.constexpr,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr,  # of a tile of S
+    KEYS: tl.constexpr, VALUES: tl.constexpr,  # sizes of a tile of S
     IS_TILED: tl.constexpr, IS_DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a head's state, through all pages of a segment."""
+    """Compute some columns of a head's state through all pages of a segment."""
     head, segment = tl.program_id(1), tl.program_id(2)
     words = segments_ptr + segment * SEGMENT_WORDS
     start, stop, first_row = tl.load(words), tl.load(words + 1), tl.load(words + 2)
@@ -122,7 +122,7 @@ def recur_kernel(
     x_mask = key_mask[:, None] & value_mask[None, :]
     tile = head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
     skip = 0.0 if IS_DELTA else tl.load(skip_ptr + head)
-    # From here on those of the head, but for x.
+    # From here on all pointers but ``x_ptr`` are the head's.
     c_ptr += head
     u_ptr += head * VALUE_DIM
     log_k_ptr += log + head * (RING * KEY_DIM)
@@ -188,8 +188,8 @@ def recur_kernel(
 @triton.jit
 def gated_norm_kernel(
     read_ptr,  # [T, PARTS * WIDTH] float32
-    mixed_ptr,  # [T, CHANNELS + PARTS * WIDTH], of which z is read
-    norm_ptr,  # [WIDTH] of the delta rule, of Mamba-2 [PARTS * WIDTH]; read where HAS_NORM
+    mixed_ptr,  # [T, CHANNELS + PARTS * WIDTH]; only z is read
+    norm_ptr,  # delta rule: [WIDTH]; Mamba-2: [PARTS * WIDTH]; read where HAS_NORM
     out_ptr,  # [T, PARTS * WIDTH], written
     eps,
     rows_ptr,
@@ -197,7 +197,7 @@ def gated_norm_kernel(
     HAS_NORM: tl.constexpr,
     IS_DELTA: tl.constexpr,  # whether the norm is before the gate
 ):  # fmt: skip
-    """The RMS norm of a part of a row, and the gate; zeros where no row is."""
+    """Compute the RMS norm of a part of a row and gate it; zeros for an empty row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     item = tl.arange(0, TILE)
     mask = item < WIDTH
@@ -234,7 +234,7 @@ def log_kernel(
     KEYS: tl.constexpr, VALUES: tl.constexpr,
     IS_TILED: tl.constexpr,
 ):  # fmt: skip
-    """A head's entry of a row, if it is among the last that the log holds."""
+    """Write a head's entry of a row to the log, if the row is among the last ``RING`` ones."""
     row, head = tl.program_id(0), tl.program_id(1)
     segment = tl.load(rows_ptr + row)
     if segment < 0:

@@ -1,1 +1,1 @@
-"""Choice of tokens by logits, on a GPU."""
+"""Choice of tokens from logits on a GPU."""

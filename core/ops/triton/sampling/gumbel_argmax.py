@@ -14,10 +14,10 @@ from .row_edits import num_words
 from .sampling_inputs import NUM_COLUMNS
 from .top_k_top_p import cut_kernel
 
-TILE = 1024  # tokens
-LIST_TILE = 512  # values of a cut row, weighed together
-EDIT_TILE = 256  # edits
-ROUNDED = {"enable_fp_fusion": False}  # after every operation
+TILE = 1024  # tokens of a program
+LIST_TILE = 512  # values of a cut row that are weighed together
+EDIT_TILE = 256  # edits applied together
+ROUNDED = {"enable_fp_fusion": False}  # rounds after every operation
 
 
 class SentEdits(NamedTuple):
@@ -32,12 +32,12 @@ class SentEdits(NamedTuple):
 
 
 class GumbelArgmax:
-    """Some places on their way to a token each. All that it is given is on the device.
+    """The choice of tokens at some places. All inputs are on the device.
 
-    ``logits`` [num_rows, vocab]. ``controls`` int64, `NUM_COLUMNS` of each place; where `ROW` is -1
-    there is nobody, and the winner is void. ``cuts`` int32: places under top-k or top-p, -1 for
-    nobody. ``hashes``: `core.sampling.gumbel.vocabulary_hashes`. ``edits`` of those places that
-    have any. ``num_best``: tokens of each place that are wanted.
+    ``logits`` [num_rows, vocab]. ``controls`` int64, `NUM_COLUMNS` per place; a place whose `ROW`
+    is -1 is unused, and its winner void. ``cuts`` int32: places with top-k or top-p; -1: unused.
+    ``hashes``: `core.sampling.gumbel.vocabulary_hashes`. ``edits``: edits of the places that have
+    any. ``num_best``: number of tokens to choose at each place.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class GumbelArgmax:
         self._kept = self._space((self._num_places, 2), torch.int32)
 
     def run(self) -> Tensor:
-        """Each place's winner, int64 [num_places]; of several their best, [num_places, num_best].
+        """Return each place's winner, int64 [num_places], or its best, [num_places, num_best].
 
-        A winner's rank says its score.
+        The upper half of a word is the rank of the token's score.
         """
         values, raw_ranks = self._edited()
         rows = (self._logits, self._logits.stride(0), values, self._controls)
@@ -85,7 +85,7 @@ class GumbelArgmax:
         )
 
     def _merged(self, tile_best: Tensor, winners: Tensor) -> Tensor:
-        """The best of each place, of the best of its tiles."""
+        """Return each place's best, merged from the best of its tiles."""
         best = self._space((self._num_places, self._num_best), torch.int64)
         num_tiles = self._shape["NUM_TILES"]
         merge_best_kernel[(self._num_places,)](
@@ -95,9 +95,9 @@ class GumbelArgmax:
         return best
 
     def _edited(self) -> tuple[Tensor, Tensor]:
-        """Copies of the rows that are edited, float32 [num_edited, vocab].
+        """Return edited copies of rows, and the greatest rank of each tile before the edits.
 
-        Also the greatest rank of each tile before the edits, int32 [num_edited, num_tiles].
+        They are float32 [num_edited, vocab] and int32 [num_edited, num_tiles].
         """
         num_edited = 0 if self._edits is None else len(self._edits.places)
         values = self._space((num_edited, self._shape["VOCAB"]), torch.float32)

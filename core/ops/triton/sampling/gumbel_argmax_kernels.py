@@ -1,14 +1,14 @@
 """The Gumbel argmax of a row's tokens, by tiles of the vocabulary: greatest values, then winners.
 
-Values are compared as integers in the order of the floats, so that a maximum needs no order and
-NaN, infinities and zeros of either sign have their place. A winner is one word, rank above id: the
-greatest word is the best token, the lowest id in a tie, and tiles meet in one atomic maximum. Where
-the best few are wanted each tile keeps its own, and one program of each place merges them.
-core/sampling/verifier.py, core/sampling/logits_processors.py and core/sampling/gumbel.py define
-what is computed here.
+Values are compared as integers in the order of the floats, so that the order of comparisons does
+not matter, and NaN, infinities and zeros of either sign are ordered, too. A winner is one word,
+with the rank above the id: the greatest word is the best token, the lowest id in a tie, and an
+atomic maximum combines the tiles. If several tokens are wanted, each tile keeps its own best, and
+one program per place merges them. core/sampling/verifier.py, core/sampling/logits_processors.py and
+core/sampling/gumbel.py define the results.
 
-No multiplication and addition may become one (``enable_fp_fusion=False``): every kernel that meets
-a value must round it alike.
+Multiplications and additions must not be fused (``enable_fp_fusion=False``): every kernel that
+computes a value must round it in the same way.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ROW, EDITED = tl.constexpr(COLUMNS.index("row")), tl.constexpr(COLUMNS.index("ed
 NUM_COLUMNS = tl.constexpr(len(COLUMNS))
 GREEDY, CUT = tl.constexpr(encoded.GREEDY), tl.constexpr(encoded.CUT)
 
-INF_RANK = tl.constexpr(0x7F800000)  # of +inf; -inf has -INF_RANK - 1
+INF_RANK = tl.constexpr(0x7F800000)  # rank of +inf; -inf has -INF_RANK - 1
 NAN_RANK = tl.constexpr(0x7FFFFFFF)
 LAST_ID = tl.constexpr(0x7FFFFFFF)
-# Words in place of a winner.
+# Words that report an error in place of a winner.
 NOT_FINITE, ALL_BANNED = tl.constexpr((0x7FFFFFFF << 32) + 1), tl.constexpr((0x7FFFFFFF << 32) + 2)
 NO_WINNER = tl.constexpr(-(2**63))
 
@@ -43,44 +43,44 @@ COMPLEMENT_MAX = tl.constexpr(1.0 - 2.0**-24)
 
 @triton.jit
 def rank_of(values):
-    """Integers in the order of float32 ``values``; zeros are equal, NaN is above all."""
+    """Return integers in the order of float32 ``values``; zeros are equal, NaN is the greatest."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     return tl.where(values == values, bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN_RANK)
 
 
 @triton.jit
 def value_of(rank):
-    """The float32 of a rank."""
+    """Return the float32 of a rank."""
     return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def is_sound(rank):
-    """Whether a row's greatest value is finite."""
+    """Whether a row's greatest value, with this rank, is finite."""
     return (rank < INF_RANK) & (rank > -INF_RANK - 1)
 
 
 @triton.jit
 def key_of(scaled):
-    """Bits of the magnitude of scaled values, none above 0, int32: the better, the smaller."""
+    """Return the int32 bits of the magnitude of scaled values, all at most 0; the best is least."""
     return scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scaled_of(values, top, temperature):
-    """Values over the temperature, the best of the row, ``top``, at 0."""
+    """Return ``(values - top) / temperature``; the row's best value, ``top``, becomes 0."""
     return tl.div_rn(values - top, temperature)
 
 
 @triton.jit
 def number(column_ptr):
-    """A control that is a number, float64."""
+    """Return a control that is a float64 number."""
     return tl.load(column_ptr).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, mask, VOCAB: tl.constexpr):
-    """Load the values of ``ids`` from a place's row, float32; -inf where masked."""
+    """Return the values of ``ids`` in a place's row, float32; -inf outside of ``mask``."""
     edited = tl.load(control_ptr + EDITED)
     if edited >= 0:
         values = tl.load(values_ptr + edited * VOCAB + ids, mask=mask, other=-float("inf"))
@@ -92,7 +92,7 @@ def values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, mask, VOC
 
 @triton.jit
 def top_rank(ranks_ptr, NUM_TILES: tl.constexpr, TILES: tl.constexpr):
-    """The greatest of a row, by the greatest of its tiles."""
+    """Return a row's greatest rank, from the greatest ranks of its tiles."""
     tiles = tl.arange(0, TILES)
     ranks = tl.load(ranks_ptr + tiles, mask=tiles < NUM_TILES, other=-INF_RANK - 1)
     return tl.max(ranks, 0)
@@ -100,13 +100,13 @@ def top_rank(ranks_ptr, NUM_TILES: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def gumbel(hashes, key):
-    """-log(-log(u)) of the noise words, which are those of `core.sampling.gumbel`."""
+    """Return -log(-log(u)) of the noise words, which `core.sampling.gumbel` defines."""
     words = (hashes ^ key) * ODD_1
     words = (words ^ ((words >> 32) & LOW_WORD)) * ODD_2
     complement = tl.abs(words.to(tl.float32)) * COMPLEMENT_UNIT  # 1 - u
     complement = tl.minimum(tl.maximum(complement, COMPLEMENT_UNIT), COMPLEMENT_MAX)
-    # -log1p(-rest), of which Triton has none: the logarithm of what 1 - rest was rounded to is
-    # wrong by as much as that was (Kahan).
+    # -log1p(-complement), which Triton lacks: the logarithm of the rounded 1 - complement is
+    # corrected by the ratio of complement to its rounded value (Kahan).
     rounded = 1.0 - complement
     is_tiny = rounded == 1.0
     taken = tl.where(is_tiny, -1.0, rounded - 1.0)
@@ -116,7 +116,7 @@ def gumbel(hashes, key):
 
 @triton.jit
 def store_best(words, best_ptr, NUM_BEST: tl.constexpr):
-    """The greatest of ``words``, falling; those of tokens are distinct."""
+    """Store the greatest of ``words``, descending; tokens' words are distinct."""
     for rank in tl.static_range(NUM_BEST):
         best = tl.max(words, 0)
         tl.store(best_ptr + rank, best)
@@ -129,18 +129,18 @@ def rank_kernel(
     logits_stride,
     values_ptr,  # [num_edited, VOCAB] float32
     controls_ptr,  # [num_places, NUM_COLUMNS] int64
-    ranks_ptr,  # [num_places, NUM_TILES] int32, out: greatest of each tile
-    winners_ptr,  # [num_places] int64, out: nobody yet
+    ranks_ptr,  # [num_places, NUM_TILES] int32, out: greatest rank of each tile
+    winners_ptr,  # [num_places] int64, out: NO_WINNER
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
     NUM_TILES: tl.constexpr,
 ):
-    """The greatest value of one tile of one place."""
+    """Write the greatest rank of one tile of one place."""
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
     control_ptr = controls_ptr + place * NUM_COLUMNS
     if tl.load(control_ptr + ROW) < 0:
-        return  # nobody
+        return  # an unused place
     values = values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, ids < VOCAB, VOCAB)
     tl.store(ranks_ptr + place * NUM_TILES + tile, tl.max(rank_of(values), 0))
     if tile == 0:
@@ -154,22 +154,22 @@ def gumbel_argmax_kernel(
     values_ptr,  # [num_edited, VOCAB] float32
     controls_ptr,  # [num_places, NUM_COLUMNS] int64
     ranks_ptr,  # [num_places, NUM_TILES] int32
-    raw_ranks_ptr,  # [num_edited, NUM_TILES] int32: before the edits
-    kept_ptr,  # [num_places, 2] int32: what the cuts left, where KIND is CUT
-    hashes_ptr,  # [VOCAB] int64: the part of the noise that depends on the id alone
-    tile_best_ptr,  # [num_places, NUM_TILES, NUM_BEST] int64, out: where NUM_BEST is above 1
-    winners_ptr,  # [num_places] int64, in and out; where NUM_BEST is above 1, of errors alone
+    raw_ranks_ptr,  # [num_edited, NUM_TILES] int32: greatest ranks before the edits
+    kept_ptr,  # [num_places, 2] int32: last key and id after the cuts, if KIND is CUT
+    hashes_ptr,  # [VOCAB] int64: the part of the noise that depends only on the id
+    tile_best_ptr,  # [num_places, NUM_TILES, NUM_BEST] int64, out: only if NUM_BEST is above 1
+    winners_ptr,  # [num_places] int64, in and out; if NUM_BEST is above 1, only for errors
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
     NUM_TILES: tl.constexpr,
     TILES: tl.constexpr,
     NUM_BEST: tl.constexpr,
 ):
-    """The winner of one tile of one place, or its best few."""
+    """Choose the winner of one tile of one place, or its ``NUM_BEST`` best tokens."""
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     control_ptr = controls_ptr + place * NUM_COLUMNS
     if tl.load(control_ptr + ROW) < 0:
-        return  # nobody
+        return  # an unused place
     ranks_ptr += place * NUM_TILES
     top = top_rank(ranks_ptr, NUM_TILES, TILES)
     raw, edited = top, tl.load(control_ptr + EDITED)
@@ -192,7 +192,7 @@ def gumbel_argmax_kernel(
         if NUM_BEST > 1:
             for rank in tl.static_range(NUM_BEST):
                 tl.store(tile_best_ptr + rank, NO_WINNER)
-        return  # the cuts left nothing here
+        return  # the cuts left no token of this tile
     ids = tile * TILE + tl.arange(0, TILE)
     mask = ids < VOCAB
     values = values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, mask, VOCAB)
@@ -211,38 +211,38 @@ def gumbel_argmax_kernel(
 
 @triton.jit
 def merge_best_kernel(
-    tile_best_ptr,  # [num_places, NUM_TILES, NUM_BEST] int64, of `gumbel_argmax_kernel`
+    tile_best_ptr,  # [num_places, NUM_TILES, NUM_BEST] int64, from `gumbel_argmax_kernel`
     winners_ptr,  # [num_places] int64: an error, or `NO_WINNER`
     controls_ptr,  # [num_places, NUM_COLUMNS] int64
-    best_ptr,  # [num_places, NUM_BEST] int64, out: falling; an error comes first
+    best_ptr,  # [num_places, NUM_BEST] int64, out: descending; an error comes first
     NUM_TILES: tl.constexpr,
     NUM_BEST: tl.constexpr,
     WORDS: tl.constexpr,  # at least NUM_TILES * NUM_BEST
 ):
-    """The best few of one place, of its tiles' best."""
+    """Merge the best tokens of a place's tiles into the place's best."""
     place = tl.program_id(0).to(tl.int64)
     if tl.load(controls_ptr + place * NUM_COLUMNS + ROW) < 0:
-        return  # nobody
+        return  # an unused place
     error = tl.load(winners_ptr + place)
     lanes = tl.arange(0, WORDS)
     tile_best_ptr += place * NUM_TILES * NUM_BEST
     words = tl.load(tile_best_ptr + lanes, mask=lanes < NUM_TILES * NUM_BEST, other=NO_WINNER)
-    if error != NO_WINNER:  # its tiles have left nothing
+    if error != NO_WINNER:  # the tiles have written no words
         words = tl.where(lanes == 0, error, NO_WINNER)
     store_best(words, best_ptr + place * NUM_BEST, NUM_BEST)
 
 
 @triton.jit
 def take_kernel(
-    winners_ptr,  # [num_places] int64, of `gumbel_argmax_kernel`
-    sources_ptr,  # [num_rows] int32: whose token a row goes on from; -1: the row has its token
+    winners_ptr,  # [num_places] int64, from `gumbel_argmax_kernel`
+    sources_ptr,  # [num_rows] int32: index of the row's winner; -1: the row has its token
     token_ids_ptr,  # [num_rows] int32, in and out
-    last_id,  # of the vocabulary
+    last_id,  # last id of the vocabulary
 ):
-    """The token of one row. A word that is no winner becomes an id that the vocabulary has."""
+    """Write the token of one row. A word without a winner becomes some id of the vocabulary."""
     row = tl.program_id(0)
     source = tl.load(sources_ptr + row)
     if source >= 0:
         bits = tl.load(winners_ptr + source) & LAST_ID
-        token_id = (bits ^ LAST_ID).to(tl.int32)  # LAST_ID - rest
+        token_id = (bits ^ LAST_ID).to(tl.int32)  # the same as LAST_ID - bits
         tl.store(token_ids_ptr + row, tl.minimum(token_id, last_id))

@@ -1,4 +1,4 @@
-"""History: how often each token stands in a request's tokens, followed as they grow."""
+"""History: counts of each token in a request's tokens, updated as they grow."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 
 class History:
-    """Counts the tokens from ``start`` on that a vocabulary has.
+    """Counts a vocabulary's tokens from index ``start``.
 
-    Tokens are only ever appended to an array, so each is counted once; another array starts anew.
+    An array of tokens only grows, so each token is counted once; another array is counted anew.
     """
 
     def __init__(self, start: int, vocab_size: int) -> None:
@@ -24,7 +24,7 @@ class History:
     def counts(
         self, tokens: array[int], tail: Sequence[int]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Ids, each once, and how often each stands in ``tokens[start:]`` and then ``tail``."""
+        """Return distinct ids, and the count of each in ``tokens[start:]`` plus ``tail``."""
         if tokens is not self._tokens or len(tokens) < self._stop:
             self._follow(tokens)
         self._count(tokens[self._stop :])
@@ -43,7 +43,7 @@ class History:
     def _follow(self, tokens: array[int]) -> None:
         self._tokens = tokens
         self._stop = self._start
-        self._slots: dict[int, int] = {}  # of each id
+        self._slots: dict[int, int] = {}  # index of each id
         self._ids: array[int] = array("i")
         self._counts: array[int] = array("i")
 

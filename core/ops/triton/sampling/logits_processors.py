@@ -1,6 +1,8 @@
-"""Edits of a row before the temperature: the row is copied, what is not allowed left out, and the
-copy edited token by token. A ban is final whatever comes before or after it, so the order of
-core/sampling/logits_processors.py is kept by the steps of `edit_kernel` alone.
+"""Edits of a row's logits before the temperature.
+
+The row is copied, with -inf for tokens that are not allowed, and the copy is edited token by token.
+A ban is final whatever edits come before or after it, so only the steps of `edit_kernel` must have
+the order of core/sampling/logits_processors.py.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import triton.language as tl
 from . import row_edits
 from .gumbel_argmax_kernels import NUM_COLUMNS, ROW, rank_of
 
-# Of one place, a step has a token once; only bans may have it more often.
+# A step of a place has each token at most once; only bans may repeat tokens.
 REPEAT, BAN = tl.constexpr(row_edits.REPEAT), tl.constexpr(row_edits.BAN)
 NUM_STEPS = tl.constexpr(len(row_edits.STEPS))
 
@@ -24,14 +26,14 @@ def copy_kernel(
     controls_ptr,  # [num_places, NUM_COLUMNS] int64
     edited_ptr,  # [num_edited] int32: places
     mask_of_ptr,  # [num_edited] int32: index of the row's mask, or -1
-    masks_ptr,  # [num_masks, MASK_WORDS] int32: a bit for each token, set where it is allowed
-    raw_ranks_ptr,  # [num_edited, NUM_TILES] int32, out: greatest of each tile, before all edits
+    masks_ptr,  # [num_masks, MASK_WORDS] int32: a bit for each token, set if it is allowed
+    raw_ranks_ptr,  # [num_edited, NUM_TILES] int32, out: greatest ranks before all edits
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
     NUM_TILES: tl.constexpr,
     MASK_WORDS: tl.constexpr,
 ):
-    """One tile of one edited row: copied, with -inf for tokens that its mask does not allow."""
+    """Copy one tile of one edited row, with -inf for tokens that its mask does not allow."""
     edited, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < VOCAB
@@ -49,13 +51,13 @@ def copy_kernel(
 @triton.jit
 def edit_kernel(
     values_ptr,  # [num_edited, VOCAB] float32, in and out
-    bounds_ptr,  # [num_edited, NUM_STEPS + 1] int32: where the edits of each step begin and end
+    bounds_ptr,  # [num_edited, NUM_STEPS + 1] int32: start and end of each step's edits
     ids_ptr,  # [num_edits] int32
     amounts_ptr,  # [num_edits] float32
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,  # edits
 ):
-    """All single edits of one row, step by step."""
+    """Apply all single edits of one row, step by step."""
     edited = tl.program_id(0).to(tl.int64)
     values_ptr += edited * VOCAB
     bounds_ptr += edited * (NUM_STEPS + 1)
@@ -74,4 +76,4 @@ def edit_kernel(
             if step == BAN:
                 values = tl.full([TILE], -float("inf"), tl.float32)
             tl.store(values_ptr + ids, values, mask=inside)
-        tl.debug_barrier()  # what one thread has written another one may edit next
+        tl.debug_barrier()  # another thread may next edit a value that this one has written

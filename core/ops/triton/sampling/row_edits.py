@@ -1,4 +1,4 @@
-"""RowEdits: the edits of a request's rows, as the kernels of logits_processors.py take them."""
+"""RowEdits: the edits of a request's rows for the kernels of logits_processors.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ....sampling.drafted_row import DraftedRow
 from ....sampling.encoded import EncodedSampling, Mask
 from .history import History
 
-STEPS = range(4)  # of the edits, in their order: bias, repetition, penalties, bans
+STEPS = range(4)  # steps of the edits, in order: bias, repetition, penalties, bans
 _, REPEAT, _, BAN = STEPS
 
 Ints: TypeAlias = NDArray[np.int32]
-Edits: TypeAlias = tuple[NDArray[Any], NDArray[np.float32]]  # token ids, and by how much
+Edits: TypeAlias = tuple[NDArray[Any], NDArray[np.float32]]  # token ids, amounts
 _NOTHING: Edits = (np.empty(0, np.int32), np.empty(0, np.float32))
 
 
@@ -28,24 +28,27 @@ class RowEdits:
         self._bias: Edits = encoded.biased.astype(np.int32), encoded.bias
         self._path = History(0, vocab_size)
         self._output = History(sampling.prompt_len, vocab_size)
-        self._allowed: Ints | None = None  # bits
+        self._allowed: Ints | None = None  # a bit for each token
         if len(encoded.allowed):
             members = np.zeros(vocab_size, np.bool_)
             members[encoded.allowed] = True
             self._allowed = pack_bits(members)
 
     def bits(self, mask: Mask | None) -> Ints | None:
-        """A bit for each token that a row may have, None for all; ``mask``: its constraint's."""
+        """Return a bit for each allowed token, or None for all.
+
+        ``mask``: mask of the row's constraint.
+        """
         if mask is None:
             return self._allowed
         return pack_bits(mask) if self._allowed is None else pack_bits(mask) & self._allowed
 
     def steps(self, row: DraftedRow, mask: Mask | None) -> tuple[Edits, ...]:
-        """Single edits of a row, in the order of `STEPS`."""
+        """Return the single edits of a row, in the order of `STEPS`."""
         return self._bias, self._repeats(row), self._penalties(row), self._bans(row, mask)
 
     def _repeats(self, row: DraftedRow) -> Edits:
-        """Repetition as in CTRL (arXiv 1909.05858)."""
+        """Return the edits of the repetition penalty (CTRL, arXiv 1909.05858)."""
         factor = self._encoded.fields["repetition_penalty"]
         if factor == 1.0:
             return _NOTHING
@@ -53,7 +56,7 @@ class RowEdits:
         return ids, np.full(len(ids), factor, np.float32)
 
     def _penalties(self, row: DraftedRow) -> Edits:
-        """Frequency and presence as in OpenAI's API."""
+        """Return the edits of the frequency and presence penalties of OpenAI's API."""
         fields = self._encoded.fields
         frequency, presence = fields["frequency_penalty"], fields["presence_penalty"]
         if frequency == presence == 0.0:
@@ -70,12 +73,12 @@ class RowEdits:
 
 
 def num_words(vocab_size: int) -> int:
-    """Words of 32 bits that hold a bit for each token."""
+    """Return the number of 32-bit words with a bit for each token."""
     return -(-vocab_size // 32)
 
 
 def pack_bits(members: Mask) -> Ints:
-    """A bit for each token, set where ``members`` [vocab] is: int32 [num_words]."""
+    """Return a bit for each token, set if ``members`` [vocab] is: int32 [num_words]."""
     bits = np.zeros(4 * num_words(len(members)), np.uint8)
     packed = np.packbits(members, bitorder="little")
     bits[: len(packed)] = packed

@@ -1,14 +1,14 @@
 """TritonSampler: chooses the tokens of a step on the device.
 
-The host writes one block of numbers and reads one word for each place; nothing waits in between,
-and `begin` leaves the reading for later. A plain batch takes two kernels, whatever its mix of
-greedy and sampled rows: greatest values by tiles, then the Gumbel argmax. Rows with top-k or top-p
-take one more, rows with logits processors two, and the best few of each place one to merge those of
-tiles. Rows without processors may be chosen in a pass's graph: see lm_head.py.
+The host writes one block of numbers and reads one word for each place, without waiting in between;
+`begin` leaves the reading for later. A plain batch takes two kernels for any mix of greedy and
+sampled rows: greatest values by tiles, then the Gumbel argmax. Rows with top-k or top-p take one
+more kernel, rows with logits processors two, and several best tokens of a place one to merge the
+tiles. Tokens of rows without processors may be chosen in a pass's graph (lm_head.py).
 
-core/sampling/verifier.py is the oracle: what this chooses differs from it only where two scores, or
-a token's mass and the edge of top-p, are as near as the last bits of a logarithm. A row's token
-depends on that row alone, bit for bit.
+core/sampling/verifier.py is the reference: choices differ only if two scores, or a token's mass
+and the edge of top-p, differ by no more than the last bits of a logarithm. A row's token depends on
+that row alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from . import gumbel_argmax_kernels
 from .gumbel_argmax import TILE, GumbelArgmax, SentEdits
 from .sampling_inputs import EditLists, SamplingInputs, write_controls, write_plain_controls
 
-# Logits handled at once: bounds the working space. A step's second block writes where the one of
-# the launch ahead of it was, and may wait for that: 256 rows of the largest vocabularies must fit
-# into one.
+# Logits processed at once, to limit the working space. A step's second block writes to the memory
+# of the previous launch's block and may wait for it, so 256 rows of the largest vocabularies must
+# fit into one block.
 BLOCK = 2**26
-_ALIGN = 4  # numbers: 16 bytes
+_ALIGN = 4  # numbers, 16 bytes
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 _LAST_ID = 2**31 - 1
-_NEVER_RANK = -gumbel_argmax_kernels.INF_RANK.value - 1  # of -inf
+_NEVER_RANK = -gumbel_argmax_kernels.INF_RANK.value - 1  # rank of -inf
 _ERRORS = {
     gumbel_argmax_kernels.NOT_FINITE.value: NOT_FINITE,
     gumbel_argmax_kernels.ALL_BANNED.value: ALL_BANNED,
@@ -57,7 +57,7 @@ _ERRORS = {
 class TritonSampler(DeviceSampler):
     """`DeviceSampler` by the kernels of gumbel_argmax.py, top_k_top_p.py and logits_processors.py.
 
-    ``tile``: tokens of the vocabulary that one program looks at, a power of two.
+    ``tile``: tokens of the vocabulary per program, a power of two.
     """
 
     def __init__(self, *, tile: int = TILE) -> None:
@@ -81,10 +81,11 @@ class TritonSampler(DeviceSampler):
         *,
         draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
-        """The tokens nearest to being drawn; see `core.sampling.verifier.best`.
+        """Return the ``num_best`` tokens of each row with the highest scores.
 
-        The first of each row is what `sample` draws. Waits for the device. Of a part of the
-        vocabulary no more is looked at, unless a row may be edited.
+        `core.sampling.verifier.best` defines them; the first of each row is the token that `sample`
+        draws. Waits for the device. With a ``draft_vocab`` only its tokens are scored, unless a row
+        may be edited. Raises ValueError.
         """
         _check(len(logits), len(rows))
         if num_best < 1:
@@ -107,14 +108,14 @@ class TritonSampler(DeviceSampler):
     def plain_controls(
         self, draws: SamplingPlan, num_logits: int, vocab_size: int
     ) -> SamplingInputs | None:
-        """Inputs of `gumbel_argmax` for tokens to draw; None where a row is edited."""
+        """Return the inputs of `gumbel_argmax` for ``draws``, or None if a row is edited."""
         _check(num_logits, sum(draws.counts))
         return write_plain_controls(draws, vocab_size)
 
     def gumbel_argmax(
         self, logits: Tensor, controls: Tensor, cuts: Tensor, hashes: Tensor, num_best: int = 1
     ) -> Tensor:
-        """Winners of places without edits, for a graph; see `GumbelArgmax.run`."""
+        """Return the winners of places without edits, from `GumbelArgmax.run`, for a graph."""
         race = GumbelArgmax(logits, controls, cuts, hashes, tile=self._tile, num_best=num_best)
         return race.run()
 
@@ -132,7 +133,7 @@ class TritonSampler(DeviceSampler):
         num_best: int = 1,
         draft_vocab: DraftVocab | None = None,
     ) -> tuple[Tensor, dict[int, str]]:
-        """The words of each place as `GumbelArgmax.run` leaves them; and refusals, by place."""
+        """Return the words of `GumbelArgmax.run` for each place, and refusals by place."""
         width = vocab_size = logits.shape[-1]
         if draft_vocab is None:
             hashes = vocabulary_hashes(vocab_size, logits.device)
@@ -164,35 +165,35 @@ def _check(num_logits: int, num_tokens: int) -> None:
 
 
 class TritonPendingTokens:
-    """`PendingTokens`: the winners' words, on the device and on their way to the host."""
+    """`PendingTokens`: the winners' words on the device, and their copy to the host."""
 
     def __init__(self, words: Tensor, refusals: dict[int, str]) -> None:
         self.words = words
         self._reply, self._refusals = AsyncCopy(words), refusals
 
     def choices(self) -> list[SampledToken]:
-        """Wait for the words."""
+        """Wait for the words and return their tokens."""
         return _choices(self._reply.read(), self._refusals)
 
 
 class TritonPendingBest:
-    """`PendingBest`: the words of each place's best, on their way to the host."""
+    """`PendingBest`: a copy to the host of the words of each place's best."""
 
     def __init__(
         self, words: Tensor, refusals: dict[int, str], draft_vocab: DraftVocab | None = None
     ) -> None:
-        """``words`` [num_places, num_best], as `GumbelArgmax.run` leaves them."""
+        """Start the copy of ``words`` [num_places, num_best] from `GumbelArgmax.run`."""
         self._shape, self._reply = words.shape, AsyncCopy(words.flatten())
         self._refusals, self._draft_vocab = refusals, draft_vocab
 
     def bests(self) -> list[Best]:
-        """Wait for the words."""
+        """Wait for the words and return their tokens and scores."""
         names = None if self._draft_vocab is None else self._draft_vocab.names
         return _bests(self._reply.read().reshape(self._shape), self._refusals, names)
 
 
 def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[SampledToken]:
-    """Decode the winners' words. Logits that are not finite come before any refusal."""
+    """Return the tokens of the winners' words. An error of the logits precedes a refusal."""
     choices = [SampledToken(token_id) for token_id in (_LAST_ID - (words & _LAST_ID)).tolist()]
     for index, why in refusals.items():
         choices[index] = SampledToken(-1, why)
@@ -204,10 +205,13 @@ def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[Sampled
 def _bests(
     words: NDArray[np.int64], refusals: dict[int, str], names: Sequence[int] | None
 ) -> list[Best]:
-    """Decode words [num_places, num_best], like `_choices`. ``names``: ids of the columns."""
+    """Return tokens and scores of words [num_places, num_best].
+
+    An error of the logits precedes a refusal. ``names``: token ids of the logits' columns.
+    """
     ranks = (words >> 32).astype(np.int32)
     scores = (ranks ^ ((ranks >> 31) & 0x7FFFFFFF)).view(np.float32)
-    counts = np.count_nonzero(ranks > _NEVER_RANK, axis=1).tolist()  # -inf: it has no chance
+    counts = np.count_nonzero(ranks > _NEVER_RANK, axis=1).tolist()  # -inf is never drawn
     found = []
     for index, (count, ids, mine) in enumerate(
         zip(counts, (_LAST_ID - (words & _LAST_ID)).tolist(), scores.tolist(), strict=True)
@@ -223,16 +227,16 @@ def _bests(
 
 
 class _Post:
-    """Carries arrays to the device, all of them in one copy."""
+    """Sends arrays to the device, all of them in one copy."""
 
     def __init__(self) -> None:
         self._graph_inputs: GraphInputs | None = None
         self._capacity = 0  # numbers
 
     def send(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-        """The arrays on the device, flat, each of its own dtype.
+        """Return the arrays on the device, flat, each with its own dtype.
 
-        They hold until the next call: its copy is in the stream behind the kernels that read them.
+        They are valid until the next call, whose copy comes after the kernels that read them.
         """
         stops = np.cumsum([-(-array.nbytes // (4 * _ALIGN)) * _ALIGN for array in arrays]).tolist()
         graph_inputs = self._inputs_of(stops[-1], device)

@@ -1,7 +1,7 @@
-"""SamplingInputs: what the sampler's kernels need of each place, as arrays of numbers.
+"""SamplingInputs: the inputs of the sampler's kernels for each place, as arrays of numbers.
 
-What follows from a request alone is a form of its `SamplingMetadata`, made once; a place adds its
-position. So a plain batch costs a look-up for each place and some operations on whole arrays.
+The part that depends only on a request is cached in its `SamplingMetadata`; a place adds its
+position. So a plain batch costs one look-up per place and some operations on whole arrays.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from ...batch import IntArray, SamplingPlan
 from .row_edits import Edits, Ints, RowEdits, num_words
 
 COLUMNS = PLACE.names or ()
-"""Columns of a place's controls, int64; of a number, the bits of a float64. The key of the place's
-noise stands in place of its start; a row of -1: there is nobody."""
+"""Columns of a place's controls, int64; numbers are the bits of a float64. ``noise_start`` contains
+the key of the place's noise; a row of -1 means that the place is unused."""
 NUM_COLUMNS = len(COLUMNS)
 ROW, _EDITED = COLUMNS.index("row"), COLUMNS.index("edited")
 _KIND = COLUMNS.index("kind")
 
-_Edited: TypeAlias = tuple[int, DraftedRow]  # place, and its row
+_Edited: TypeAlias = tuple[int, DraftedRow]  # place, row
 
 
 @dataclass(frozen=True, slots=True)
 class EditLists:
-    """Edits of those places that have any."""
+    """Edits of the places that have any."""
 
     places: Ints  # [num_edited]
     mask_of: Ints  # [num_edited] index of a mask, or -1
     masks: Ints  # [num_masks, num_words] a bit for each token
-    bounds: Ints  # [num_edited, number of steps + 1] where each step's edits begin and end
+    bounds: Ints  # [num_edited, number of steps + 1] start and end of each step's edits
     ids: Ints  # [num_edits]
     amounts: NDArray[np.float32]  # [num_edits]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """Numbers for the device, and which places have an error already."""
+    """Numbers for the device, and the places with an error."""
 
     columns: NDArray[np.int64]  # [num_places, NUM_COLUMNS]
     cuts: Ints  # [num_cuts] places
     edits: EditLists | None
-    refusals: dict[int, str]  # by place
+    refusals: dict[int, str]  # errors by place
 
 
 def write_controls(places: Sequence[LogitsRow], vocab_size: int) -> SamplingInputs:
@@ -60,9 +60,9 @@ def write_controls(places: Sequence[LogitsRow], vocab_size: int) -> SamplingInpu
 
 
 def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs | None:
-    """Encode all tokens to draw, in the order of the logits; see `write_controls`.
+    """Encode all tokens to draw for the kernels, in the order of the logits.
 
-    None where a row is edited or refused; its constraint was not asked then.
+    Returns None if a row is edited or may be refused; its constraint is not asked.
     """
     records, firsts = list[bytes](), list[int]()
     for row, count in zip(draws.rows, draws.counts, strict=True):
@@ -82,7 +82,7 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
 def _unedited(
     places: Sequence[LogitsRow], vocab_size: int
 ) -> tuple[NDArray[np.int64], list[_Edited]]:
-    """The numbers of all places, as if none was edited, and those that are."""
+    """Return the numbers of all places, without edits, and the edited places."""
     records, positions, edited = [], [], []
     for index, (_, row) in enumerate(places):
         encoded, position = row.encoded(vocab_size), row.position
@@ -97,7 +97,7 @@ def _unedited(
 def _columns(
     records: Sequence[bytes], positions: Sequence[int] | IntArray, rows: IntArray
 ) -> NDArray[np.int64]:
-    """Numbers of places at these output positions, decided by these ``rows`` of the logits."""
+    """Return the numbers of places; ``positions``: in the output; ``rows``: rows of the logits."""
     places = np.frombuffer(bytearray().join(records), PLACE)
     starts = places["noise_start"]
     starts[:] = stream_keys(starts, np.asarray(positions)).view(np.uint64)
@@ -106,14 +106,17 @@ def _columns(
 
 
 def _cuts(columns: NDArray[np.int64]) -> Ints:
-    """Places under top-k or top-p."""
+    """Return the places with top-k or top-p."""
     return np.flatnonzero(columns[:, _KIND] == CUT).astype(np.int32)
 
 
 def _edit_lists(
     edited: Sequence[_Edited], columns: NDArray[np.int64], vocab_size: int
 ) -> tuple[EditLists | None, dict[int, str]]:
-    """The edits, with "edited" written; a place that is refused keeps its logits."""
+    """Return the edits or None, and refusals by place; writes the column "edited".
+
+    The logits of a refused place stay unedited.
+    """
     refusals: dict[int, str] = {}
     asked: list[tuple[int, Ints | None, tuple[Edits, ...]]] = []
     for index, row in edited:
@@ -128,7 +131,7 @@ def _edit_lists(
 
 
 def _lists(asked: Sequence[tuple[int, Ints | None, tuple[Edits, ...]]], words: int) -> EditLists:
-    masks: dict[int, Ints] = {}  # by identity: places of one request may share theirs
+    masks: dict[int, Ints] = {}  # by identity, since places of one request may share a mask
     for _, bits, _ in asked:
         if bits is not None:
             masks.setdefault(id(bits), bits)

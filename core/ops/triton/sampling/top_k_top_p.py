@@ -1,14 +1,14 @@
 """top-k, min-p and top-p without a sort: the last key that stays, and the last id that has it.
 
-A key is the magnitude of a scaled value: the better, the smaller. Tokens stay, best first, while
-what is before them weighs less than a limit; each weighs 1 (top-k) or its integer mass (top-p). So
-the last key is the greatest before which the weight is below the limit, and its bits are found four
-at a time, by weighing what lies before each of 16 keys. Sums are of integers:
-core/sampling/top_k_top_p.py, which sorts, comes to the same.
+A key is the magnitude of a scaled value; better tokens have smaller keys. Tokens stay, best first,
+while the weight of better ones is below a limit; each weighs 1 (top-k) or its integer mass (top-p).
+So the last key is the greatest one before which the weight is below the limit, and its bits are
+found four at a time, by weighing the tokens before each of 16 keys. Sums are of integers, so that
+core/sampling/top_k_top_p.py, which sorts, has equal results.
 
-One program does a whole row. First it lists the values that may stay: few, where the greatest of
-each tile show how good the k-th best is at least, or the total mass how light a token of top-p may
-be. Tiles without any are not read.
+One program processes a whole row. First it lists the values that may stay. They are few if the
+greatest values of the tiles bound the k-th best value, or the total mass bounds the mass of a token
+of top-p. Tiles without such values are not read.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .gumbel_argmax_kernels import (
     values_at,
 )
 
-NO_KEY = tl.constexpr(0x7F800000)  # of -inf, the last of all
-LONG = tl.constexpr(4)  # tiles of a list from which a look that leaves most of it out pays
+NO_KEY = tl.constexpr(0x7F800000)  # key of -inf, the greatest one
+LONG = tl.constexpr(4)  # tiles above which it pays to shorten a list first
 
 
 @triton.jit
 def mass_of(scaled, MASS_SCALE: tl.constexpr):
-    """``exp`` as an integer; `core.sampling.top_k_top_p.masses`."""
+    """Return ``exp(scaled)`` as an integer, equal to `core.sampling.top_k_top_p.masses`."""
     return (tl.exp(scaled) * MASS_SCALE).to(tl.int64)
 
 
@@ -46,7 +46,7 @@ def mass_of(scaled, MASS_SCALE: tl.constexpr):
 def weights_before(
     keys, list_ptr, count, WEIGHS: tl.constexpr, MASS_SCALE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Sum the weights of the ``count`` listed values before each of ``keys`` [16], int64 [16]."""
+    """Return the weights of listed values before each of ``keys`` [16], int64 [16]."""
     weights = tl.zeros([16], tl.int64)
     for at in range(0, count, TILE):
         place = at + tl.arange(0, TILE)
@@ -63,13 +63,13 @@ def weights_before(
 def last_key(
     list_ptr, count, limit, WEIGHS: tl.constexpr, MASS_SCALE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Find the greatest key before which ``count`` listed values weigh less than ``limit``.
+    """Return the greatest key before which listed values weigh less than ``limit``, and the weight.
 
-    Returns it and that weight. It is beyond the key of -inf where all of them weigh less.
+    The key is greater than the key of -inf if all values together weigh less.
     """
     steps = tl.arange(0, 16).to(tl.uint32)
     key, before = tl.full([], 0, tl.uint32), tl.full([], 0, tl.int64)
-    unit = tl.full([], 1 << 28, tl.uint32)  # of the digit to be found
+    unit = tl.full([], 1 << 28, tl.uint32)  # value of the present digit
     for _ in range(8):
         weights = weights_before(key + steps * unit, list_ptr, count, WEIGHS, MASS_SCALE, TILE)
         fits = weights < limit
@@ -83,9 +83,9 @@ def last_key(
 def narrowed(
     list_ptr, count, low, limit, WEIGHS: tl.constexpr, MASS_SCALE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Leave out of a long list what is surely beyond ``limit``; how many are left, in their order.
+    """Remove values from a long list that are certainly beyond ``limit``; return the new length.
 
-    As far as one look at 16 values from 0 down to ``low`` shows.
+    The order stays. The weights at 16 values from 0 to ``low`` decide.
     """
     if (count > LONG * TILE) & (low > -float("inf")):
         steps = (tl.arange(0, 16) + 1).to(tl.float32)
@@ -97,7 +97,7 @@ def narrowed(
             place = at + tl.arange(0, TILE)
             scaled = tl.load(list_ptr + place, mask=place < count, other=-float("inf"))
             stays = ((key_of(scaled) < fence) & (place < count)).to(tl.int32)
-            tl.debug_barrier()  # all have read what may be written over
+            tl.debug_barrier()  # all threads have read values that may be overwritten
             tl.store(list_ptr + left + tl.cumsum(stays, 0) - 1, scaled, mask=stays != 0)
             left += tl.sum(stays, 0)
         tl.debug_barrier()
@@ -107,13 +107,13 @@ def narrowed(
 
 @triton.jit
 def limit_of(total, top_p):
-    """The mass at which a row is full."""
+    """Return the mass of top-p: ``total * top_p``, rounded up."""
     return tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
 
 
 @triton.jit
 def list_mass(list_ptr, count, key, ties, MASS_SCALE: tl.constexpr, TILE: tl.constexpr):
-    """The mass of listed values before ``key``, and of ``ties`` at most that have it."""
+    """Return the mass of listed values before ``key``, and of at most ``ties`` that have it."""
     total, num_ties = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     for at in range(0, count, TILE):
         place = at + tl.arange(0, TILE)
@@ -126,13 +126,13 @@ def list_mass(list_ptr, count, key, ties, MASS_SCALE: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def mass_at(key, MASS_SCALE: tl.constexpr):
-    """The mass of a token that has this key."""
+    """Return the mass of a token with ``key``."""
     return mass_of(-key.to(tl.float32, bitcast=True), MASS_SCALE)
 
 
 @triton.jit
 def worst_tile(ranks_ptr, NUM_TILES: tl.constexpr, TILES: tl.constexpr):
-    """The least of the tiles' greatest ranks."""
+    """Return the least of the tiles' greatest ranks."""
     tiles = tl.arange(0, TILES)
     return tl.min(tl.load(ranks_ptr + tiles, mask=tiles < NUM_TILES, other=INF_RANK), 0)
 
@@ -142,7 +142,7 @@ def row_tile(
     tile, logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Ids of a tile, and their scaled values; -inf beyond the vocabulary."""
+    """Return the ids of a tile and their scaled values; -inf beyond the vocabulary."""
     ids = tile * TILE + tl.arange(0, TILE)
     values = values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, ids < VOCAB, VOCAB)
     return ids, scaled_of(values, top, temperature)
@@ -153,7 +153,7 @@ def row_mass(
     logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, MASS_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The mass of a whole row."""
+    """Return the mass of a whole row."""
     total = tl.full([], 0, tl.int64)
     for tile in range(NUM_TILES):
         _, scaled = row_tile(
@@ -169,7 +169,7 @@ def list_row(
     logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr,
 ):  # fmt: skip
-    """List a row's scaled values up to the key ``bound``, in the order of ids; how many."""
+    """List a row's scaled values up to the key ``bound``, in the order of ids; return the count."""
     count = 0
     for tile in range(NUM_TILES):
         best = value_of(tl.load(ranks_ptr + tile))
@@ -192,7 +192,7 @@ def last_tie(
     logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr,
 ):  # fmt: skip
-    """The id of the last of ``ties`` tokens that have ``key``; at most the last there is."""
+    """Return the id of the last of the first ``ties`` tokens that have ``key``."""
     last_id, seen = 0, tl.full([], 0, tl.int64)
     for tile in range(NUM_TILES):
         best = value_of(tl.load(ranks_ptr + tile))
@@ -213,9 +213,9 @@ def kth_tile(
     list_ptr, k, ranks_ptr, top, temperature,
     NUM_TILES: tl.constexpr, TILES: tl.constexpr, LIST_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The key of the k-th best of the tiles' greatest values; a row's own k-th is no worse.
+    """Return the key of the k-th best of the tiles' greatest values; a row's k-th is no worse.
 
-    Works in the list's place.
+    Uses the list's memory as working space.
     """
     tiles = tl.arange(0, TILES)
     inside = tiles < NUM_TILES
@@ -234,9 +234,9 @@ def bound_of(
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr,
     MASS_SCALE: tl.constexpr, LIST_TILE: tl.constexpr,
 ):  # fmt: skip
-    """A key beyond which surely nothing of a row stays, and the row's mass or -1 if not needed.
+    """Return a key beyond which no token of a row stays, and the row's mass, or -1 if not needed.
 
-    Works in the list's place.
+    Uses the list's memory as working space.
     """
     bound, total = min_p_key, tl.full([], -1, tl.int64)
     if (top_k > 0) & (top_k <= NUM_TILES):
@@ -247,7 +247,7 @@ def bound_of(
             logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
             VOCAB, TILE, NUM_TILES, MASS_SCALE,
         )  # fmt: skip
-        # Lighter ones than an equal share of what top-p leaves out cannot be inside it.
+        # A token lighter than an equal share of the mass outside top-p cannot be inside.
         left_out = total - limit_of(total, top_p)
         share = tl.maximum(left_out, 1).to(tl.float32) / (VOCAB * MASS_SCALE)
         if left_out > 0:
@@ -260,7 +260,7 @@ def last_of_list(
     list_ptr, count, low, min_p_key, top_k, top_p, total,
     VOCAB: tl.constexpr, MASS_SCALE: tl.constexpr, LIST_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The last key that min-p, top-k and top-p leave, and how many tokens that have it stay."""
+    """Return the last key after min-p, top-k and top-p, and how many tokens with it stay."""
     last, ties = min_p_key, tl.full([], VOCAB, tl.int64)
     if top_k > 0:
         count = narrowed(list_ptr, count, low, top_k, False, MASS_SCALE, LIST_TILE)
@@ -296,7 +296,7 @@ def cut_kernel(
     MASS_SCALE: tl.constexpr,
     LIST_TILE: tl.constexpr,
 ):
-    """Cut one place's row by top-k, min-p and top-p; writes the last key and id that stay."""
+    """Cut one place's row by top-k, min-p and top-p; write the last key and id that stay."""
     place = tl.load(cuts_ptr + tl.program_id(0)).to(tl.int64)
     if place < 0:
         return
@@ -328,7 +328,7 @@ def cut_kernel(
         list_ptr, count, low, min_p_key, top_k, top_p, total, VOCAB, MASS_SCALE, LIST_TILE
     )
     last_id = VOCAB
-    if ties < VOCAB:  # of those with the last key, the lowest ids stay
+    if ties < VOCAB:  # the lowest ids with the last key stay
         last_id = last_tie(
             last, ties, ranks_ptr,
             logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
