@@ -195,11 +195,18 @@ def test_a_gpu_is_made_ready_before_the_first_request_and_a_cpu_is_not(monkeypat
     host, target, draft = (SimpleNamespace(device=each) for each in (CPU, CUDA, CUDA))
     building._warm_up((host, None), None, limits, None, threads=1)  # type: ignore[arg-type]
     assert not warmed
-    building._warm_up((target, None), (draft, None), limits, None, threads=1, taps=(2,))  # type: ignore[arg-type]
+    proposer: Any = SimpleNamespace(
+        taps=(2,),
+        models=((draft, None),),
+        device=CUDA,
+        warm_up=lambda max_len, num_best: warmed.append((max_len, {"num_best": num_best})),
+    )
+    building._warm_up((target, None), proposer, limits, None, threads=1)  # type: ignore[arg-type]
     sizes = {"max_len": 99, "num_tokens": 64, "num_requests": 8}
     draws = warmed[1][1]["wanted"].draws  # type: ignore[attr-defined]
     assert warmed == [
         (target, sizes | {"wanted": Wanted(taps=(2,)), "num_best": 0}),
         (draft, sizes | {"wanted": Wanted(draws), "num_best": NUM_BEST}),
+        (99, {"num_best": 1}),
     ]
     assert draws.num_best == 1, "without prices tokens are drawn alone"
