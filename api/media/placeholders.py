@@ -45,7 +45,7 @@ class Placeholder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """How one kind of model represents images in prompts.
+    """Representation of images in the prompts of one kind of model.
 
     ``write`` returns the placeholder, given the model's config, its image tokens, and the output of
     the image processor for one picture. ``options`` returns the options of the image processor,

@@ -468,7 +468,7 @@ def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """How the text of an answer matches the text that the template rendered."""
+    """Match between the text of an answer and the text that the template rendered."""
 
     start: int = 0  # index of the first character of the answer that the template keeps
     # text that the template renders before the answer, as the prompt of the answer ended
