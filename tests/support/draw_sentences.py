@@ -95,10 +95,9 @@ def _in_c(path: Path) -> Iterator[tuple[str, Sentence]]:
 
 def _helps() -> Iterator[Sentence]:
     """Yield the help of each flag, which docs/flags.md has from the code."""
-    rows = re.findall(
-        r"^\| `(.+?)` \| (.+) \|$", (ROOT / "docs/flags.md").read_text(), re.MULTILINE
-    )
-    yield from dict(rows).items()  # a flag of several commands once
+    page = (ROOT / "docs/flags.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(.+?)` \| (.+) \|$", page, re.MULTILINE)
+    yield from dict(rows).items()  # several commands share flags
 
 
 def sentences() -> dict[str, list[Sentence]]:
