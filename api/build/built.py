@@ -51,9 +51,10 @@ class Built(ModelFacts, Generic[EngineT], frozen=True, kw_only=True):
 
     engine: EngineT
     path: Path  # folder or GGUF file of the target, with tokenizer and chat template
-    settings: Mapping[str, object] = {}  # resolved options
+    settings: Mapping[str, object] = {}  # options, with the values chosen for automatic ones
     keys: PageKeys | None = None  # keys of cached pages, if requested
-    # Receives token ids that end prompts and open answers; only for models with recurrent states.
+    # Sets the token ids with which answers open, at the end of prompts; None for a model without
+    # recurrent states.
     set_openings: Callable[[Sequence[array[int]]], None] | None = None
     adapters: AdapterLoader | None = None  # None: adapters are not supported
     events: KVEventPublisher | None = None  # closed after the engine, by their common owner

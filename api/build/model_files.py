@@ -84,10 +84,10 @@ def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
 
 
 def names_model(text: str) -> bool:
-    """Whether a command-line argument can only name a model, existing or not.
+    """Whether a command-line argument names a model rather than being a prompt.
 
-    That is a folder, a GGUF file, a path, a hub id or a name of `find_model`. Any other text is a
-    prompt.
+    A folder, a GGUF file, a path, a hub id and a name of `find_model` name a model, even if it
+    does not exist.
     """
     path, is_word = os.path.expanduser(text), not re.search(r"\s", text)
     if text in BY_NAME or os.path.isdir(path) or (is_word and _NAMES_ONE.fullmatch(text)):
@@ -137,9 +137,9 @@ def checked_smollm2() -> Path:
 
 
 def name_and_bytes(model: str | None) -> tuple[str, int] | None:
-    """Return name and weight size in bytes of a local model, without reading the weights.
+    """Return the name of a local model and the size of its weights in bytes.
 
-    None for a missing model and for hub models.
+    None for a missing model and for hub models. The weights are not read.
     """
     if model in (None, SMOLLM2):
         file = smollm2_file()
@@ -211,9 +211,10 @@ def _rough_copy(num_bytes: int | None) -> str:
 
 
 def check_model(model: str) -> int:
-    """Print type, memory and path of a model for ``foretoken show MODEL``. Return 2 if rejected.
+    """Print the type, memory and path of a model, for ``foretoken show MODEL``.
 
-    If only the weights are missing, both the facts and the reason are printed.
+    Return the exit status: 2 if the model is rejected, else 0. If only the weights are missing,
+    both the facts and the reason are printed.
     """
     from ...core.model.report import inspect_model
 
@@ -234,9 +235,9 @@ def check_model(model: str) -> int:
 
 
 def _lack_of_room(report: ModelReport) -> str:
-    """Print the memory that the model needs with default options. Return why it does not fit.
+    """Print the memory that the model needs with default options.
 
-    Returns "" if it may fit.
+    Return why the model does not fit; "" if it may fit.
     """
     from ...core.config import EngineConfig
     from ...core.ops.machine.system_memory import available_memory, free_swap

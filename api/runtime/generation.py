@@ -1,4 +1,4 @@
-"""The n generations of one prompt: streams, text, usage."""
+"""The n generations of one prompt: their streams, texts and usage."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Generation:
         return self._dress(await anext(self._stream))
 
     async def deltas(self) -> AsyncGenerator[TextDelta]:
-        """Yield all deltas."""
+        """Yield all deltas of the generation."""
         async for delta in self:
             yield delta
 
@@ -115,7 +115,7 @@ class Generation:
         )
 
     def _read(self, delta: Delta) -> None:
-        """Convert tokens to text. The stop token has no text."""
+        """Convert the tokens of a delta to text. The stop token has no text."""
         token_ids = delta.token_ids
         if delta.finish_reason is FinishReason.STOP:
             token_ids = token_ids[:-1]
@@ -169,7 +169,7 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        """The usage: the prompt counted once, the generated tokens of all choices."""
+        """The usage so far: the tokens of the prompt, counted once, and of all choices."""
         usages = [generation.usage for generation in self.generations]
         usage = usages[0] if len(usages) == 1 else total_usage(usages)
         usage.spliced_tokens = self.prompt.num_spliced
@@ -242,7 +242,7 @@ class Answers:
         return merge([_shifted(each, self._n * index) for index, each in enumerate(self.all)])
 
     async def collect(self) -> list[Completion]:
-        """Read all answers and close them. The first one that fails raises its error."""
+        """Read all answers and close them. The first answer that fails raises its error."""
         try:
             return await each_of([answer.collect() for answer in self.all])
         finally:
@@ -322,7 +322,7 @@ RUN = 3  # number of equal tokens by which the answer is realigned with the pred
 
 
 def count_standing(prediction: Sequence[int], answer: Sequence[int]) -> int:
-    """Return how many tokens of the prediction occur in the answer, in order.
+    """Return how many tokens of the prediction the answer contains, in order.
 
     After a difference, the answer is realigned at the next `RUN` tokens that occur further on in
     the prediction. O(len(prediction) + len(answer) log len(prediction)).

@@ -1,4 +1,4 @@
-"""Warnings about parts of a conversation that do not reach the model, once per kind."""
+"""Warnings about parts of a conversation that do not reach the model, logged once per kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _told: set[str] = set()
 def tell_left_out(what: str, kind: str = "") -> None:
     """Warn once that parts of a conversation do not reach the model.
 
-    ``kind``: the type's name in the body.
+    ``what``: the parts; ``kind``: the name of their type in the request's body, if they have one.
     """
     told = f"{what} {kind[:MAX_CHARS]!a}" if kind else what
     if told in _told or len(_told) >= MAX_KINDS:

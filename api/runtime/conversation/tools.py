@@ -81,7 +81,7 @@ class AllowedTools(Struct, kw_only=True):
 
 
 class NamedChoice(Struct, kw_only=True):
-    """``tool_choice`` that names one function or lists allowed ones."""
+    """A ``tool_choice`` that names one function or lists the allowed functions."""
 
     type: str = "function"
     function: FunctionName | None = None
@@ -234,15 +234,19 @@ def format_schema(format: ResponseFormat | None) -> Mapping[str, object] | None:
 
 
 def as_strict_as(strict: bool | None, schema: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the schema with its strictness: only ``strict`` rejects unknown formats."""
+    """Return the schema with an option for its strictness.
+
+    If ``strict`` is true, unsupported keywords are rejected even if validators may ignore them,
+    such as an unknown format.
+    """
     return with_options(schema, "strict" if strict else "exact", param="json_schema")
 
 
 def loaded_text(tools: Sequence[Tool], names: Sequence[str] = ()) -> str:
     """Return the text of a tool search result, which lists the tools that it found.
 
-    ``names``: found tools without a definition. The definitions are rendered here and not with the
-    other tools, so that the prompt prefix stays unchanged.
+    ``names``: names of found tools without a definition. The definitions are rendered in the result
+    and not with the other tools, so that the prompt prefix stays unchanged.
     """
     if not tools and not names:
         return "No tools were found."
@@ -252,10 +256,10 @@ def loaded_text(tools: Sequence[Tool], names: Sequence[str] = ()) -> str:
 
 
 def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call of an earlier answer in the shape of templates: a function with arguments.
+    """Return a call of an earlier answer in the shape that templates read, a function call.
 
-    A custom tool's call has a single argument, ``input``. For other kinds all fields become
-    arguments.
+    The call of a custom tool gets a single argument, ``input``. For other kinds of calls, all
+    fields become arguments.
     """
     function = call.get("function")
     if not isinstance(function, Mapping):
