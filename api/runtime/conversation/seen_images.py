@@ -1,5 +1,4 @@
-"""SeenImages: the images of a conversation, from marks in messages to image tokens of the prompt.
-"""
+"""SeenImages: the images of a conversation, from marks in messages to rows of image tokens."""
 
 from __future__ import annotations
 

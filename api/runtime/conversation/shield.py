@@ -145,8 +145,7 @@ class Shield:
         return text.replace(self.breaker, "") if self.breaker else text
 
     def head(self, text: str, num_chars: int) -> str:
-        """Return the beginning of a text with ``num_chars`` characters, not counting the breaker.
-        """
+        """Return the first ``num_chars`` characters of a text, and the breakers among them."""
         end = num_chars
         while self.breaker and (missing := num_chars - len(self.plain(text[:end]))):
             end += missing

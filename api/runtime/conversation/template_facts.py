@@ -137,8 +137,7 @@ class _Prober:
         self.parts_alone = False
 
     async def writes(self, *messages: Mapping[str, Any], extra: Sequence[str] = ()) -> bool:
-        """Whether the template renders the words of all messages in order, and the ``extra`` words.
-        """
+        """Whether the template renders the words of all messages in order, and ``extra`` words."""
         text = await self.text(messages)
         at = 0
         for message in messages:
