@@ -44,7 +44,7 @@ FREE: dict[str, Callable[[], Source]] = {
 # last, since it recognises any model.
 PROPOSERS = (MTP, SELF, ASSISTANT, HEAD, LM)
 NAMED = {kind.name: kind for kind in PROPOSERS if kind.recognises is None}  # need no own files
-AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
+AUTO = ("radix", "suffix")  # without "ngram": the suffix index also has the request's own tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ _ARCHITECTURE = "general.architecture"
 
 
 class _Family(NamedTuple):
-    """A model family. A file must match ``architectures``, ``mark`` and ``word``, unless empty."""
+    """A model family. An empty ``architectures``, ``mark`` or ``word`` matches every file."""
 
     name: str
     values: Values

@@ -139,7 +139,7 @@ def cached_models(hub_id: str | None = None) -> list[CachedModel]:
 
 
 def find_cached(name: str) -> list[CachedModel]:
-    """Return the cached revisions that a name matches; all of the model if it names no revision.
+    """Return the cached revisions that a name matches; all of a model if the name has no revision.
 
     A commit may be abbreviated to `SHORT` digits. Raises `ModelLoadError` if there is no match.
     """

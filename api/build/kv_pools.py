@@ -168,8 +168,9 @@ def _useful_pages(target: Decoder, config: EngineConfig, sizes: Sizes) -> int:
 def _default_pages(
     target: Decoder, config: EngineConfig, sizes: Sizes, per_page: int, num_state_bytes: int
 ) -> int:
-    """Return as many pages as the default budget has room for and as can be in use at once.
+    """Return the default number of pages.
 
+    It is limited by the default budget, and by the number of pages that can be in use at once.
     Raises `ModelLoadError` if the budget is too small.
     """
     useful = _useful_pages(target, config, sizes)
@@ -189,7 +190,7 @@ def default_budget(device: torch.device) -> int:
     """Return the default size of all pools together, in bytes.
 
     On the host, it is a quarter of the free memory, but at most 2 GiB. On a GPU, it is the free
-    memory less a tenth, or less the memory for steps if that is more.
+    memory minus a tenth or minus the memory for steps (at most a half), whichever is smaller.
     """
     free = free_memory(device)
     if device.type == "cpu":

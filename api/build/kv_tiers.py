@@ -1,4 +1,4 @@
-"""KV tiers: the stores for cached KV outside an engine's pool, as the options ask for them.
+"""KV tiers: the stores for cached KV outside an engine's pool that the options ask for.
 
 Imported only if a tier is configured.
 """

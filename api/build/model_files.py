@@ -86,8 +86,8 @@ def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
 def names_model(text: str) -> bool:
     """Whether a command-line argument names a model rather than being a prompt.
 
-    A folder, a GGUF file, a path, a hub id and a name of `find_model` name a model, even if it
-    does not exist.
+    A folder, a GGUF file, a path, a hub id and a name of `find_model` name a model, even if no such
+    model exists.
     """
     path, is_word = os.path.expanduser(text), not re.search(r"\s", text)
     if text in BY_NAME or os.path.isdir(path) or (is_word and _NAMES_ONE.fullmatch(text)):

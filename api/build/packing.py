@@ -1,4 +1,7 @@
-"""KV packing, which drops the KV of some tokens of long answers: the policy of the options."""
+"""The policy for KV packing that the options ask for.
+
+KV packing drops the KV of some tokens of long answers.
+"""
 
 from __future__ import annotations
 

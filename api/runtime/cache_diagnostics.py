@@ -200,9 +200,9 @@ class Explainer:
         return replace(found, cause=cause, seconds_ago=ago if ago is None else max(0.0, ago))
 
     def find(self, response_id: str, previous_id: str | None = None) -> Explanation | None:
-        """Explain the prompt of a response. Return None if an id is unknown.
+        """Explain the prompt of a response.
 
-        Also return None if the responses belong to different callers.
+        Return None if an id is unknown, or if the responses belong to different callers.
         """
         prompt = self._log.find(response_id)
         previous = None if previous_id is None else self._log.find(previous_id)
@@ -326,7 +326,7 @@ class Explainer:
 
 
 def _was_written(other: Remembered, prompt: Remembered) -> bool:
-    """Whether the prefill of ``other`` had ended, so it was cached, when ``prompt`` arrived."""
+    """Whether ``other`` had already been computed and cached when ``prompt`` arrived."""
     usage = other.usage
     wait = usage.time_to_first_token
     if not wait and usage.cached_tokens + usage.cache_write_tokens:  # only prefilled, no answer
@@ -379,7 +379,7 @@ def first_pair(
 ) -> tuple[Part | None, Part | None] | None:
     """Return the first pair of parts that differ; None if all parts are equal.
 
-    A part of the pair is None if that prompt has fewer parts.
+    A part of the pair is None if its prompt has fewer parts.
     """
     for old, new in zip_longest(before, now):
         if old != new:

@@ -95,9 +95,9 @@ class _Conversations:
     ) -> list[int]:
         """Return the special tokens with which the template ends a message.
 
-        They are the tokens that follow the message both with and without a reply. If there are
-        none, they are those that follow it without a reply; if there are none either, the first
-        one before the reply. The list is empty if one of them is in ``known``.
+        They are the tokens that follow the message both with and without a reply. If there are no
+        such tokens, they are those that follow it without a reply, and else the first token that
+        follows it with a reply. The list is empty if one of the tokens is in ``known``.
         """
         alone = self._outside(self._write(message), said)
         before = self._outside(self._write(message, reply), said, replied)

@@ -69,8 +69,7 @@ MAX_COMPARISONS = 8
 
 
 class EngineClient:
-    """A client that converts prompts to engine requests; used by `AsyncLLM` and the HTTP routes.
-
+    """A client that converts prompts to engine requests, for `AsyncLLM` and the HTTP routes.
     ``options`` are the fields of `EngineConfig`, which are the flags of ``foretoken serve``. The
     model is loaded by `start`, by ``async with``, or by the first request. Belongs to one event
     loop.
@@ -187,7 +186,7 @@ class EngineClient:
         return built
 
     async def _load(self) -> Built[ServingEngine]:
-        """Load the model off the event loop."""
+        """Load the model in a thread."""
         keep_freed_memory()  # must run in the main thread, before other threads allocate
         return await asyncio.to_thread(_build, self._model, self.config)
 

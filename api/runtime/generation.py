@@ -41,7 +41,7 @@ class Generation:
     ) -> None:
         self.request = request
         self.index = index
-        self.finish_reason: str | None = None  # set when it was read to its end
+        self.finish_reason: str | None = None  # set when the stream has been read to its end
         self._text = text
         self._stream = stream
         self._abort = abort
@@ -142,7 +142,7 @@ class Answer:
         self.request_id = request_id
         self.params = params
         self.adapter = adapter  # None once the answer is forgotten
-        self.in_batch = in_batch  # belongs to a batch
+        self.in_batch = in_batch  # whether the request belongs to a batch
         self.prompt = NO_PROMPT  # set once the prompt is prepared
         self.generations: list[Generation] = []  # empty until the request is submitted
         self.aborted = False  # may be set before the request is submitted

@@ -180,8 +180,8 @@ def closing_limit(params: SamplingParams, room: int, *, is_forced: bool) -> int 
     """Return the number of output tokens within which structured output must be complete.
 
     ``room``: number of output tokens that fit into the context. ``is_forced``: also limit output
-    that would be useful if it were truncated, such as that of a regex. Return None for no limit:
-    also if parameters ban tokens, which might be needed to complete the output.
+    that would be useful if it were truncated, such as text that matches a regex. None means no
+    limit; it is also returned if parameters ban tokens, since they might be needed for completion.
     """
     bans = params.allowed_token_ids is not None or params.bad_words or params.logit_bias
     if not params.close_early or bans or not (is_forced or needs_closing(params)):
@@ -243,8 +243,8 @@ def make_request(
 ) -> Request:
     """Return the engine's request for a prepared prompt.
 
-    The tenant is that of the caller in the request context. Raises `InvalidRequest` if structured
-    output has no token that could end it.
+    The request belongs to the tenant of the caller in the request context. Raises `InvalidRequest`
+    if structured output has no token that could end it.
     """
     params, grammar, adapter = prepared.params, prepared.grammar, prepared.adapter
     pooling = prepared.pooling

@@ -79,7 +79,7 @@ class ServingEngine(Protocol):
 
     @property
     def now(self) -> float:
-        """The engine's clock for arrivals, pins and evictions, in seconds."""
+        """The present time on the engine's clock, in seconds."""
 
     @property
     def limits(self) -> RequestLimits:
@@ -128,7 +128,7 @@ class ServingEngine(Protocol):
     # -- cache. These methods are async since an engine in another process answers by message.
 
     async def flush_cache(self, *namespaces: str | None) -> int:
-        """Drop unused cached prefixes of the given namespaces; of all namespaces if none is given.
+        """Drop unused cached prefixes in ``namespaces``; all if no namespace is given.
 
         Return the number of pages freed.
         """

@@ -342,8 +342,8 @@ class AsyncLLM(EngineClient):
     ) -> list[RankedDocument]:
         """Return the documents with their scores for a query, the best first.
 
-        ``top_n``: return only so many documents. ``instruct``: an instruction that says which
-        documents are relevant. The model must be one that answers yes or no, such as
+        ``top_n``: maximum number of documents to return. ``instruct``: an instruction that says
+        which documents are relevant. The model must be one that answers yes or no, such as
         Qwen3-Reranker. Raises `InvalidRequest`.
         """
         await self.start()

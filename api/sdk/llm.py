@@ -110,7 +110,7 @@ class _LoopThread:
 
 
 def _may_wait() -> bool:
-    """Whether this is not one of our own threads, on which waiting would deadlock."""
+    """Whether the calling thread may wait. Waiting on one of our own threads would deadlock."""
     return not threading.current_thread().name.startswith(OURS)
 
 
@@ -213,7 +213,7 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Return the completion of one prompt, or of each prompt in a list.
 
-        The options are those of `AsyncLLM.generate`.
+        It takes the options of `AsyncLLM.generate`.
         """
         generate: _Call[Completion] = self._llm.generate
         return self._run(generate(prompt, params, **options))
@@ -239,7 +239,7 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Return the next message of one conversation, or of each conversation in a list.
 
-        The options are those of `AsyncLLM.chat`.
+        It takes the options of `AsyncLLM.chat`.
         """
         chat: _Call[Completion] = self._llm.chat
         return self._run(chat(messages, params, **options))
@@ -278,7 +278,7 @@ class LLM:
     ) -> Embedding | list[Embedding]:
         """Return the embedding of one input, or of each input in a list.
 
-        The options are those of `AsyncLLM.embed`.
+        It takes the options of `AsyncLLM.embed`.
         """
         embed: _Call[Embedding] = self._llm.embed
         return self._run(embed(inputs, **options))
@@ -288,7 +288,7 @@ class LLM:
     ) -> list[RankedDocument]:
         """Return the documents with their scores for a query, the best first.
 
-        The options are those of `AsyncLLM.rerank`.
+        It takes the options of `AsyncLLM.rerank`.
         """
         return self._run(self._llm.rerank(query, documents, **options))
 

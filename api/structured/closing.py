@@ -27,10 +27,10 @@ RETRY = 8  # tokens until the next search, if no completion within the limit was
 class _Place:
     """A position in the output at which a completion is searched for.
 
-    ``end``: the shortest completion found; None if none fits. ``known``: completions that were
-    found while the possible next tokens were judged; None before that. ``guess``: the completion
-    that was found last, here or at an earlier position. ``is_inside``: whether the position is
-    inside a character, so that another search is made at the next position.
+    ``end``: the shortest completion that was found, if any. ``known``: completions that were found
+    while the possible next tokens were judged; None before that. ``guess``: the completion that was
+    found last, here or at an earlier position. ``is_inside``: whether the position is inside a
+    character, so that another search is made at the next position.
     """
 
     end: Ids | None
@@ -66,7 +66,7 @@ class ClosingPath:
 
         Return whether a token was banned. ``number``: number of output tokens before the matcher's
         position. ``mask`` [vocab]: the tokens that the grammar allows, without stop tokens; it is
-        changed in place. If the output cannot be completed at all, nothing is banned and the limit
+        changed in place. If no completion fits within the limit, nothing is banned and the limit
         truncates the answer.
         """
         place = self._place(matcher, number, between)

@@ -44,9 +44,9 @@ class _Place(NamedTuple):
 
     @property
     def may_be_stuck(self) -> bool:
-        """Whether the output may only be able to continue with a key that the object already has.
+        """Whether the object might already have every key that can be written here.
 
-        It may be so before a key, and inside a key that is a prefix of an existing key.
+        This is possible before a key, and inside a key that is a prefix of an existing key.
         """
         keys = self.open[-1] if self.open else None
         if not keys:
@@ -148,7 +148,7 @@ class DistinctKeysMatcher:
         return [*found, *(i for part in parts for i in self._ids.get(part, ()) if mask[i])]
 
     def _leads_on(self, matcher: Matcher, place: _Place, token_id: int, depth: int) -> bool:
-        """Whether a token repeats no key, and the output can continue after it without doing so."""
+        """Whether a token repeats no key, and the output can go on without repeating one."""
         following = place.behind(self._texts[token_id])
         if following is None or not following.may_be_stuck or not depth:
             return following is not None

@@ -118,7 +118,10 @@ class GrammarMatcher:
         return self._sound(lambda: self._allowed(tokens, start, tail))
 
     def forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
-        """Return at most ``most`` tokens that must follow, including the end token if unique."""
+        """Return the tokens that must follow, at most ``most``.
+
+        The last one may be an end token, if only one is possible.
+        """
         return self._sound(lambda: self._forced(tokens, start, most))
 
     def count_allowed(self, tokens: array[int], start: int, guess: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ def named_tokens(source: str) -> frozenset[int]:
 
 
 class RewindingMatcher:
-    """A `Matcher` that wraps llguidance's and can roll back over any token.
+    """A `Matcher` that wraps llguidance's matcher and can roll back over any token.
 
     ``matcher``: a matcher that has consumed no tokens. ``uncounted``: tokens that it cannot roll
     back over.

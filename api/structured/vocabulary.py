@@ -21,7 +21,7 @@ class Vocabulary:
 
     is_tokenizer_wrapper = True
     bos_token_id = None
-    eos_token_id = None  # added by llguidance
+    eos_token_id = None  # llguidance adds a token for the end
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self.size = self.end = vocab_size
@@ -51,7 +51,7 @@ class Vocabulary:
         return ids
 
     def id_of(self, text: bytes) -> int | None:
-        """Return the token with exactly these bytes; None if there is none."""
+        """Return the token with exactly these bytes; None if no token has them."""
         return self._ids.get(text)
 
     def _spells(self, ids: Sequence[int], text: str) -> bool:
@@ -91,7 +91,7 @@ class Vocabulary:
         return ids
 
     def longest(self, data: bytes) -> int | None:
-        """Return the longest token with which these bytes begin; None if there is none."""
+        """Return the longest token with which these bytes begin; None if no token fits."""
         for length in range(min(self._lengths[data[0]], len(data)), 0, -1):
             if (token_id := self._ids.get(data[:length])) is not None:
                 return token_id

@@ -186,7 +186,7 @@ class ChatTemplate:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as templates read it.
 
-    Null fields are removed, and reasoning is given under each name that templates read.
+    Null fields are removed. Reasoning is given under several names, since templates differ.
     """
     known = {
         name: None if value is NULL else _plain(value)

@@ -164,7 +164,7 @@ class Worker:
             job.future.cancel()
 
     def _start(self) -> None:
-        """Start the thread. Until it has started, the global stack size is changed."""
+        """Start the thread. The global stack size is set for it, then restored."""
         before = threading.stack_size(self._stack_bytes)
         try:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()

@@ -47,7 +47,7 @@ _LIKE_GPT2 = frozenset(
 
 
 def check_vocabulary(path: Path) -> None:
-    """Raise `ModelLoadError` for a GGUF file without weights or with an incomplete vocabulary.
+    """Raise `ModelLoadError` for a GGUF file that is no model or has an incomplete vocabulary.
 
     Other paths pass.
     """

@@ -159,7 +159,7 @@ def _expression(tree: dict[str, object]) -> str:
             by_rest[_expression(rest)].append(char)  # type: ignore[arg-type]
     options = [_char_class(chars) + rest for rest, chars in by_rest.items()]
     if "" in tree:
-        options.append("")  # try the longest word first
+        options.append("")  # last, so that the longest word is tried first
     return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
 

@@ -38,7 +38,7 @@ class TokenText:
 
 
 def texts_of_both(target: Path, draft: Path, *, max_model_len: int) -> tuple[TokenText, TokenText]:
-    """Return the `TokenText` of a target and that of its draft model.
+    """Return the `TokenText` of a target and the `TokenText` of its draft model.
 
     Special tokens with the same name in both tokenizers are shown to the draft model. Raises
     `ModelLoadError` if a tokenizer is missing.

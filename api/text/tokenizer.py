@@ -145,9 +145,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a text after replacing the marks in it.
 
-        ``texts``: the replacement of each mark. Names of tokens (``names``, by default those of the
-        special tokens) are encoded as text in replacements and as tokens elsewhere. Raises the
-        errors of `encode`.
+        ``texts``: the replacement of each mark. ``names``: names of tokens that are encoded as text
+        in replacements and as tokens elsewhere; by default the names of all special tokens. Raises
+        the errors of `encode`.
         """
         num_chars = len(marked) + sum(map(len, texts.values()))
         if num_chars > self._most_chars:
@@ -494,7 +494,7 @@ class Tokenizer:
         return token.encode("utf-8", "replace")
 
     def has_silent(self, token_ids: Sequence[int], shown: frozenset[int]) -> bool:
-        """Whether an id has no text: that of a special token not in ``shown``, or an unknown id."""
+        """Whether an id has no text: it is unknown, or of a special token not in ``shown``."""
         ids = {*token_ids} - shown
         return not ids.isdisjoint(self.special_ids) or any(
             not self._backend.id_to_token(each) for each in ids

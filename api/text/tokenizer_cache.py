@@ -104,8 +104,8 @@ def _convert(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
 def _is_whole(path: Path, backend: Any) -> bool:  # noqa: ANN401 - tokenizers is untyped
     """Whether a tokenizer may be cached.
 
-    Not with a setting that the file would not store, nor with an unknown pre-tokenizer, about which
-    every start must warn.
+    A tokenizer with a setting that the file would not store is not cached, nor one with an unknown
+    pre-tokenizer, about which every start must warn.
     """
     is_known = path.suffix.lower() != GGUF or splits_as_named(backend, path)
     return is_known and not backend.encode_special_tokens

@@ -37,13 +37,13 @@ class Drafter:
 
     @property
     def with_pool(self) -> list[Pooled]:
-        """The draft model or head if it needs its own KV pool, else an empty list."""
+        """A list of the draft model or head, if it needs its own KV pool; else an empty list."""
         pooled = None if self.model is None else self.model.pooled
         return [] if pooled is None else [pooled]
 
     @property
     def stored_head(self) -> JoinedHead | None:
-        """The draft head whose KV is stored with the target's KV; None if there is none."""
+        """The draft head whose KV is stored with the target's KV; None for another drafter."""
         return next((each for each in self.with_pool if isinstance(each, JoinedHead)), None)
 
     def make_proposer(self, pool: KVPool, own_pools: Sequence[KVPool]) -> Proposer | None:

@@ -251,7 +251,7 @@ class Splicer:
         return None
 
     def _known(self, slot: Slot, texts: Sequence[str]) -> str | None:
-        """Splice in the ids of an answer that was given here; return the text that they replace.
+        """Splice in the ids of a remembered answer to this prompt; return the text they replace.
 
         Return None if no remembered answer matches.
         """
@@ -416,8 +416,8 @@ def _marked(
 ) -> ChatInput:
     """Return the conversation with a mark in place of each message in ``slots``.
 
-    ``mark_call`` makes the message with a mark that replaces a message with calls; None if a
-    message whose content is the mark can replace it.
+    ``mark_call`` makes the message that replaces a message with calls. Without it, and for other
+    messages, the replacement is an assistant's message whose content is the mark.
     """
     # random, so that no caller's text contains it
     nonce, messages = random_id(), list(chat.messages)
@@ -560,9 +560,9 @@ def _opening(written: str, raw: str, count: int) -> str:
 
 
 def _openings(written: str, thinking: Thinking | None) -> list[str]:
-    """Return the texts that may have followed the present prefix in the prompt of an answer.
+    """Return the texts with which the prompt of an answer may have continued the present prefix.
 
-    They are "" and, if the rendered message begins with reasoning, the mark that opens it.
+    They are "" and, if the rendered message begins with reasoning, the mark that opens reasoning.
     """
     if thinking is None or not written.startswith(thinking.begin):
         return [""]

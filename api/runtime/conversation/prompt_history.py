@@ -263,7 +263,7 @@ class PromptLog:
         )
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget the prompts of these namespaces; all prompts if none is given. O(prompts)."""
+        """Forget the prompts in ``namespaces``; all if no namespace is given. O(prompts)."""
         flushed = FlushedNamespaces(namespaces)
         for prompt in list(self._prompts.values()):
             if prompt.namespace in flushed:

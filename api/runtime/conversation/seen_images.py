@@ -103,11 +103,11 @@ UNSEEN = "[an image that this model cannot see]"
 async def with_results_seen(
     chat: ChatInput, reader: ImageReader | None, tokenizer: Tokenizer
 ) -> ChatInput:
-    """Return the conversation with a text in place of images from tools and the model that cannot
-    be served.
+    """Replace images from tools and the model by a text if they cannot be served.
 
-    Agents keep sending such images, so an error would recur with every request. If there are more
-    images than a request may have, the oldest of them are replaced, too. Raises `QueueFull`.
+    Return the changed conversation. Agents send such images again with every request, so an error
+    would recur. If there are more images than a request may have, the oldest images from tools and
+    the model are replaced, too. Raises `QueueFull`.
     """
     sources = {source.digest: source for source in chat.images}
     left = iter(chat.images)

@@ -153,9 +153,10 @@ class Shield:
 
     @property
     def num_chars(self) -> int:
-        """Minimum text length to assume, so that a text with broken marks is encoded in a thread.
+        """Length to assume for a shorter text, so that it is encoded in a thread.
 
-        The first such text creates another tokenizer. 0 if no marks are broken up.
+        It is 0 if no marks are broken up. Otherwise the first text creates another tokenizer, which
+        is slow.
         """
         return INLINE_CHARS + 1 if self.breaker else 0
 

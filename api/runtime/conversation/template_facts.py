@@ -137,7 +137,7 @@ class _Prober:
         self.parts_alone = False
 
     async def writes(self, *messages: Mapping[str, Any], extra: Sequence[str] = ()) -> bool:
-        """Whether the template renders the words of all messages in order, and ``extra`` words."""
+        """Whether the template renders the words of all messages in order, and all of ``extra``."""
         text = await self.text(messages)
         at = 0
         for message in messages:

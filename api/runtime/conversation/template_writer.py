@@ -63,7 +63,7 @@ class TemplateWriter:
         if self._marks is None:
             written = await tokenizer.try_chat(PROBES[False])
             find = partial(ContentMarks.of, tokenizer, self._syntax, written)
-            # in a thread: it is slow for a vocabulary with many added tokens
+            # Runs in a thread, since it is slow for a vocabulary with many added tokens.
             self._marks = await tokenizer.apart(APART_BYTES + 1, find)
         work = partial(self._marks.shield, chat.messages, chat.shown_tools)
         return await tokenizer.apart(_size(chat), work)

@@ -120,7 +120,7 @@ class TokenHistory:
             self._shares.touch(key)
 
     def flush(self, *salts: str | None) -> None:
-        """Forget the answers under these cache salts; all answers if none is given. O(answers)."""
+        """Forget the answers under these cache salts; all if no salt is given. O(answers)."""
         for owner, salt in list(self._salts.items()):
             if not salts or salt in salts:
                 for said, places in list(self._owners[owner].items()):

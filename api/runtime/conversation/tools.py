@@ -1,4 +1,4 @@
-"""Tools, response formats and cache options of OpenAI's bodies."""
+"""Tools, response formats and cache options in OpenAI's request bodies."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Texts = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
 class CacheSpec(Struct, kw_only=True):
-    """``cache``: whether the request reads from and writes to the prefix cache."""
+    """The field ``cache``: whether a request reads from and writes to the prefix cache."""
 
     read: bool = True
     write: bool = True
 
 
 class PromptCacheOptions(Struct, kw_only=True):
-    """``prompt_cache_options`` of OpenAI: pin, prewarm and explain a prompt."""
+    """OpenAI's field ``prompt_cache_options``: pin, prewarm and explain a prompt."""
 
     mode: str | None = None
     ttl: Literal["30m", "12h"] | None = None
@@ -74,7 +74,10 @@ class AllowedTool(Struct, kw_only=True):
 
 
 class AllowedTools(Struct, kw_only=True):
-    """``tool_choice.allowed_tools``: a subset of the tools. The prompt still lists all tools."""
+    """The field ``tool_choice.allowed_tools``: the tools that may be called.
+
+    The prompt still lists all tools.
+    """
 
     mode: Literal["auto", "required"] = "auto"
     tools: list[AllowedTool] = []
@@ -89,7 +92,7 @@ class NamedChoice(Struct, kw_only=True):
 
 
 class JsonSchemaSpec(Struct, kw_only=True):
-    """``response_format.json_schema``."""
+    """The field ``response_format.json_schema``: a JSON schema that the answer must follow."""
 
     name: str | None = None
     description: str | None = None
@@ -98,7 +101,7 @@ class JsonSchemaSpec(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """``response_format``."""
+    """The field ``response_format``: the form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaSpec | None = None
@@ -106,7 +109,7 @@ class ResponseFormat(Struct, kw_only=True):
 
 
 class StructuredOutputs(Struct, kw_only=True):
-    """``structured_outputs`` in vLLM's form."""
+    """The field ``structured_outputs``, in vLLM's form."""
 
     json: dict[str, Any] | str | None = None
     regex: GrammarText | None = None

@@ -44,7 +44,7 @@ def pool_params(
 
 
 def entry_names(param: str, count: int) -> Callable[[int], str]:
-    """Return a function from an index to the name of that entry of a field, for errors.
+    """Return a function that returns the name of a field's entry from its index, for errors.
 
     The name has no index if the field has a single entry.
     """

@@ -45,7 +45,7 @@ class Closer:
 
     @cached_property
     def may_end_words(self) -> NDArray[np.bool_]:
-        """Whether a token may complete a mark that ends free text [vocab]."""
+        """Mask [vocab] of the tokens that may complete a mark at the end of free text."""
         found = np.zeros(self.tokens.size, dtype=np.bool_)
         found[self.table.special] = True
         lasts = {text[-1:] for ids in self.hints.marks if (text := text_of(self.tokens, ids))}
@@ -138,5 +138,5 @@ class Closer:
 
 
 def _first_mark(text: bytes) -> int:
-    """Return the index of the first quotation mark or backslash; the text's length if none."""
+    """Return the index of the first quotation mark or backslash, else the length of the text."""
     return next((index for index, byte in enumerate(text) if byte in MARKS), len(text))

@@ -151,7 +151,7 @@ def _written(value: object) -> bytes:
 
 
 def _anchored(schema: Schema) -> Iterator[Schema]:
-    """Yield the schema with its pattern anchored, which is faster to search, then the schema."""
+    """Yield the schema with its pattern anchored, which is faster to search, then unchanged."""
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         yield {**schema, "pattern": f"^(?:{pattern})$"}

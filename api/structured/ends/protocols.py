@@ -21,19 +21,19 @@ class Tokens(Protocol):
         """Return the token ids of a text."""
 
     def id_of(self, text: bytes) -> int | None:
-        """Return the id of the token with exactly these bytes; None if there is none."""
+        """Return the id of the token with exactly these bytes; None if no token has them."""
 
     def spell(self, text: bytes) -> list[int]:
         """Return ids that spell the bytes, always with the longest token that fits."""
 
     def longest(self, text: bytes) -> int | None:
-        """Return the longest token with which the text begins; None if there is none."""
+        """Return the longest token with which the text begins; None if no token fits."""
 
 
 class Matcher(Protocol):
     """The position of one output in a grammar, with the interface of llguidance's `LLMatcher`.
 
-    No method raises an error: after a failure, `is_error` is true for ever.
+    No method raises an error: after a failure, `is_error` stays true.
     """
 
     def deep_copy(self) -> Self:

@@ -50,10 +50,10 @@ class Place(NamedTuple):
 
     ``stack``: open brackets, each with the number of commas after it, or with a hash of the present
     key; the first entry stands for brackets that were open before the search. ``num_closed``:
-    number of those that were closed. ``forced``: the last forced text with a bracket, comma or
-    quotation mark, such as a key. ``run``: number of tokens since the last bracket, comma or
-    quotation mark. ``shape``: the end of the text of these tokens, in which each word is replaced
-    by one letter and repeated characters by one.
+    number of brackets from before the search that were closed. ``forced``: the last forced text
+    with a bracket, comma or quotation mark, such as a key. ``run``: number of tokens since the last
+    bracket, comma or quotation mark. ``shape``: the end of the text since then, in which each word
+    is replaced by one letter and a repeated character is written once.
     """
 
     stack: tuple[tuple[int, int], ...] = ((0, 0),)
@@ -81,7 +81,7 @@ class Place(NamedTuple):
                 bracket, num_commas = stack[-1]
                 stack[-1] = (bracket, num_commas + 1)
         if is_forced and COLON in text and stack[-1][0] == OBJECT:
-            # What may follow depends on the present key, but not on earlier properties.
+            # The text that may follow depends on the present key, but not on earlier properties.
             stack[-1] = (OBJECT, zlib.crc32(text))
         return Place(tuple(stack), num_closed, text if is_forced else self.forced)
 
@@ -213,7 +213,7 @@ class EndSearch:
         led = zlib.crc32(text_of(self._tokens, along.path[len(node.path) :]), number)
         self._led.setdefault(node.allowed, {})[node.step] = led
         allowed, place = self._table.allowed(bits), along.place
-        if led == node.allowed:  # the step has not changed what is allowed
+        if led == node.allowed:  # the step has not changed the allowed tokens
             place = place._replace(shape=node.shape)
         if not self._is_new(place, led, node.parent):
             return None
@@ -364,7 +364,7 @@ class EndSearch:
     def _is_behind(self, *, is_free: bool, is_sure: bool) -> bool:
         """Whether a free text or a value has just ended.
 
-        ``is_sure``: it has ended if any text is forced to follow.
+        If ``is_sure``, any text that is forced to follow shows that it has ended.
         """
         forced = self._matcher.compute_ff_bytes()
         if forced:

@@ -12,7 +12,7 @@ from .protocols import Tokens
 
 MARKS = frozenset(b'"\\')  # bytes with a meaning inside a JSON string
 NO_BYTE = 256
-FREE = b"qQ <!;"  # if all of these bytes are allowed, text is taken to be unrestricted
+FREE = b"qQ <!;"  # bytes that are all allowed only if text is unrestricted
 
 
 class TokenTable:
@@ -69,7 +69,7 @@ class Allowed:
 
     @cached_property
     def by_byte(self) -> dict[int, int]:
-        """The shortest allowed token for each first byte: usually the byte as a token."""
+        """The shortest allowed token for each first byte: usually the token of that byte alone."""
         table = self._table
         is_allowed = self._among(table.byte_ids)
         found = dict(

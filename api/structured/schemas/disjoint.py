@@ -47,7 +47,7 @@ class Disjoint:
         )
 
     def _parts(self, schema: Schema, depth: int = 0) -> Iterator[Schema]:
-        """Yield the schemas that a value must match: the schema, and those of allOf and $ref."""
+        """Yield the schemas that a value must match: the schema, its allOf and its $ref."""
         yield schema
         if depth > MAX_DEPTH:
             return

@@ -36,7 +36,7 @@ class Mender:
     _num_trials: int = 0
 
     def mend(self, document: object) -> object:
-        """Return a document that compiles, with as few changes as possible."""
+        """Return a document that compiles and is as similar to ``document`` as possible."""
         if not isinstance(document, Mapping):
             return document if self._problem(document) is None else True
         defs = document.get(DEFS)

@@ -1,6 +1,6 @@
 """Bounds of numbers in the form that the grammar library supports.
 
-The bounds are never wider than those of the schema.
+They never allow a number that the schema forbids.
 """
 
 from __future__ import annotations

@@ -123,9 +123,9 @@ class _Options:
 
 
 def _settle(losses: list[Loss], options: _Options) -> None:
-    """Raise `InvalidRequest` if a keyword was lost that must be enforced.
+    """Raise `InvalidRequest` if a keyword that must be enforced was left out.
 
-    Other lost keywords are logged in one line.
+    Other keywords that were left out are logged in one line.
     """
     for loss in losses:
         is_refused = not loss.is_annotation or options.strictness == "strict"
