@@ -43,7 +43,8 @@ FREE: dict[str, Callable[[], Source]] = {
 # The kinds of drafters with weights. The first kind that recognises the files is used: LM comes
 # last, since it recognises any model.
 PROPOSERS = (MTP, SELF, ASSISTANT, HEAD, LM)
-NAMED = {kind.name: kind for kind in PROPOSERS if kind.recognises is None}  # need no own files
+# kinds that are selected by name, since they have no files of their own
+NAMED = {kind.name: kind for kind in PROPOSERS if kind.recognises is None}
 AUTO = ("radix", "suffix")  # without "ngram": the suffix index also has the request's own tokens
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 
-Values = Mapping[str, Any]  # by field of `SamplingDefaults`
+Values = Mapping[str, Any]  # sampling values by field of `SamplingDefaults`
 
 _NAMES = ("general.name", "general.basename", "general.base_model.0.name")
 _TEMPLATE = "tokenizer.chat_template"

@@ -22,7 +22,7 @@ from ...core.startup import timed
 from ...draft.proposers.kind import Pooled
 
 HOST_KV_BYTES = 2 * 2**30
-LEAST_TOKENS = 256  # minimum size of a default pool, below which ordinary requests do not fit
+LEAST_TOKENS = 256  # minimum size of a default pool in tokens, which ordinary requests need
 # Memory to leave free on a GPU: 2 GiB for steps, their graphs and logits, and for the target and
 # its draft model each 256 MiB for attention's partial results and 128 MiB for the logits of small
 # graphs.

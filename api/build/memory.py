@@ -24,7 +24,7 @@ from .kv_pools import HOST_KV_BYTES, LEAST_TOKENS
 
 logger = logging.getLogger(__name__)
 PROGRAM_BYTES = 400 * 2**20  # Python, torch and the engine, without weights and KV (measured)
-USUAL_TOKENS = 8192  # tokens of KV for one conversation
+USUAL_TOKENS = 8192  # number of tokens of a usual conversation, for the estimate of its KV
 LARGEST = 8  # maximum ratio of weights in memory to files: 4 bits computed in float32
 LARGEST_TOKEN = 2**20  # maximum bytes of KV per token
 _SHARE = 4  # divisor: the default pool gets 1/4 of the memory left after the weights

@@ -27,9 +27,9 @@ from .hub import download, is_hub_id, split_revision
 if TYPE_CHECKING:
     from ...core.model.report import ModelReport
 
-BUILTIN = Path(__file__).resolve().parents[2] / "tests" / "builtin"  # only in a checkout
+BUILTIN = Path(__file__).resolve().parents[2] / "tests" / "builtin"  # exists only in a checkout
 BUILTIN_NAME = "foretoken-builtin"
-REFUSED = 2  # exit status
+REFUSED = 2  # exit status for a rejected model
 IMAGE_SIDE = 512  # width and height in pixels of the reported sample image
 SMOLLM2 = "smollm2"
 BY_NAME = ("builtin", SMOLLM2)
@@ -46,10 +46,10 @@ class ModelSource:
     """A local model: a folder in Hugging Face layout, or a GGUF file."""
 
     path: Path
-    name: str  # name in answers
+    name: str  # name of the model in answers
     aliases: frozenset[str] = frozenset()  # other names accepted in requests
     draft: Path | None = None  # the draft model that belongs to it
-    sampling: SamplingDefaults | None = None  # from its model card; None: from its files, if any
+    sampling: SamplingDefaults | None = None  # values of its card; None: those in its files
 
 
 @timed("finding the files")

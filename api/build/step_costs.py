@@ -38,7 +38,7 @@ class KeptCosts:
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
-        self._file: Path | None = None  # None: nothing is saved
+        self._file: Path | None = None  # None if nothing is saved
 
     def prepare(
         self,

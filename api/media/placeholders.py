@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Arrays = Mapping[str, NDArray[Any]]
-_LOW_SIDE = 512  # pixels; the longer side of a picture with detail "low"
+_LOW_SIDE = 512  # maximum length in pixels of the longer side of a picture with detail "low"
 
 
 class ImageTokens(NamedTuple):

@@ -52,7 +52,7 @@ class ImageReader:
 
     def __init__(self, path: Path, config: EngineConfig) -> None:
         self.path, self._config = path, config
-        self.max_images = config.max_images  # per request
+        self.max_images = config.max_images  # maximum number of images per request
         self._media_dir = None if config.media_dir is None else Path(config.media_dir).expanduser()
         self._cache_bytes = parse_size(config.image_cache)
         self._worker = Worker("foretoken-images")

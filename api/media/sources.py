@@ -28,7 +28,7 @@ UNHEARD = ("input_audio", "audio_url", "input_video", "video_url")
 
 UNREAD = "[a file that this model cannot read]"
 TEXT_TYPES = ("text/", "application/json", "application/xml", "application/yaml")
-_NAMED = 40  # characters of a URL that an error message quotes
+_NAMED = 40  # number of characters of a URL that an error message quotes
 
 
 @dataclass(frozen=True)

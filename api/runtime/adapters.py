@@ -15,7 +15,7 @@ from ...core.interface.extras.adapter import LoadedAdapter, adapter_group, adapt
 from ..build.adapter_loader import AdapterFolder, AdapterLoader
 
 logger = logging.getLogger(__name__)
-MAX_NAMESPACES = 4096  # namespaces per adapter to drop from KV tiers when it is unloaded
+MAX_NAMESPACES = 4096  # maximum number of namespaces per adapter that are dropped from KV tiers
 NAME = re.compile(r"[^\s=\0-\x1f]{1,256}")
 NO_ADAPTERS = "adapters are not supported with --tp"
 Flush = Callable[..., Awaitable[int]]
@@ -35,8 +35,8 @@ class ServedAdapter:
     def __init__(self, name: str, number: int, loaded: LoadedAdapter) -> None:
         self.name, self.number, self.loaded = name, number, loaded
         self.created = time.time()
-        self.num_requests = 0  # requests since it was loaded
-        self.num_holders = 0  # requests, and choices of requests, that have not ended
+        self.num_requests = 0  # number of requests since the adapter was loaded
+        self.num_holders = 0  # number of requests and of choices that have not ended
         self.unused = asyncio.Event()
         self.unused.set()
         self.group = adapter_group(name, number, loaded.digest)

@@ -29,9 +29,9 @@ from .conversation.prompt_history import (
     most_similar,
 )
 
-AROUND = 30  # characters shown on each side of a difference
+AROUND = 30  # number of characters shown on each side of a difference
 AROUND_TOKENS = 8
-TAIL_TOKENS = 32  # tokens examined where an answer and its reasoning begin
+TAIL_TOKENS = 32  # number of tokens examined where an answer or its reasoning begins
 MOST_TOKENS = 4  # maximum number of prompt tokens compared per token of an answer
 Cause = Literal[
     "hit",  # every cached page was read; the rest is new
@@ -47,7 +47,7 @@ Cause = Literal[
     "unsound",  # a tier returned damaged or missing pages
     "not_written",  # the earlier prompt was not cached yet, or its request disabled cache writes
     "not_read",  # the request disabled cache reads or wanted prompt logprobs
-    "other_salt",  # the named response of the same key has another cache salt
+    "other_salt",  # the response to compare with, of the same API key, has another cache salt
     "too_short",  # the prompt has no whole page before its last token
     "first_seen",  # no similar prompt is known
 ]

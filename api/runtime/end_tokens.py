@@ -28,7 +28,7 @@ NAMES = frozenset(
 """Names of tokens that end a text, a turn or a call, in all model families."""
 
 _ASKED, _SAID, _THOUGHT, _NEXT, _RESULT = "Quokka?", "Wombat.", "Numbat.", "Dingo?", "Bilby."
-_VALUES = ("Possum", "Potoroo")  # arguments of calls
+_VALUES = ("Possum", "Potoroo")  # arguments of the calls in the short conversations
 _TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {

@@ -81,10 +81,10 @@ class EngineClient:
         self._built: Built[ServingEngine] | None = None
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None  # set together with the tokenizer
-        # set with the tokenizer for a model with image input
+        # set together with the tokenizer, if the model supports images
         self.images: ImageReader | None = None
         self._starting = asyncio.Lock()
-        # kept if `start` is cancelled
+        # the task that loads the model; it continues if `start` is cancelled
         self._loading: asyncio.Task[Built[ServingEngine]] | None = None
         self._ending: asyncio.Task[None] | None = None  # `close`, if ``async with`` was cancelled
         self._closed = False  # new requests and calls are refused
@@ -102,9 +102,9 @@ class EngineClient:
         # A separate thread, so that tokenization does not wait for comparisons.
         self._comparing = Worker("foretoken-causes")
         self.adapters = Adapters()  # replaced by the engine's adapters in `start`
-        self._answers: dict[str, Answer] = {}  # answers that their callers still use
+        self._answers: dict[str, Answer] = {}  # answers that were not forgotten yet, by id
         self._room = asyncio.Event()  # set when an answer ends
-        self._people_left = -math.inf  # when the last answer outside a batch ended
+        self._people_left = -math.inf  # time at which the last answer outside a batch ended
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:

@@ -212,7 +212,7 @@ class Answers:
     def __init__(self, answers: Sequence[Answer], forget: Callable[[Answer], None]) -> None:
         self.all = answers
         self._forget = forget
-        self._n = answers[0].params.n  # choices per answer
+        self._n = answers[0].params.n  # number of choices per answer
 
     @property
     def request(self) -> Request:

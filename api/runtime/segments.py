@@ -39,7 +39,7 @@ class Segment:
 
     index: int  # index within the choice
     kind: Kind
-    id: str = ""  # only for calls
+    id: str = ""  # id of a call; "" for other segments
     name: str = ""
     written: GrowingText = field(default_factory=GrowingText)
 

@@ -66,7 +66,7 @@ class ManyCalls(TypedDict, total=False):
 
 
 class ChatFields(TypedDict, total=False):
-    """Options that only conversations have."""
+    """Options that only calls with conversations have."""
 
     tools: GivenTools | None
     tool_choice: GivenChoice

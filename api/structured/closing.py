@@ -86,7 +86,7 @@ class ClosingPath:
         """Return the tokens to ban at a position near the limit."""
         before = self._places.get(number - 1)
         known = before.known if before is not None and before.known is not None else ()
-        most = self._limit - number - 2  # tokens after the next one, without the stop token
+        most = self._limit - number - 2  # number of tokens after the next one, without a stop token
         narrowing = Narrowing(self._closer, matcher, place.end or (), most, known)
         banned = narrowing.late(mask)
         place.known = narrowing.known

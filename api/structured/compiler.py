@@ -38,8 +38,8 @@ SECONDS = 5.0  # time limit for one grammar, from the start of its compilation
 MAX_PENDING = 32  # maximum number of grammars waiting to be compiled
 NUM_GRAMMARS = 128  # maximum number of cached grammars
 KEPT_SECONDS = 4.0  # maximum compile time of all cached grammars together
-STACK_BYTES = 256 * 2**20  # stack of the thread: chains of rules are followed by recursion
-LIMITS = {  # matcher.py limits the time of grammars within these limits
+STACK_BYTES = 256 * 2**20  # large, since llguidance follows chains of rules by recursion
+LIMITS = {  # limits of llguidance; matcher.py also limits the time of each grammar
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,

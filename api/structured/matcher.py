@@ -51,7 +51,7 @@ class Grammar:
     vocabulary: Vocabulary
     compile: Callable[[], Matcher]
     closer: Closer
-    seconds: float = 0.0  # compile time
+    seconds: float = 0.0  # compile time in seconds
     # the shortest answer; None if unknown: a token limit then truncates answers
     shortest: Sequence[int] | None = None
 

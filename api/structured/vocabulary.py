@@ -9,7 +9,7 @@ import numpy as np
 
 from ..text.tokenizer import Tokenizer
 
-NUM_FORCED_TEXTS = 4096  # cached encodings, which requests with the same schema share
+NUM_FORCED_TEXTS = 4096  # number of cached encodings, which requests with the same schema share
 FORCED_CHARS = 256  # number of characters of a forced text that are tokenized at a time
 
 

@@ -32,11 +32,11 @@ from ...core.errors import ForetokenError, InvalidRequest
 SECONDS = 5.0  # time limit for one conversation
 # time limit for a short conversation on the event loop; then it restarts in a thread
 INLINE_SECONDS = 0.005
-INLINE_CHARS = 2_048  # longer texts are tokenized in a thread
+INLINE_CHARS = 2_048  # maximum length of a text that is tokenized on the event loop
 MAX_CAUSE_CHARS = 300  # maximum length of a template's error message
 MESSAGE_CHARS = 64  # rendering a message takes about as long as rendering this many characters
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of reasoning in templates
-MARK = "THE_FINAL_MESSAGE_ENDS_HERE "  # the space after it shows whether a template trims the text
+MARK = "THE_FINAL_MESSAGE_ENDS_HERE "  # the space at its end shows whether a template trims text
 TEMPLATE_FILE = "<template>"  # jinja2's name for a template without a file
 NULL = object()  # a field that templates see as null; with None the field is absent
 NO_TOOLS: list[Mapping[str, Any]] = []

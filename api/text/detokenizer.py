@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_CHAR_TOKENS = 4  # a UTF-8 character has at most 4 bytes, so it needs at most 4 tokens
-CODE_BITS = 21  # bits of a Unicode code point
-NUM_TABLES = 16  # cached tables, since clients send the same stop strings with every request
+CODE_BITS = 21  # number of bits of a Unicode code point
+NUM_TABLES = 16  # number of cached tables: clients send the same stop strings with every request
 
 
 class StopTable:
@@ -23,8 +23,8 @@ class StopTable:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.depths = array("i", [0])  # length of each state in characters
-        self._edges: dict[int, int] = {}  # (state, character) -> state
-        self._fails = array("i", [0])  # the longest proper suffix of each state that is a state
+        self._edges: dict[int, int] = {}  # next state by state and character
+        self._fails = array("i", [0])  # for each state, its longest proper suffix that is a state
         self.stops: dict[int, str] = {}  # the longest stop string that ends at a state, if any
         for stop in stops:
             self._insert(stop)

@@ -45,7 +45,7 @@ from .tokenizer_cache import load_tokenizer
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 APART_BYTES = 2**15  # reading fewer bytes takes about a millisecond
-STOP_COST = 64  # bytes that are read in the time for one character of a stop string
+STOP_COST = 64  # number of bytes that are read in the time for one character of a stop string
 NUM_WORD_LISTS = 4  # number of cached lists of bad words, which the prompts of a request share
 SECONDS = 30.0  # time limit for one text in a thread
 TRIED_CHARS = 2**20  # length limit of conversations that probe a template

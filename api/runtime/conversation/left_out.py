@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 logger = logging.getLogger(__name__)
-MAX_KINDS = 256  # clients choose the names, so the number of lines must be limited
+MAX_KINDS = 256  # maximum number of kinds to log, since clients choose their names
 MAX_CHARS = 64
 _told: set[str] = set()
 

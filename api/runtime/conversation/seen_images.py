@@ -111,7 +111,7 @@ async def with_results_seen(
     """
     sources = {source.digest: source for source in chat.images}
     left = iter(chat.images)
-    all_parts: dict[int, Parts] = {}  # by index of the message
+    all_parts: dict[int, Parts] = {}  # parts of each message, by its index
     for at, message in enumerate(chat.messages):
         if isinstance(content := message.get("content"), str):
             split = split_marks(content, sources)

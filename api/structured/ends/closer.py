@@ -15,9 +15,9 @@ from .spelling import Speller, text_of
 from .token_table import MARKS, TokenTable
 
 Ids = Sequence[int]
-FIRST_NODES, WIDE_NODES = 2000, 300  # node limits of the search for the shortest answer
-NODES = 600  # node limit of later searches
-LEAST_ZONE = 24  # spare tokens, besides the growth, below which every token is judged
+FIRST_NODES, WIDE_NODES = 2000, 300  # maximum numbers of nodes to search for the shortest answer
+NODES = 600  # maximum number of nodes of later searches
+LEAST_ZONE = 24  # with fewer spare tokens than this and the growth, every token is judged
 COSTLY = 4  # maximum of the average number of bytes per token of a completion
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from ..schemas.walk import json_blocks, resolve
 
 LEAST_GROWTH = 8
-FRAME = 32  # tokens around a call, besides the texts of its rule
+FRAME = 32  # number of tokens around a call, in addition to the texts of its rules
 MOST = 2**16
 OF_NUMBER = 12
 ENOUGH = 2.0  # minimum number of characters per token of a key or listed value

@@ -12,15 +12,15 @@ from .protocols import Matcher
 from .spelling import text_of
 
 Ids = Sequence[int]
-# node limits of searches after one token, and of all searches at one position
+# maximum number of nodes of a search after one token, and of all searches at one position
 TOKEN_NODES, PLACE_NODES = 60, 160
 FEW = 256  # up to this number of allowed tokens, each is tried; above, groups are sampled
 FEWER = 64  # number of tokens of a group to try if some of its samples are too late
 NUM_ENDS = 4  # number of the shortest and of the longest tokens of a group to sample
-NUM_FREE = 3  # tokens to sample if any text may follow
-NUM_FIRSTS = 12  # samples with different first bytes
+NUM_FREE = 3  # number of tokens to sample if any text may follow
+NUM_FIRSTS = 12  # number of tokens with different first bytes to sample
 NUM_BYTES = 3  # maximum number of tokens to complete a character
-TIGHT = 4  # with fewer spare tokens, samples are not representative
+TIGHT = 4  # with fewer spare tokens than this, samples are not representative
 ROOMY = 32  # with this many more spare tokens than the longest hint, text without marks is allowed
 NUM_KNOWN = 8  # maximum number of known completions to try after every token
 

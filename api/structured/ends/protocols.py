@@ -12,10 +12,10 @@ class Tokens(Protocol):
     """A vocabulary, as far as the search for completions uses it."""
 
     size: int
-    end: int  # stands for the end of the answer
+    end: int  # id of a token that stands for the end of the answer
     special_token_ids: NDArray[np.int64]
-    tokens: list[bytes]  # by token id; special tokens by name
-    texts: list[bytes]  # by token id; empty for special tokens
+    tokens: list[bytes]  # bytes of each token, by id; the name of a special token
+    texts: list[bytes]  # bytes of each token, by id; empty for a special token
 
     def __call__(self, text: str, /) -> list[int]:
         """Return the token ids of a text."""

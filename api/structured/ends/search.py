@@ -20,8 +20,8 @@ from .spelling import Speller, text_of
 from .token_table import Allowed, TokenTable
 
 Ids = Sequence[int]
-NUM_ENDS = 3  # completions to compare: fewer bytes are not always fewer tokens
-NUM_MORE = 24  # nodes to expand after the first completion
+NUM_ENDS = 3  # number of completions to compare: fewer bytes are not always fewer tokens
+NUM_MORE = 24  # number of nodes to expand after the first completion
 OPENING, CLOSING = b"[{(", b"]})"
 COMMA, COLON, QUOTE = b',:"'
 STRUCTURE = frozenset(b'[{(]}),"')
@@ -148,8 +148,8 @@ class EndSearch:
         self._tokens = tokens
         self._table = table
         self._hints = hints
-        self._path: tuple[int, ...] = ()  # the matcher's position
-        self.num_nodes = 0  # nodes expanded so far
+        self._path: tuple[int, ...] = ()  # tokens that the matcher has consumed
+        self.num_nodes = 0  # number of nodes expanded so far
 
     def find(
         self, most_nodes: int, width: Width = NARROW, most: int | None = None
@@ -180,7 +180,7 @@ class EndSearch:
         self._heap: list[tuple[int, int, Node]] = []
         self._alike: Counter[tuple[Place, int]] = Counter()
         self._closed: set[int] = set()  # nodes with a child after which the value may end
-        # by hash of the allowed tokens, then by step: hash of the resulting state
+        # hash of the state after a step, by the hash of the allowed tokens and by the step
         self._led: dict[int, dict[tuple[int, ...], int]] = {}
         self._num_pushed = 0
         self._push(Node(0, (), Place(), -1, 0, (), b""))

@@ -11,7 +11,7 @@ from .regexes import NotRegularError, translated
 from .walk import Compiles
 
 Schema = Mapping[str, object]
-FORMATS = frozenset(  # supported by the grammar library
+FORMATS = frozenset(  # formats that the grammar library supports
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
 MAX_TRIALS = 50  # maximum number of pairs of patterns to compare per document

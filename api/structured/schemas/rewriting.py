@@ -25,11 +25,11 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 WITHOUT_IF = ("draft-03", "draft-04", "draft-05", "draft-06")
 MAX_BRANCHES = 64
-MAX_UNIQUE = 6  # listed values of which all subsets are enumerated
+MAX_UNIQUE = 6  # maximum number of listed values of which all subsets are enumerated
 MAX_EXACT = 2**53  # largest integer up to which floats are exact
 MAX_MULTIPLE = 20_000
-MAX_REFERENCES = 8  # length of a chain of references
-MAX_SCHEMAS = 50_000  # schemas per document
+MAX_REFERENCES = 8  # maximum length of a chain of references
+MAX_SCHEMAS = 50_000  # maximum number of schemas per document
 REF = "$ref"
 OVERLAP = "oneOf is supported only where its branches exclude each other; use anyOf"
 
@@ -58,7 +58,7 @@ class Rewriter:
     root: object
     compiles: Compiles
     losses: list[Loss] = field(default_factory=list)
-    counts_keys: bool = False  # whether duplicate keys must not count
+    counts_keys: bool = False  # whether duplicate keys must be rejected, since keys are counted
     _references: References = field(init=False)
     _disjoint: Disjoint = field(init=False)
     _negation: Negation = field(init=False)
@@ -397,7 +397,7 @@ class _One:
         if least != 1 or "maxContains" in self._schema or "prefixItems" in self._schema:
             self._lose(key, "only one item that it holds for can be asked for")
             return
-        first = self._inner(value, key)  # any position would be as good
+        first = self._inner(value, key)  # required of the first item; any other item would do
         self._also.append(self._typed({"prefixItems": [first], "minItems": 1}))
 
     def _unevaluated(self, key: str, value: object) -> None:
