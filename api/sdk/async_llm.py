@@ -163,9 +163,8 @@ class AsyncLLM(EngineClient):
 
     ``options`` are the fields of `EngineConfig`, which are the flags of ``foretoken serve``. The
     model is loaded by `start`, by ``async with``, or by the first request. Belongs to one event
-    loop. ``revision``: branch, tag or commit of a hub model. ``offline``: use only cached hub
-    models, from now on and in the whole process. Raises `InvalidRequest` for a revision of a model
-    that is not from the hub.
+    loop. ``revision``: branch, tag or commit of a hub model; raises `InvalidRequest` for other
+    models. ``offline``: use only cached hub models, from now on and in the whole process.
     """
 
     def __init__(
@@ -256,9 +255,9 @@ class AsyncLLM(EngineClient):
         request_id: str | None = None,
         lora: str | None = None,
     ) -> AsyncGenerator[TextDelta]:
-        """Yield one delta per step, with all tokens of the step.
+        """Yield one delta per step, with all its tokens.
 
-        If the iterator is closed before its end, the request is aborted.
+        Closing the iterator aborts the request.
         """
         await self.start()
         own = one_params(with_adapter(params, lora))
@@ -283,7 +282,7 @@ class AsyncLLM(EngineClient):
     ) -> AsyncGenerator[TextDelta]:
         """Yield the deltas of the next message, split into the fields of `Choice`.
 
-        If the iterator is closed before its end, the request is aborted.
+        Closing the iterator aborts the request.
         """
         options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
         own = with_adapter(params, lora)
@@ -342,9 +341,8 @@ class AsyncLLM(EngineClient):
     ) -> list[RankedDocument]:
         """Return the documents with their scores for a query, the best first.
 
-        ``top_n``: maximum number of documents to return. ``instruct``: an instruction that says
-        which documents are relevant. The model must be one that answers yes or no, such as
-        Qwen3-Reranker. Raises `InvalidRequest`.
+        For models that answer yes or no, such as Qwen3-Reranker. ``top_n``: maximum number of
+        documents. ``instruct``: describes which documents are relevant. Raises `InvalidRequest`.
         """
         await self.start()
         texts = _texts(query, documents, instruct)

@@ -142,7 +142,7 @@ class _Reader:
 class LLM:
     """A model and its engine, on an event loop in a thread of its own. Thread-safe.
 
-    The engine is closed by `close`, at the end of the ``with`` block, by garbage collection, or at
+    The engine is closed by `close`, by leaving the ``with`` block, by garbage collection, or at
     exit.
     """
 
@@ -211,10 +211,7 @@ class LLM:
     def generate(
         self, prompt: Prompt | Sequence[Prompt], params: Params = None, **options: Any
     ) -> Completion | list[Completion]:
-        """Return the completion of one prompt, or of each prompt in a list.
-
-        It takes the options of `AsyncLLM.generate`.
-        """
+        """Return the completion of one prompt, or of each in a list, like `AsyncLLM.generate`."""
         generate: _Call[Completion] = self._llm.generate
         return self._run(generate(prompt, params, **options))
 
@@ -237,19 +234,16 @@ class LLM:
         params: Params = None,
         **options: Any,
     ) -> Completion | list[Completion]:
-        """Return the next message of one conversation, or of each conversation in a list.
-
-        It takes the options of `AsyncLLM.chat`.
-        """
+        """Return the next message of a conversation, or of each in a list, like `AsyncLLM.chat`."""
         chat: _Call[Completion] = self._llm.chat
         return self._run(chat(messages, params, **options))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OneCall]
     ) -> Iterator[TextDelta]:
-        """Yield one delta per step, with all tokens of the step.
+        """Yield one delta per step, with all its tokens.
 
-        If the iterator is closed before its end, the request is aborted.
+        Closing the iterator aborts the request.
         """
         return self._read(self._llm.stream(prompt, params, **options))
 
@@ -261,7 +255,7 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """Yield the deltas of the next message, split into the fields of `Choice`.
 
-        If the iterator is closed before its end, the request is aborted.
+        Closing the iterator aborts the request.
         """
         return self._read(self._llm.stream_chat(messages, params, **options))
 
@@ -276,20 +270,14 @@ class LLM:
     def embed(
         self, inputs: Prompt | Sequence[Prompt], **options: Any
     ) -> Embedding | list[Embedding]:
-        """Return the embedding of one input, or of each input in a list.
-
-        It takes the options of `AsyncLLM.embed`.
-        """
+        """Return the embedding of one input, or of each in a list, like `AsyncLLM.embed`."""
         embed: _Call[Embedding] = self._llm.embed
         return self._run(embed(inputs, **options))
 
     def rerank(
         self, query: str, documents: Sequence[str], **options: Unpack[RerankCall]
     ) -> list[RankedDocument]:
-        """Return the documents with their scores for a query, the best first.
-
-        It takes the options of `AsyncLLM.rerank`.
-        """
+        """Return the documents with scores for a query, best first, like `AsyncLLM.rerank`."""
         return self._run(self._llm.rerank(query, documents, **options))
 
     def _read(self, deltas: AsyncGenerator[TextDelta]) -> Iterator[TextDelta]:

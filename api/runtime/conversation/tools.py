@@ -74,10 +74,7 @@ class AllowedTool(Struct, kw_only=True):
 
 
 class AllowedTools(Struct, kw_only=True):
-    """The field ``tool_choice.allowed_tools``: the tools that may be called.
-
-    The prompt still lists all tools.
-    """
+    """The field ``tool_choice.allowed_tools``: which of the tools in the prompt may be called."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: list[AllowedTool] = []
