@@ -54,7 +54,7 @@ class ModelSource:
 
 @timed("finding the files")
 def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
-    """Find a model by path, hub id, ``smollm2`` or ``builtin``; None: SmolLM2, the default.
+    """Find a model by path, hub id, ``smollm2`` or ``builtin``; None stands for ``smollm2``.
 
     A hub id is downloaded. Raises `ModelLoadError` if the model is not found.
     """

@@ -110,12 +110,12 @@ def _lines(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Pl
 
 
 def _merged(config: Mapping[str, Any]) -> int:
-    """Return the side, in pixels, of the square that becomes one vector."""
+    """Return the side in pixels of the square that becomes one row of the image."""
     return _side(config["vision_config"]["patch_size"]) * int(config.get("spatial_merge_size", 1))
 
 
 def _crops(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
-    """Return the placeholder for InternVL: all tiles in one run."""
+    """Return the placeholder for InternVL: the rows of all tiles, one after another."""
     pixels = arrays["pixel_values"]
     share = float(config["downsample_ratio"]) ** 2
     num = len(pixels) * int(_num_patches(config, pixels) * share)

@@ -88,7 +88,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChange:
-    """The first token in which a prompt differs from an earlier one and its answer."""
+    """The first token in which a prompt differs from an earlier prompt and its answer."""
 
     position: int  # index in the prompt
     before_id: int
@@ -351,8 +351,8 @@ def _extends(now: Sequence[Part], before: Sequence[Part]) -> bool:
 def _loses_thought(marks: Thinking, head: str, before: str, now: str) -> bool:
     """Whether reasoning begins after ``head`` in the text ``before`` but not in the text ``now``.
 
-    Both texts begin with ``head``. If ``head`` has opened the reasoning, an empty one in ``now``
-    counts as removed.
+    Both texts begin with ``head``. If ``head`` opens the reasoning and ``now`` closes it at once,
+    the reasoning counts as removed.
     """
     if _begins(marks.begin, head, before):
         return not _begins(marks.begin, head, now)

@@ -241,7 +241,10 @@ class ChatAnswer:
             history.put(owner_of(salt), salt, said, place, ids)
 
     async def collect(self) -> list[Choice]:
-        """Read all choices and close the answer. The first choice that fails raises its error."""
+        """Return all choices, read to their ends, and close the answer.
+
+        If a choice fails, its error is raised.
+        """
         pairs = zip(self._readers, self._answer.generations, strict=True)
         try:
             return await each_of([self._read(reader, generation) for reader, generation in pairs])

@@ -142,7 +142,7 @@ class _Conversations:
         return self._tokenizer.written([_in_parts(each) for each in (asked, *messages)], tools)
 
     def _outside(self, written: str, start: str, stop: str = "") -> list[int]:
-        """Return the tokens of `_special` that never occur inside an answer."""
+        """Return the special tokens between ``start`` and ``stop`` that never occur in answers."""
         found = self._special(written, start, stop)
         return [each for each in found if each not in self._inside]
 

@@ -450,7 +450,7 @@ class EngineClient:
         return await self.tokenizer.render_chat(messages, options or {}, tools=tools, is_try=is_try)
 
     async def finish(self, answer: Answer) -> Completion:
-        """Read the whole answer and forget it."""
+        """Return the whole answer, read to its end, and forget it."""
         try:
             return await answer.collect()
         finally:

@@ -188,7 +188,7 @@ class Answer:
         return merge([generation.deltas() for generation in self.generations])
 
     async def collect(self) -> Completion:
-        """Read the whole answer. The first choice that fails raises its error."""
+        """Return the whole answer, read to its end. If a choice fails, its error is raised."""
         choices = await each_of([_read(generation) for generation in self.generations])
         return self.completion(choices)
 
@@ -242,7 +242,10 @@ class Answers:
         return merge([_shifted(each, self._n * index) for index, each in enumerate(self.all)])
 
     async def collect(self) -> list[Completion]:
-        """Read all answers and close them. The first answer that fails raises its error."""
+        """Return all answers, read to their ends, and close them.
+
+        If an answer fails, its error is raised.
+        """
         try:
             return await each_of([answer.collect() for answer in self.all])
         finally:
@@ -344,7 +347,7 @@ def count_standing(prediction: Sequence[int], answer: Sequence[int]) -> int:
 
 
 def _places(prediction: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
-    """Return the positions of each run of `RUN` tokens."""
+    """Return the positions of each run of `RUN` tokens in the prediction."""
     places: dict[tuple[int, ...], list[int]] = {}
     for start in range(len(prediction) - RUN + 1):
         places.setdefault(tuple(prediction[start : start + RUN]), []).append(start)

@@ -90,7 +90,7 @@ class Part:
         return known.get((self.least, self.most), f"{{{self.least},{most}}}")
 
     def ends(self, ending: set[str]) -> bool:
-        """Whether the part matches a finite text, given the names of rules that do."""
+        """Whether the part matches a finite text. ``ending``: names of rules that match one."""
         if self.least == 0 or self.symbol:
             return True
         if self.name:

@@ -145,14 +145,17 @@ def source_text(field: str, value: object) -> str:
 
 
 def check_size(field: str, value: object) -> None:
-    """Raise `InvalidRequest` if the value is too long as JSON, without encoding it."""
+    """Raise `InvalidRequest` if the JSON of a value would be too long, without encoding it."""
     if num_chars(value) > MAX_GRAMMAR_CHARS:
         message = f"{field} must have at most {MAX_GRAMMAR_CHARS} characters"
         raise InvalidRequest(message, param=field)
 
 
 def num_chars(value: object) -> int:
-    """Return a lower bound of the length of the value's JSON, counted up to the limit."""
+    """Return a lower bound of the length of a value's JSON.
+
+    Counting stops beyond `MAX_GRAMMAR_CHARS`.
+    """
     total, left = 0, [value]
     while left and total <= MAX_GRAMMAR_CHARS:
         each = left.pop()

@@ -44,7 +44,8 @@ _OF_SCHEMA = "failed to compile JSON schema: "  # prefix of errors in a schema i
 class Grammar:
     """A compiled grammar, shared by requests that copy its matcher.
 
-    Copies share the states of the lexer, whose number is limited; `anew` shares nothing.
+    Copies share the states of the lexer, whose number is limited. A matcher from `anew` shares
+    nothing.
     """
 
     prototype: Matcher
@@ -103,7 +104,7 @@ class GrammarMatcher:
         self._masks: dict[int, Mask] = {}  # by the number of tokens before, settled ones included
 
     def fork(self) -> GrammarMatcher:
-        """Return another constraint at the beginning of the output."""
+        """Return a new constraint for another output with the same grammar."""
         return GrammarMatcher(self._grammar, self._stop_ids, self.limit)
 
     def closed_early(self, num_output: int) -> bool:
@@ -261,7 +262,7 @@ class GrammarMatcher:
             self._closing.forget(self._num_sure, last)
 
     def _is_text(self, token_id: int) -> bool:
-        """Whether the answer may continue after this token."""
+        """Whether a token is in the vocabulary and does not end the answer."""
         return 0 <= token_id < self._grammar.vocabulary.size and token_id not in self._stop_ids
 
     # -- masks

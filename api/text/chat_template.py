@@ -284,7 +284,7 @@ class Generation(Extension):
 
 
 class Names(Namespace):
-    """A namespace for attributes of a template, without access to Python's attributes."""
+    """The ``namespace`` of templates, without access to Python's attributes."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as a dict's
         given = dict(*args, **kwargs)

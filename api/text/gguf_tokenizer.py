@@ -1,7 +1,7 @@
 """The tokenizer and chat template in a GGUF file, built by transformers.
 
-A file names how texts are split before byte pairs are merged (``tokenizer.ggml.pre``), as in
-llama.cpp's tables. transformers knows some of the names but not the ones below.
+A file names the way in which texts are split before byte pairs are merged (``tokenizer.ggml.pre``),
+as in llama.cpp's tables. transformers knows some names, but not those in this module.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Encoder:
         return list(batch[0].ids)
 
     def encode_behind(self, text: str) -> list[int]:
-        """Return the token ids of a text after other text: no space is added in front of it."""
+        """Return the token ids of a text that follows other text: no space is added before it."""
         if not self._adds_prefix:
             return self.encode(text)
         anchor, ids = self.encode(ANCHOR), self.encode(ANCHOR + text)

@@ -68,9 +68,9 @@ def load_drafter(
 ) -> Drafter:
     """Load the draft model or head for a target, on the target's device.
 
-    ``path``: path of the target. ``found``: path of a draft model or head. ``on_read`` is called
-    with the tensors of a head or MTP layer. Raises `ModelLoadError`, and `InvalidRequest` for a
-    draft that is incompatible with the target or an option.
+    ``path``: folder or file of the target. ``found``: folder or file of the draft model or head.
+    ``on_read`` is called with the tensors of a head or MTP layer. Raises `ModelLoadError`, and
+    `InvalidRequest` for a drafter that is incompatible with the target or with an option.
     """
     if spec.may_lack_model and config.load_format == "auto" and has_mtp(path, target):
         spec = replace(spec, model=MTP.name, may_lack_model=False)

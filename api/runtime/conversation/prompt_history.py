@@ -199,7 +199,8 @@ class PromptLog:
     def record(self, response_id: str, request: Request, note: PromptNote, now: float) -> None:
         """Remember a submitted prompt. O(prompt).
 
-        A prompt that must not be cached is explained only to a caller that names its response.
+        A prompt that must not be cached is compared with later prompts only if a caller names its
+        response.
         """
         self._forget(response_id)
         self._num_recorded += 1

@@ -35,7 +35,7 @@ class Closer:
 
     @property
     def zone(self) -> int:
-        """Number of spare tokens below which every token is judged."""
+        """If a completion would leave fewer tokens than this, each possible next one is judged."""
         return self.growth + LEAST_ZONE
 
     @cached_property

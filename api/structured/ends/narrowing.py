@@ -113,7 +113,7 @@ class Narrowing:
         return np.array(late, dtype=np.int64)
 
     def _is_in_time(self, token_id: int) -> bool:
-        """Whether the answer can be completed in time after this token."""
+        """Whether the answer can be completed within its limit after this token."""
         if self._matcher.is_error() or self._matcher.try_consume_tokens([token_id]) != 1:
             return False
         try:
