@@ -1,4 +1,4 @@
-"""AdapterLoader: loads adapters into the served model, in this process or in its replicas."""
+"""AdapterLoader: loads LoRA adapters into the model, in this process or in all replicas."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from ...core.model.adapters.files import leads_over_link
 
 
 class AdapterFolder(NamedTuple):
-    """The folder of an adapter. ``below``: an ancestor; the path below it must have no links."""
+    """The folder of an adapter.
+
+    ``below``: a parent folder; ``path`` must not contain symbolic links below it.
+    """
 
     path: Path
     below: Path | None = None
 
 
 class AdapterLoader(Protocol):
-    """Loads adapters into the processes that compute the model."""
+    """Loader of adapters into the processes that compute the model."""
 
     async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:
         """Load an adapter. ``number``: a number that is unique to this load.
@@ -33,13 +36,16 @@ class AdapterLoader(Protocol):
 
 
 class OwnAdapters:
-    """An `AdapterLoader` for a model in this process. ``read`` blocks."""
+    """An `AdapterLoader` for a model in this process.
+
+    ``read`` loads the adapter in a folder; it blocks, so it is called in a thread.
+    """
 
     def __init__(self, read: Callable[[Path], LoadedAdapter]) -> None:
         self._read = read
 
     async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:  # noqa: ARG002
-        """Read a folder in a thread."""
+        """Load the adapter in ``folder``, in a thread. Raises `ModelLoadError`."""
         return await asyncio.to_thread(self._load, folder)
 
     def _load(self, folder: AdapterFolder) -> LoadedAdapter:

@@ -32,15 +32,15 @@ class ModelFacts(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     name: str
     aliases: frozenset[str] = frozenset()  # other names accepted in requests
     vocab_size: Positive
-    max_model_len: Positive  # limit on prompt and answer together
+    max_model_len: Positive  # maximum number of tokens of prompt and answer together
     eos_token_ids: frozenset[TokenId]
     exact: bool = True  # whether a request's output has the same bits in any batch
-    drafters: tuple[str, ...] = ()  # names in answers and metrics
+    drafters: tuple[str, ...] = ()  # names of the drafters in answers and metrics
     no_self_draft: str = ""  # why `auto` does not use the self-draft, if it does not
     model_path: str = "own"  # implementation of the layers: own or transformers
     # defaults for fields that a request leaves out
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
-    pooling: PoolingSpec = NO_POOLING  # uses of the last token's output
+    pooling: PoolingSpec = NO_POOLING  # how the last token's output may be used in place of text
     takes_images: bool = False  # whether prompts may contain images
     fingerprint: bytes | None = None  # digest of everything that determines the KV, if requested
     kernels: str = ""  # identity of the kernels, if requested: others may compute different bits
@@ -51,10 +51,11 @@ class Built(ModelFacts, Generic[EngineT], frozen=True, kw_only=True):
 
     engine: EngineT
     path: Path  # folder or GGUF file of the target, with tokenizer and chat template
-    settings: Mapping[str, object] = {}  # resolved options
+    settings: Mapping[str, object] = {}  # options, with the values chosen for automatic ones
     keys: PageKeys | None = None  # keys of cached pages, if requested
-    # Receives token ids that end prompts and open answers; only for models with recurrent states.
+    # Sets the token ids with which answers open, at the end of prompts; None for a model without
+    # recurrent states.
     set_openings: Callable[[Sequence[array[int]]], None] | None = None
-    adapters: AdapterLoader | None = None  # None: adapters are not supported
+    adapters: AdapterLoader | None = None  # None if adapters are not supported
     events: KVEventPublisher | None = None  # closed after the engine, by their common owner
     transfers: TransferParams | None = None  # KV transfers between engines, if enabled

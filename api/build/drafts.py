@@ -40,11 +40,12 @@ FREE: dict[str, Callable[[], Source]] = {
     "suffix": SuffixSource,
     "ngram": partial(SuffixSource, own_only=True),
 }
-# With weights. Files are of the first kind that recognises them: a draft model is what nothing else
-# is.
+# The kinds of drafters with weights. The first kind that recognises the files is used: LM comes
+# last, since it recognises any model.
 PROPOSERS = (MTP, SELF, ASSISTANT, HEAD, LM)
-NAMED = {kind.name: kind for kind in PROPOSERS if kind.recognises is None}  # without files
-AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
+# kinds that are selected by name, since they have no files of their own
+NAMED = {kind.name: kind for kind in PROPOSERS if kind.recognises is None}
+AUTO = ("radix", "suffix")  # without "ngram": the suffix index also has the request's own tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +118,10 @@ def find_draft(name: str | None) -> Path | None:
 
 
 def proposer_kind(name: str, found: Path | None) -> ProposerKind:
-    """Return the kind of a drafter with weights; ``found``: its files, unless it is in `NAMED`.
+    """Return the kind of a drafter with weights.
 
-    Raises `ModelLoadError` for a head that is not supported.
+    ``found``: the drafter's folder or file; None for a name in `NAMED`. Raises `ModelLoadError` for
+    a head that is not supported.
     """
     if found is None:
         return NAMED[name]
@@ -134,7 +136,10 @@ def _sources(name: str) -> tuple[str, ...]:
 
 
 def make_sources(spec: DraftSpec) -> list[Source]:
-    """Return the grammar and prediction sources, and the model-free sources of ``spec``."""
+    """Return the grammar and prediction sources, and the model-free sources of ``spec``.
+
+    The list is empty if ``spec`` has no drafters.
+    """
     if spec.is_empty:
         return []
     return [GrammarSource(), PredictionSource(), *(FREE[name]() for name in spec.sources)]

@@ -70,11 +70,11 @@ LocalBuilt: TypeAlias = Built[Engine]
 def build(
     model: str | os.PathLike[str] | None, config: EngineConfig, *, wants_keys: bool = False
 ) -> LocalBuilt:
-    """Load a model and its drafters and build an engine. Blocking.
+    """Load a model and its drafters and build an engine. Blocks until the model is loaded.
 
-    ``wants_keys``: digest the weights while loading and give cached pages keys, for
-    `Built.fingerprint`, `Built.kernels` and `Built.keys`. Raises `ModelLoadError`, and
-    `InvalidRequest` for an option that the model does not support.
+    ``wants_keys``: also set `Built.fingerprint`, `Built.kernels` and `Built.keys`, for which the
+    weights are hashed while they are loaded. Raises `ModelLoadError`, and `InvalidRequest` for an
+    option that the model does not support.
     """
     keep_freed_memory()
     source = find_model(model)
@@ -155,7 +155,7 @@ class _Models(NamedTuple):
 def _load_models(
     source: ModelSource, config: EngineConfig, undo: ExitStack, *, wants_keys: bool
 ) -> _Models:
-    """Load the target, its image tower and its drafter. Options are checked first."""
+    """Check the options, then load the target, its image tower and its drafter."""
     logger.info("loading %s (%s)", source.name, format_size(weight_files(source.path)[1]))
     check_vocabulary(source.path)  # fail before reading the weights
     defaults = sampling_defaults(source, config)
@@ -217,7 +217,7 @@ def _keep_kv(
 
 
 class _Parts(NamedTuple):
-    """The parts of a `Built`."""
+    """The parts from which a `Built` is made."""
 
     engine: Engine
     scheduler: Scheduler
@@ -229,7 +229,7 @@ class _Parts(NamedTuple):
 
 
 def _built(parts: _Parts, source: ModelSource, config: EngineConfig) -> LocalBuilt:
-    """Return the engine and the facts about its model."""
+    """Return the engine together with the facts about its model."""
     engine, models, kept = parts.engine, parts.models, parts.kept
     target, proposer = models.target, kept.proposer
     return Built(
@@ -284,13 +284,13 @@ def _warm_up(
     *,
     threads: int,
 ) -> None:
-    """Prepare the first request in the model thread: warm up a GPU, estimate step costs.
+    """Warm up a GPU and estimate step costs, in the model thread, before the first request.
 
-    ``threads``: that compute.
+    ``threads``: number of threads that compute.
     """
     taps: Taps = () if proposer is None else proposer.taps
     drafting = () if proposer is None else proposer.models
-    chosen = 1 if costs is None else NUM_BEST  # tokens of each place that a draft's pass chooses
+    chosen = 1 if costs is None else NUM_BEST  # candidate tokens per position of a draft pass
     remedy = "lower --kv-memory, --max-batch-tokens or --max-running"
     with out_of_memory_told("while preparing the first step", remedy):
         for decoder, pool in (target, *drafting):
@@ -314,7 +314,7 @@ def _warm_up(
 def _settings(
     config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool
 ) -> dict[str, object]:
-    """Return the options by name, automatic ones with the chosen values."""
+    """Return the value of each option by name; for automatic options, the value that was chosen."""
     chosen = {
         "device": str(target.device),
         "ops": type(target.ops).__name__,
@@ -335,7 +335,7 @@ def _supervision(config: EngineConfig, settings: Mapping[str, object]) -> Superv
 def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -> SchedulerLimits:
     """Return the limits of a step and of the queue.
 
-    No more requests run than there are logs for recurrent states.
+    With recurrent states, at most as many requests run at once as the pool has logs.
     """
     num_logs = sizes.max_running if pool.states is None else pool.states.num_logs
     packing = config.packing()

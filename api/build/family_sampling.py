@@ -1,7 +1,7 @@
 """Sampling values for GGUF files without any: the values published for the model's family.
 
-A family is identified by the architecture, a mark in the chat template and the model's name, as
-needed. Files without a chat template are base models and get no values.
+A family is identified by the model's architecture and, where necessary, by a string in the chat
+template or in the model's name. Files without a chat template are base models and get no values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 
-Values = Mapping[str, Any]  # by field of `SamplingDefaults`
+Values = Mapping[str, Any]  # sampling values by field of `SamplingDefaults`
 
 _NAMES = ("general.name", "general.basename", "general.base_model.0.name")
 _TEMPLATE = "tokenizer.chat_template"
@@ -21,7 +21,7 @@ _ARCHITECTURE = "general.architecture"
 
 
 class _Family(NamedTuple):
-    """A model family. Empty ``architectures``, ``mark`` and ``word`` match every file."""
+    """A model family. An empty ``architectures``, ``mark`` or ``word`` matches every file."""
 
     name: str
     values: Values

@@ -24,14 +24,17 @@ from ...draft.heads.joined import JoinedHead
 
 
 class ModelDigests:
-    """Digests of a target and its head. Each is the ``on_read`` callback of a loader."""
+    """Digests of the weights of a target and its draft head.
+
+    ``target`` and ``head`` are passed to the loaders as their ``on_read`` callbacks.
+    """
 
     def __init__(self) -> None:
         self.target = WeightsDigest()
         self.head = WeightsDigest()
 
     def kernels(self, target: Decoder) -> str:
-        """Return an identifier of the kernels, equal only if the same code computes.
+        """Return an identifier of the kernels. Engines with equal identifiers run the same kernels.
 
         Must be called in the same thread as `fingerprint`.
         """
@@ -48,8 +51,8 @@ class ModelDigests:
     ) -> bytes:
         """Return the fingerprint of a target that was loaded with these options.
 
-        ``head``: the head whose KV is stored with the target's. ``vision``: the image tower. Must
-        be called in a thread with the model's thread count.
+        ``head``: the draft head whose KV is stored with the target's KV. ``vision``: the image
+        tower. Must be called in a thread that computes with as many threads as the model.
         """
         return kv_fingerprint(
             FingerprintParts(

@@ -38,7 +38,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """Return the id and the revision in a hub name; revision None: the branch main."""
+    """Return the id and the revision of a hub name; the revision None means the branch main."""
     hub_id, _, revision = name.partition("@")
     return hub_id, revision or None
 
@@ -139,7 +139,7 @@ def cached_models(hub_id: str | None = None) -> list[CachedModel]:
 
 
 def find_cached(name: str) -> list[CachedModel]:
-    """Return the cached revisions that a name matches; without a revision, all of the model.
+    """Return the cached revisions that a name matches; all of a model if the name has no revision.
 
     A commit may be abbreviated to `SHORT` digits. Raises `ModelLoadError` if there is no match.
     """

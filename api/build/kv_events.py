@@ -40,7 +40,7 @@ def events_of(config: EngineConfig) -> Iterator[KVEventPublisher | None]:
 
 
 def keys_of(cache: PrefixCache, fingerprint: bytes) -> PageKeys:
-    """Return keys for the pages of a cache, maintained from now on."""
+    """Return the keys of a cache's pages. They are updated whenever the cache changes."""
     from ...core.tiers.keys import PageKeys
 
     keys = PageKeys(fingerprint, cache.num_total_pages, cache.page_size)

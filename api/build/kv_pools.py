@@ -1,6 +1,6 @@
-"""KV pools: the number of pages that fit, equal for the target and its draft model.
+"""KV pools of the target and its draft model, with the same number of pages.
 
-A target with recurrent layers also has a pool of states, in the same memory.
+A target with recurrent layers also has a pool of states, which shares the memory of the KV.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...core.startup import timed
 from ...draft.proposers.kind import Pooled
 
 HOST_KV_BYTES = 2 * 2**30
-LEAST_TOKENS = 256  # minimum size of a default pool, below which ordinary requests do not fit
+LEAST_TOKENS = 256  # minimum size of a default pool in tokens, which ordinary requests need
 # Memory to leave free on a GPU: 2 GiB for steps, their graphs and logits, and for the target and
 # its draft model each 256 MiB for attention's partial results and 128 MiB for the logits of small
 # graphs.
@@ -33,9 +33,9 @@ WORKSPACE_BYTES = 11 * 2**28
 def make_pools(
     target: Decoder, drafts: Sequence[Pooled], config: EngineConfig, sizes: Sizes
 ) -> list[KVPool]:
-    """Return a pool for the target and for each draft model. Page ids are valid in all of them.
+    """Return a pool for the target and one for each draft model, with the same page ids.
 
-    All have the same data type. Raises `InvalidRequest` for a size that is too small, and
+    All pools have the same data type. Raises `InvalidRequest` for a size that is too small, and
     `ModelLoadError` if memory is insufficient.
     """
     counts = count_states(target, config, sizes) if target.states else None
@@ -60,7 +60,7 @@ def make_pools(
 
 
 class StateCounts(NamedTuple):
-    """Size of a pool of recurrent states."""
+    """The size of a pool of recurrent states."""
 
     num_slots: int
     num_logs: int
@@ -70,9 +70,8 @@ class StateCounts(NamedTuple):
 def count_states(target: Decoder, config: EngineConfig, sizes: Sizes) -> StateCounts:
     """Return how many slots and logs fit into ``state_memory``, by default half the KV memory.
 
-    Each running request has a log. There are at least two more slots than logs: one for a kept
-    state and one for the next. Besides running requests, there are at most as many slots as pages.
-    Raises the errors of `make_pools`.
+    Each running request needs a log and a slot. The other slots are for cached states; there are at
+    most as many of them as pages that can be in use at once. Raises the errors of `make_pools`.
     """
     page_size = sizes.page_size
     if page_size not in STATE_PAGE_SIZES:
@@ -120,8 +119,8 @@ def count_pages(
 ) -> int:
     """Return the number of pages per pool for which all pools fit the budget.
 
-    ``num_state_bytes``: size of the recurrent states, which share the budget unless they have their
-    own. Raises the errors of `make_pools`.
+    ``num_state_bytes``: size of the recurrent states, which is subtracted from the budget unless
+    ``state_memory`` is set. Raises the errors of `make_pools`.
     """
     per_page = sum(
         model.bytes_per_page(page_size=sizes.page_size, kv_dtype=config.kv_cache_dtype)
@@ -155,7 +154,7 @@ def _check_free(num_bytes: int, free: int) -> None:
 
 
 def _kv_budget(target: Decoder, config: EngineConfig) -> int:
-    """Return the bytes for KV and recurrent states together."""
+    """Return the size of the memory for KV and recurrent states together, in bytes."""
     if config.kv_memory is not None:
         return parse_size(config.kv_memory)
     return default_budget(target.device)
@@ -169,7 +168,11 @@ def _useful_pages(target: Decoder, config: EngineConfig, sizes: Sizes) -> int:
 def _default_pages(
     target: Decoder, config: EngineConfig, sizes: Sizes, per_page: int, num_state_bytes: int
 ) -> int:
-    """Return the default number of pages: the budget's, but no more than can be in use."""
+    """Return the default number of pages.
+
+    It is limited by the default budget, and by the number of pages that can be in use at once.
+    Raises `ModelLoadError` if the budget is too small.
+    """
     useful = _useful_pages(target, config, sizes)
     budget = max(0, default_budget(target.device) - num_state_bytes)
     num_pages = min(useful, budget // per_page)
@@ -184,9 +187,10 @@ def _default_pages(
 
 
 def default_budget(device: torch.device) -> int:
-    """Return the default size of all pools in bytes, from the free memory.
+    """Return the default size of all pools together, in bytes.
 
-    On a GPU: nine tenths of it, minus the memory for steps. On the host: a quarter, at most 2 GiB.
+    On the host, it is a quarter of the free memory, but at most 2 GiB. On a GPU, it is the free
+    memory minus a tenth or minus the memory for steps (at most a half), whichever is smaller.
     """
     free = free_memory(device)
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""KV tiers: the stores that the options ask for, below an engine's pool.
+"""KV tiers: the stores for cached KV outside an engine's pool that the options ask for.
 
 Imported only if a tier is configured.
 """
@@ -29,12 +29,12 @@ from ...core.tiers.stores.store_folder import make_root
 from ...core.tiers.tiers import StateTiers, Tiers
 from ...radix_cache import PrefixCache
 
-LEAST_STATES = 2  # minimum capacity of a tier
+LEAST_STATES = 2  # minimum number of recurrent states that a store must have room for
 logger = logging.getLogger(__name__)
 
 
 def check_places(config: EngineConfig) -> None:
-    """Check that stores can be used, before weights are read. Raises `InvalidRequest`."""
+    """Raise `InvalidRequest` for a store that cannot be used, before the weights are read."""
     if (disk := config.kv_disk_place()) is not None:
         make_root(disk[0])
     if (remote := config.kv_remote_place()) is not None:
@@ -51,11 +51,12 @@ def make_tiers(
     fingerprint: bytes,
     make_peers: Callable[[int], PeerStore] | None,
 ) -> Tiers:
-    """Return the tiers that the options ask for. A proposer's share of each page is stored too.
+    """Return the tiers that the options ask for.
 
-    ``make_peers``: makes the store of other engines' pools, given the record size in bytes. For a
-    model with recurrent states, half of each store is for states. Raises `InvalidRequest` for an
-    unusable folder, and for a size that is too small or exceeds the free memory.
+    ``proposer``: the rows that it keeps for each page are stored with the page. ``make_peers``:
+    makes the store that reads other engines' pools, given the size of a page's record in bytes.
+    For a model with recurrent states, half of each store is for states. Raises `InvalidRequest`
+    for an unusable folder, and for a size that is too small or exceeds the free memory.
     """
     parts = () if proposer is None else proposer.stored
     records = PageRecords(

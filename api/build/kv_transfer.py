@@ -1,6 +1,6 @@
-"""KV transfer: the agents that ``--kv-transfer`` asks for, and the parameters of requests.
+"""KV transfer: the NIXL agents that ``--kv-transfer`` asks for, and ``kv_transfer_params``.
 
-Imported only if it is enabled.
+Imported only if KV transfer is enabled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLUSTER_KEY = "FORETOKEN_CLUSTER_KEY"
 
 
 def check_secret() -> str:
-    """Return the cluster's secret. Raises `InvalidRequest` without one."""
+    """Return the cluster's secret. Raises `InvalidRequest` if it is not set."""
     secret = os.environ.get(CLUSTER_KEY)
     if not secret:
         message = f"kv_transfer needs {CLUSTER_KEY}, the same secret for all servers"
@@ -39,7 +39,7 @@ def make_peers(record_bytes: int) -> PeerStore:
 
 
 def make_server(cache: PrefixCache, pool: KVPool, stored: Sequence[PageRows]) -> PageServer:
-    """Return the server that lets others read a pool and a proposer's data beside it."""
+    """Return the server that lets other engines read a pool and the proposer's rows ``stored``."""
     return NixlServer(_parts(pool, stored), cache.transfers.words)
 
 
@@ -53,7 +53,7 @@ def make_params(
     server: PageServer | None,
     end_offer: Callable[[PageOffer], None] | None,
 ) -> TransferParams:
-    """Return the reader and writer of requests' KV parameters."""
+    """Return the codec that reads and writes ``kv_transfer_params``."""
     return TransferParams(
         check_secret(),
         fingerprint,

@@ -24,7 +24,7 @@ from .kv_pools import HOST_KV_BYTES, LEAST_TOKENS
 
 logger = logging.getLogger(__name__)
 PROGRAM_BYTES = 400 * 2**20  # Python, torch and the engine, without weights and KV (measured)
-USUAL_TOKENS = 8192  # tokens of KV for one conversation
+USUAL_TOKENS = 8192  # number of tokens of a usual conversation, for the estimate of its KV
 LARGEST = 8  # maximum ratio of weights in memory to files: 4 bits computed in float32
 LARGEST_TOKEN = 2**20  # maximum bytes of KV per token
 _SHARE = 4  # divisor: the default pool gets 1/4 of the memory left after the weights
@@ -32,7 +32,7 @@ _ROOM = 1.05  # safety factor of proposed options
 
 
 class Room(NamedTuple):
-    """Bytes for weights and KV: the certain minimum, and the estimate."""
+    """The memory that a model needs, in bytes: a lower bound (``least_...``) and an estimate."""
 
     least_weights: int
     least_kv: int
@@ -41,12 +41,12 @@ class Room(NamedTuple):
 
     @property
     def least(self) -> int:
-        """Minimum bytes to serve the model."""
+        """Lower bound of the memory to serve the model, in bytes."""
         return self.least_weights + self.least_kv
 
 
 def room_for(report: ModelReport, config: EngineConfig) -> Room:
-    """Return the memory that a model needs with these options, per process that shares it."""
+    """Return the memory that a model needs with these options, per tensor-parallel process."""
     options: dict[str, str] = {"dtype": config.dtype, "quantize": config.quantize}
     weights, least = report.weights_in_memory(**options), report.least_weights(**options)  # type: ignore[arg-type]
     token = report.kv_bytes_per_token or 0
@@ -101,7 +101,7 @@ def short_of(report: ModelReport, config: EngineConfig, free: int) -> str:
 
 
 def _what_fits(report: ModelReport, config: EngineConfig, free: int) -> Iterator[str]:
-    """Yield flags with which the model would fit."""
+    """Yield the flags that would let the model fit."""
     left = int(free / _ROOM)
     default = room_for(report, EngineConfig(dtype=config.dtype, quantize=config.quantize))
     kv = left - default.weights
@@ -123,7 +123,7 @@ def _what_fits(report: ModelReport, config: EngineConfig, free: int) -> Iterator
 
 
 def _smaller(report: ModelReport, free: int) -> str:
-    """Return a recommendation for a smaller model, if no flag helps."""
+    """Return a recommendation to use a smaller model, for the case that no flag helps."""
     bits = 8 * free / _ROOM / max(1, report.num_parameters)
     if bits >= 2:
         return f"use a file with at most {bits:.1f} bits per weight"
@@ -131,6 +131,6 @@ def _smaller(report: ModelReport, free: int) -> str:
 
 
 def most_billions(free: int, quantize: Quantize) -> float:
-    """Return how many billion parameters fit into the memory, next to a default pool."""
+    """Return how many billion parameters fit into ``free`` bytes beside a default KV pool."""
     left = max(0, free - min(HOST_KV_BYTES, free // _SHARE))
     return left / (WEIGHT_BYTES.get(quantize, 2.0) * 1e9)

@@ -27,9 +27,9 @@ from .hub import download, is_hub_id, split_revision
 if TYPE_CHECKING:
     from ...core.model.report import ModelReport
 
-BUILTIN = Path(__file__).resolve().parents[2] / "tests" / "builtin"  # only in a checkout
+BUILTIN = Path(__file__).resolve().parents[2] / "tests" / "builtin"  # exists only in a checkout
 BUILTIN_NAME = "foretoken-builtin"
-REFUSED = 2  # exit status
+REFUSED = 2  # exit status for a rejected model
 IMAGE_SIDE = 512  # width and height in pixels of the reported sample image
 SMOLLM2 = "smollm2"
 BY_NAME = ("builtin", SMOLLM2)
@@ -46,15 +46,15 @@ class ModelSource:
     """A local model: a folder in Hugging Face layout, or a GGUF file."""
 
     path: Path
-    name: str  # name in answers
+    name: str  # name of the model in answers
     aliases: frozenset[str] = frozenset()  # other names accepted in requests
     draft: Path | None = None  # the draft model that belongs to it
-    sampling: SamplingDefaults | None = None  # from its model card; None: from its files, if any
+    sampling: SamplingDefaults | None = None  # values of its card; None: those in its files
 
 
 @timed("finding the files")
 def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
-    """Find a model by path, hub id, ``smollm2`` or ``builtin``; None: SmolLM2, the default.
+    """Find a model by path, hub id, ``smollm2`` or ``builtin``; None stands for ``smollm2``.
 
     A hub id is downloaded. Raises `ModelLoadError` if the model is not found.
     """
@@ -84,10 +84,10 @@ def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
 
 
 def names_model(text: str) -> bool:
-    """Whether a command-line argument can only name a model, existing or not.
+    """Whether a command-line argument names a model rather than being a prompt.
 
-    That is a folder, a GGUF file, a path, a hub id or a name of `find_model`. Any other text is a
-    prompt.
+    A folder, a GGUF file, a path, a hub id and a name of `find_model` name a model, even if no such
+    model exists.
     """
     path, is_word = os.path.expanduser(text), not re.search(r"\s", text)
     if text in BY_NAME or os.path.isdir(path) or (is_word and _NAMES_ONE.fullmatch(text)):
@@ -137,9 +137,9 @@ def checked_smollm2() -> Path:
 
 
 def name_and_bytes(model: str | None) -> tuple[str, int] | None:
-    """Return name and weight size in bytes of a local model, without reading the weights.
+    """Return the name of a local model and the size of its weights in bytes.
 
-    None for a missing model and for hub models.
+    None for a missing model and for hub models. The weights are not read.
     """
     if model in (None, SMOLLM2):
         file = smollm2_file()
@@ -211,9 +211,10 @@ def _rough_copy(num_bytes: int | None) -> str:
 
 
 def check_model(model: str) -> int:
-    """Print type, memory and path of a model for ``foretoken show MODEL``. Return 2 if rejected.
+    """Print the type, memory and path of a model, for ``foretoken show MODEL``.
 
-    If only the weights are missing, both the facts and the reason are printed.
+    Return the exit status: 2 if the model is rejected, else 0. If only the weights are missing,
+    both the facts and the reason are printed.
     """
     from ...core.model.report import inspect_model
 
@@ -234,9 +235,9 @@ def check_model(model: str) -> int:
 
 
 def _lack_of_room(report: ModelReport) -> str:
-    """Print the memory that the model needs with default options. Return why it does not fit.
+    """Print the memory that the model needs with default options.
 
-    Returns "" if it may fit.
+    Return why the model does not fit; "" if it may fit.
     """
     from ...core.config import EngineConfig
     from ...core.ops.machine.system_memory import available_memory, free_swap

@@ -1,4 +1,7 @@
-"""KV packing inside an answer, as the options configure it."""
+"""The policy for KV packing that the options ask for.
+
+KV packing drops the KV of some tokens of long answers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ...core.model.decoder import Decoder, OwnDecoder
 
 
 def keep_policy_of(config: EngineConfig, target: Decoder) -> KeepPolicy | None:
-    """Return the packing policy that the options ask for; None without packing.
+    """Return the policy for KV packing that the options ask for; None if packing is off.
 
     Raises `InvalidRequest` for a model whose KV cannot be packed, and for statistics of another
     model.
@@ -34,7 +37,7 @@ def keep_policy_of(config: EngineConfig, target: Decoder) -> KeepPolicy | None:
 
 
 def _unsuited(target: Decoder) -> str | None:
-    """Return the model's feature that prevents KV packing; None if there is no such feature."""
+    """Return the feature of the model that prevents KV packing; None if nothing prevents it."""
     if target.path != "own" or not isinstance(target, OwnDecoder):
         return "transformers' modules"
     if target.states:

@@ -32,7 +32,7 @@ GGUF_NAMES = {
 
 
 def sampling_defaults(source: ModelSource, config: EngineConfig) -> SamplingDefaults:
-    """Return the sampling defaults: configured values take precedence over the model's.
+    """Return the sampling defaults. Configured values take precedence over the model's values.
 
     Raises `ModelLoadError` if a value of the model is out of range.
     """
@@ -47,7 +47,7 @@ def sampling_defaults(source: ModelSource, config: EngineConfig) -> SamplingDefa
 
 
 def described(defaults: SamplingDefaults) -> str:
-    """Return the values and their origin, in one line."""
+    """Return a line of text with the values and their origin."""
     values = ", ".join(f"{name} {value:.12g}" for name, value in defaults.given.items())
     return f"{values} ({defaults.origin})" if values else "temperature 1 (OpenAI's defaults)"
 
@@ -55,7 +55,8 @@ def described(defaults: SamplingDefaults) -> str:
 def model_sampling(source: ModelSource) -> SamplingDefaults:
     """Return the values of a model's card, generation_config.json or GGUF file.
 
-    A GGUF file without values gets its family's. Raises `ModelLoadError` for a value out of range.
+    A GGUF file without values gets the values of its family. Raises `ModelLoadError` for a value
+    out of range.
     """
     if source.sampling is not None:
         return source.sampling
@@ -88,7 +89,10 @@ def _as_written(value: object) -> object:
 def _checked(
     file: Path, values: Mapping[str, Any], origin: str, names: Mapping[str, str] | None = None
 ) -> SamplingDefaults:
-    """Return the checked values of a file. ``names``: the file's own names of the fields."""
+    """Return the values of a file after checking them.
+
+    ``names``: the names of the fields in the file, for errors.
+    """
     top_k = values["top_k"]
     if isinstance(top_k, float) and top_k.is_integer():
         values = {**values, "top_k": int(top_k)}

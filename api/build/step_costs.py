@@ -1,4 +1,4 @@
-"""Step costs that are saved between processes, so that not every start measures them."""
+"""Step costs that are saved in a file, so that later processes need not measure them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_SECONDS = 1e4  # maximum plausible seconds of a pass in a file
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`StepProfile` as JSON."""
+    """A `StepProfile` in the form in which it is stored as JSON."""
 
     forward: dict[int, float]
     draft: dict[int, float]
@@ -38,7 +38,7 @@ class KeptCosts:
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
-        self._file: Path | None = None  # None: nothing is saved
+        self._file: Path | None = None  # None if nothing is saved
 
     def prepare(
         self,
@@ -49,8 +49,8 @@ class KeptCosts:
     ) -> None:
         """Fill the tables before the first request, in the model thread.
 
-        On a CPU, values are loaded from an earlier process, else guessed. On a GPU passes are
-        measured, since its kernels must be warmed up anyway.
+        On a CPU, the costs that an earlier process saved are loaded; without them, they are
+        guessed. On a GPU, passes are measured, since its kernels must be warmed up anyway.
         """
         if target[0].device.type != "cpu":
             self.costs.load(profile_step(target, proposer))
@@ -68,7 +68,7 @@ class KeptCosts:
             self._save(self.costs.learnt())
 
     def _load(self) -> StepProfile | None:
-        """Return the costs in the file; None without a valid file."""
+        """Return the costs in the file; None if there is no valid file."""
         if self._file is None:
             return None
         try:

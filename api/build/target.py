@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def device_of(config: EngineConfig) -> torch.device:
-    """Return the device. The native kernels imply the CPU."""
+    """Return the device that the options choose: the CPU for the native kernels."""
     is_native = config.device == "auto" and config.backend == "native"
     return choose_device("cpu" if is_native else config.device)
 

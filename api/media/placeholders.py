@@ -1,7 +1,7 @@
 """The text that stands for an image in a prompt, for each kind of model.
 
-transformers' processors derive it from the output of their image processors, but they need packages
-for videos. Hence the rules are repeated here; tests compare the two.
+transformers' processors also write this text, but they need packages for videos. Therefore their
+rules are repeated here; tests compare the results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Arrays = Mapping[str, NDArray[Any]]
-_LOW_SIDE = 512  # pixels; the longer side of a picture with detail "low"
+_LOW_SIDE = 512  # maximum length in pixels of the longer side of a picture with detail "low"
 
 
 class ImageTokens(NamedTuple):
@@ -34,7 +34,7 @@ class Placeholder(NamedTuple):
     """The text of an image, with ``num_rows`` image tokens.
 
     ``grid`` is the number of lines and columns of tokens, for models whose RoPE positions are
-    two-dimensional. ``is_mutual`` says that tokens of the image attend to each other both ways.
+    two-dimensional. ``is_mutual``: whether the image's tokens attend to each other bidirectionally.
     """
 
     text: str
@@ -45,13 +45,13 @@ class Placeholder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """Representation of images in the prompts of one kind of model.
+    """The rules by which images are represented in the prompts of one kind of model.
 
     ``write`` returns the placeholder, given the model's config, its image tokens, and the output of
     the image processor for one picture. ``options`` returns the options of the image processor,
     given the config; ``low`` are additional options for pictures with detail "low", and
-    ``low_side`` limits their longer side, in pixels. ``is_begun`` says that chat templates write
-    the token that begins an image in place of the image.
+    ``low_side`` limits their longer side, in pixels. ``is_begun``: whether chat templates write the
+    token that begins an image, rather than the image token.
     """
 
     write: Callable[[Mapping[str, Any], ImageTokens, Arrays], Placeholder]
@@ -62,7 +62,7 @@ class ImageRules:
 
 
 def _side(value: Any) -> int:  # noqa: ANN401 - of JSON
-    """Return the length of a side in pixels; a config has one number, or one for each side."""
+    """Return the length of a side in pixels, given one number or a number for each side."""
     return int(value[0] if isinstance(value, list | tuple) else value)
 
 
@@ -110,12 +110,12 @@ def _lines(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Pl
 
 
 def _merged(config: Mapping[str, Any]) -> int:
-    """Return the side, in pixels, of the square that becomes one vector."""
+    """Return the side in pixels of the square that becomes one row of the image."""
     return _side(config["vision_config"]["patch_size"]) * int(config.get("spatial_merge_size", 1))
 
 
 def _crops(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
-    """Return the placeholder for InternVL: all tiles in one run."""
+    """Return the placeholder for InternVL: the rows of all tiles, one after another."""
     pixels = arrays["pixel_values"]
     share = float(config["downsample_ratio"]) ** 2
     num = len(pixels) * int(_num_patches(config, pixels) * share)

@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_RATIO = 100  # the largest ratio of a picture's sides: processors enlarge the shorter side
 SECONDS = 60.0  # the timeout for one image
-# not inputs of towers
+# outputs of image processors that are not inputs of the image tower
 _NOT_READ = ("rows", "cols", "num_patches", "num_crops", "num_soft_tokens_per_image")
 
 
 class ReadImage(NamedTuple):
-    """A decoded image: its text in a prompt, and the tower's inputs with their content hash."""
+    """A decoded image: its text in a prompt, and the image tower's inputs with their hash."""
 
     placeholder: Placeholder
     inputs: tuple[TowerInput, ...]
@@ -45,14 +45,14 @@ class ReadImage(NamedTuple):
 
 
 class ImageReader:
-    """Reads the images of requests for the model at ``path``, in its own thread.
+    """Reader of the images in requests for the model at ``path``. It has its own thread.
 
     The most recently read images are cached, up to ``--image-cache`` bytes.
     """
 
     def __init__(self, path: Path, config: EngineConfig) -> None:
         self.path, self._config = path, config
-        self.max_images = config.max_images  # per request
+        self.max_images = config.max_images  # maximum number of images per request
         self._media_dir = None if config.media_dir is None else Path(config.media_dir).expanduser()
         self._cache_bytes = parse_size(config.image_cache)
         self._worker = Worker("foretoken-images")
@@ -60,15 +60,16 @@ class ImageReader:
         self._num_bytes = 0
 
     def close(self) -> None:
-        """Refuse images that wait to be read."""
+        """Refuse the images that are still waiting to be read."""
         self._worker.close()
 
     async def read(
         self, sources: Sequence[ImageSource], tokens: ImageTokens
     ) -> dict[str, ReadImage]:
-        """Return the images by their digests; ``tokens`` are the model's image tokens.
+        """Read images, and return them by the digests of their sources.
 
-        Raises `InvalidRequest`, naming the first image that cannot be served, and `QueueFull`.
+        ``tokens``: the model's image tokens. Raises `InvalidRequest`, which names the first image
+        that cannot be served, and `QueueFull`.
         """
         if len(sources) > (most := self.max_images):
             raise sources[most].refusal(f"more than {most} images (the server's --max-images)")
@@ -87,7 +88,7 @@ class ImageReader:
     # -- in the thread --------------------------------------------------------------------------
 
     def _read(self, source: ImageSource, tokens: ImageTokens) -> ReadImage:
-        is_fixed = source.url.startswith("data:")  # the contents of a file may have changed
+        is_fixed = source.url.startswith("data:")  # files may change, so they are not cached
         if is_fixed and source.digest in self._kept:
             self._kept.move_to_end(source.digest)
             return self._kept[source.digest]
@@ -111,9 +112,9 @@ class ImageReader:
             self._num_bytes -= dropped.num_bytes
 
     def process(self, image: Any, tokens: ImageTokens, detail: Detail) -> ReadImage:  # noqa: ANN401
-        """Return the placeholder and the tower's inputs of an RGB picture.
+        """Return the placeholder and the image tower's inputs for an RGB picture.
 
-        Passes on any exception of the image processor.
+        Raises any exception that the image processor raises.
         """
         rules = RULES[self._model["model_type"]]
         options = rules.options(self._model)
@@ -194,7 +195,7 @@ class ImageReader:
 
     @cached_property
     def _processor(self) -> Any:  # noqa: ANN401 - transformers is untyped
-        """transformers' image processor, always the one without torchvision."""
+        """The image processor of transformers, in the variant that does not need torchvision."""
         from transformers import AutoImageProcessor
 
         from ...core.model.fallback.text_config import quiet
@@ -206,7 +207,7 @@ class ImageReader:
 
 
 def count_rows(path: Path, side: int) -> int | None:
-    """Return the tokens of a square image with sides of ``side`` pixels.
+    """Return the number of tokens of a square image with sides of ``side`` pixels.
 
     None if Pillow or the model's image processor is missing.
     """

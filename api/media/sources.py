@@ -1,7 +1,7 @@
-"""Images as requests name them: a data URL, or a file in the server's media folder.
+"""Images that requests name by a data URL or by a file in the server's media folder.
 
-In the text of a message a mark stands for each image. The mark contains a hash of the image's URL
-and detail, so a conversation has the same text in every turn and can be compared as text.
+In the text of a message, each image is replaced by a mark. The mark contains a hash of the image's
+URL and detail, so a message has the same text in every turn and can be compared as text.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ UNHEARD = ("input_audio", "audio_url", "input_video", "video_url")
 
 UNREAD = "[a file that this model cannot read]"
 TEXT_TYPES = ("text/", "application/json", "application/xml", "application/yaml")
-_NAMED = 40  # characters of a URL that an error message quotes
+_NAMED = 40  # number of characters of a URL that an error message quotes
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """An image in a request; ``param`` is the field of the body that names it."""
+    """An image in a request. ``param`` is the field of the body that contains its URL."""
 
     url: str
     param: str
@@ -50,7 +50,7 @@ class ImageSource:
         return f"\ue000image:{self.digest}\ue001"
 
     def refusal(self, why: str) -> InvalidRequest:
-        """Return an error that names the field and says ``why``."""
+        """Return an error that names the field and the reason ``why``."""
         return InvalidRequest(f"{self.param}: {why}", param=self.param)
 
     def read(self, media_dir: Path | None) -> bytes:
@@ -118,9 +118,9 @@ def unread_file(name: str | None) -> str:
 
 
 def read_part(part: object, where: str) -> str | ImageSource:
-    """Return a content part as OpenAI's clients write it: its text, or an image.
+    """Return the text or the image of a content part in OpenAI's form.
 
-    Raises `InvalidRequest` naming ``where`` for any other part.
+    Raises `InvalidRequest`, which names the field ``where``, for any other part.
     """
     match part:
         case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
@@ -139,7 +139,7 @@ def read_part(part: object, where: str) -> str | ImageSource:
 
 
 class Placed(NamedTuple):
-    """The content of a message with marks, and its images in order."""
+    """The content of a message as text with marks in place of images, and the images in order."""
 
     text: str
     images: list[ImageSource]
@@ -174,7 +174,7 @@ def split_marks(text: str, known: Mapping[str, ImageSource]) -> list[str | Image
 
 
 def template_parts(parts: Sequence[str | ImageSource]) -> list[dict[str, Any]]:
-    """Return the parts in the form that chat templates read."""
+    """Return the parts as objects in the form that chat templates read."""
     return [
         {"type": "image"} if isinstance(part, ImageSource) else {"type": "text", "text": part}
         for part in parts

@@ -15,7 +15,7 @@ from ...core.interface.extras.adapter import LoadedAdapter, adapter_group, adapt
 from ..build.adapter_loader import AdapterFolder, AdapterLoader
 
 logger = logging.getLogger(__name__)
-MAX_NAMESPACES = 4096  # namespaces per adapter to drop from KV tiers when it is unloaded
+MAX_NAMESPACES = 4096  # maximum number of namespaces per adapter that are dropped from KV tiers
 NAME = re.compile(r"[^\s=\0-\x1f]{1,256}")
 NO_ADAPTERS = "adapters are not supported with --tp"
 Flush = Callable[..., Awaitable[int]]
@@ -35,12 +35,12 @@ class ServedAdapter:
     def __init__(self, name: str, number: int, loaded: LoadedAdapter) -> None:
         self.name, self.number, self.loaded = name, number, loaded
         self.created = time.time()
-        self.num_requests = 0  # requests since it was loaded
-        self.num_holders = 0  # requests, and choices of requests, that have not ended
+        self.num_requests = 0  # number of requests since the adapter was loaded
+        self.num_holders = 0  # number of requests and of choices that have not ended
         self.unused = asyncio.Event()
         self.unused.set()
         self.group = adapter_group(name, number, loaded.digest)
-        # namespaces of its requests so far, for stores that do not know groups
+        # namespaces of its requests so far: some stores can drop pages by namespace only
         self.namespaces: set[str] = set()
 
     def namespace(self, salt: str | None) -> str:
@@ -75,11 +75,11 @@ class ServedAdapter:
 
 
 class Adapters:
-    """Adapters by name. Belongs to one event loop.
+    """The adapters by name. Belongs to one event loop.
 
-    ``loader`` loads them into the model; None: the engine does not support adapters. ``flush``
-    drops namespaces from the cache. At most ``most`` adapters are in memory, including unloaded
-    ones that wait for their requests to end. ``reserved``: names that no adapter may have.
+    ``loader`` loads adapters into the model; None if the engine does not support adapters.
+    ``flush`` drops namespaces from the cache. At most ``most`` adapters are in memory, including
+    removed ones that running requests still use. ``reserved``: names that no adapter may have.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class Adapters:
         return [adapter_namespace(each.group, salt) for each in loaded]
 
     async def load(self, name: str, folder: Path, below: Path | None = None) -> ServedAdapter:
-        """Load an adapter. It replaces an adapter of the same name, whose requests continue with
-        it.
+        """Load an adapter, which replaces an adapter of the same name for new requests.
 
-        ``below``: see `AdapterFolder`. Raises `InvalidRequest` for an invalid or reserved name or
+        Running requests keep the replaced adapter. ``below``: a parent folder, below which the path
+        must not contain symbolic links. Raises `InvalidRequest` for an invalid or reserved name or
         too many adapters, and the errors of the loader.
         """
         loader = self._loader
@@ -146,7 +146,8 @@ class Adapters:
             self._last_number += 1
             where = AdapterFolder(folder, below)
             loaded = await loader.load(name, self._last_number, where)
-            # Requests may have started during the load that keep the replaced adapter in memory.
+            # Meanwhile, new requests may have begun to use the replaced adapter and keep it in
+            # memory.
             try:
                 self._check_room(name)
             except InvalidRequest:
@@ -162,7 +163,7 @@ class Adapters:
         return adapter
 
     async def unload(self, name: str) -> None:
-        """Hide an adapter from new requests, wait for its running ones, and remove it.
+        """Hide an adapter from new requests, wait for its running requests, and remove it.
 
         Raises `UnknownAdapter`.
         """

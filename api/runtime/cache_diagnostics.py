@@ -29,25 +29,25 @@ from .conversation.prompt_history import (
     most_similar,
 )
 
-AROUND = 30  # characters shown on each side of a difference
+AROUND = 30  # number of characters shown on each side of a difference
 AROUND_TOKENS = 8
-TAIL_TOKENS = 32  # tokens examined where an answer and its reasoning begin
+TAIL_TOKENS = 32  # number of tokens examined where an answer or its reasoning begins
 MOST_TOKENS = 4  # maximum number of prompt tokens compared per token of an answer
 Cause = Literal[
     "hit",  # every cached page was read; the rest is new
     "changed",  # the prompt differs from the earlier prompt
-    "volatile_line",  # a line of the system prompt differs that changes with every request
+    "volatile_line",  # a system prompt line that changes with every request differs
     "tools_changed",  # the tools differ
     "reencoded",  # an earlier answer was sent back as text and encodes to other tokens
     "thinking_stripped",  # the reasoning of an earlier answer was removed
     "evicted",  # the pages were evicted
     "flushed",  # the pages were flushed by a caller
     "late",  # recomputing was faster than loading from a tier
-    "state_not_kept",  # the KV was cached but not the recurrent state at its end
+    "state_not_kept",  # the KV was cached, but the recurrent state at its end was not
     "unsound",  # a tier returned damaged or missing pages
-    "not_written",  # the earlier prompt was not cached: not yet, or by request
+    "not_written",  # the earlier prompt was not cached yet, or its request disabled cache writes
     "not_read",  # the request disabled cache reads or wanted prompt logprobs
-    "other_salt",  # the named response of the same key has another cache salt
+    "other_salt",  # the response to compare with, of the same API key, has another cache salt
     "too_short",  # the prompt has no whole page before its last token
     "first_seen",  # no similar prompt is known
 ]
@@ -75,8 +75,9 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first differing part of two prompts, with the text around it. None: the part is
-    missing.
+    """The first part in which two prompts differ, with the text around the difference.
+
+    ``before`` or ``now`` is None if that prompt lacks the part.
     """
 
     path: str
@@ -87,7 +88,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChange:
-    """The first token in which a prompt differs from an earlier one and its answer."""
+    """The first token in which a prompt differs from an earlier prompt and its answer."""
 
     position: int  # index in the prompt
     before_id: int
@@ -105,7 +106,7 @@ class TokenChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The cached tokens of a prompt, and why the others were not cached."""
+    """The number of cached tokens of a prompt, and why its other tokens were not cached."""
 
     cause: Cause
     prompt_tokens: int
@@ -126,7 +127,7 @@ class Explanation:
 
     @property
     def missed_tokens(self) -> int:
-        """Tokens after the first difference, which no cache can have; 0 without a comparison."""
+        """Number of tokens from the first difference on; 0 if no other prompt was compared."""
         return 0 if self.compared_with is None else self.prompt_tokens - self.reusable_tokens
 
     def body(self) -> Body:
@@ -160,8 +161,9 @@ class Explainer:
         self._decode = decode
 
     def explain(self, prompt: Remembered, previous: Remembered | None = None) -> Explanation:
-        """Explain a submitted prompt by comparing it with ``previous`` or the most similar
-        prompt.
+        """Explain a submitted prompt by comparing it with ``previous``.
+
+        If ``previous`` is None, the most similar earlier prompt is used.
         """
         if previous is not None and previous.namespace != prompt.namespace:
             found = replace(_unexplained(prompt), compared_with=previous.response_id)
@@ -177,11 +179,10 @@ class Explainer:
         earlier: Sequence[Remembered],
         previous: Remembered | None = None,
     ) -> Explanation:
-        """Explain a prompt by comparing it with ``previous`` or the most similar one of
-        ``earlier``.
+        """Explain a prompt by comparing it with ``previous``.
 
-        May run in any thread. O(prompts + prompt), and O(text) for each of a few prompts if none
-        shares a prefix.
+        If ``previous`` is None, the most similar prompt of ``earlier`` is used. May run in any
+        thread. O(prompts + prompt), and O(text) for each of a few prompts if none shares a prefix.
         """
         found = _unexplained(prompt)
         other = previous or most_similar(prompt, earlier, self._page_size)
@@ -199,8 +200,9 @@ class Explainer:
         return replace(found, cause=cause, seconds_ago=ago if ago is None else max(0.0, ago))
 
     def find(self, response_id: str, previous_id: str | None = None) -> Explanation | None:
-        """Explain the prompt of a response; None if an id is unknown or belongs to another
-        caller.
+        """Explain the prompt of a response.
+
+        Return None if an id is unknown, or if the responses belong to different callers.
         """
         prompt = self._log.find(response_id)
         previous = None if previous_id is None else self._log.find(previous_id)
@@ -213,8 +215,9 @@ class Explainer:
     def _compare(
         self, found: Explanation, prompt: Remembered, other: Remembered
     ) -> tuple[Explanation, Cause | None]:
-        """Add the common prefix and the first difference; also return the cause, if it is
-        evident.
+        """Return ``found`` with the common prefix and the first difference of the prompts.
+
+        Also return the cause of the cache miss, if the comparison shows it, else None.
         """
         reusable, why, change = prompt.common_len(other), None, None
         if reusable == other.num_tokens:
@@ -251,7 +254,7 @@ class Explainer:
         return "hit" if _grew(prompt, other, found.reusable_tokens) else "changed"
 
     def known_cause(self, prompt: Remembered) -> Cause | None:
-        """Return the cause if it needs no comparison with another prompt, else None. O(1)."""
+        """Return the cause if it is known without a comparison of prompts, else None. O(1)."""
         readable = self._whole(prompt.num_tokens - 1)
         if not readable:
             return "too_short"
@@ -265,10 +268,10 @@ class Explainer:
     def _of_answers(
         self, prompt: Remembered, other: Remembered
     ) -> tuple[Cause | None, TokenChange | None]:
-        """Return why and where a follow-up prompt departs from the earlier answer.
+        """Return why and where a follow-up prompt departs from the answer to the earlier prompt.
 
-        None, None if the answer's tokens are all there, or if the prompt contains another answer.
-        O(answer).
+        Both are None if the prompt contains all tokens of the answer, or if it continues with
+        other text than the answer. O(answer).
         """
         start = other.num_tokens
         for data in other.answers:
@@ -286,9 +289,10 @@ class Explainer:
     def _departure(
         self, prompt: Remembered, position: int, before: Sequence[int]
     ) -> tuple[Cause | None, TokenChange]:
-        """Return "thinking_stripped" if the prompt lost reasoning at ``position``, and the change.
+        """Return the cause and the token change of a difference at ``position``.
 
-        ``before``: the earlier prompt's tokens from ``position`` on.
+        The cause is "thinking_stripped" if the prompt lost reasoning there, else None. ``before``:
+        the tokens of the earlier prompt or of its answer from ``position`` on.
         """
         now = prompt.ids(position, position + TAIL_TOKENS)
         change = TokenChange(
@@ -322,16 +326,19 @@ class Explainer:
 
 
 def _was_written(other: Remembered, prompt: Remembered) -> bool:
-    """Whether ``other`` was cached when ``prompt`` arrived: its prefill had ended."""
+    """Whether ``other`` had already been computed and cached when ``prompt`` arrived."""
     usage = other.usage
     wait = usage.time_to_first_token
-    if not wait and usage.cached_tokens + usage.cache_write_tokens:  # it generated no token
+    if not wait and usage.cached_tokens + usage.cache_write_tokens:  # only prefilled, no answer
         wait = usage.total_time
     return other.writes and 0 < wait <= prompt.time - other.time
 
 
 def _grew(now: Remembered, before: Remembered, reusable: int) -> bool:
-    """Whether one prompt extends the other, apart from the opening of its answer."""
+    """Whether the prompt ``now`` continues the prompt ``before``.
+
+    The last tokens of ``before``, which open its answer, may differ.
+    """
     return reusable == before.num_tokens or (
         reusable >= before.num_tokens - TAIL_TOKENS and _extends(now.note.parts, before.note.parts)
     )
@@ -344,8 +351,8 @@ def _extends(now: Sequence[Part], before: Sequence[Part]) -> bool:
 def _loses_thought(marks: Thinking, head: str, before: str, now: str) -> bool:
     """Whether reasoning begins after ``head`` in the text ``before`` but not in the text ``now``.
 
-    Both texts begin with ``head``. If ``head`` has opened the reasoning, an empty one in ``now``
-    counts as removed.
+    Both texts begin with ``head``. If ``head`` opens the reasoning and ``now`` closes it at once,
+    the reasoning counts as removed.
     """
     if _begins(marks.begin, head, before):
         return not _begins(marks.begin, head, now)
@@ -354,7 +361,10 @@ def _loses_thought(marks: Thinking, head: str, before: str, now: str) -> bool:
 
 
 def _begins(mark: str, head: str, text: str) -> bool:
-    """Whether a mark is the first text after ``head``, or begins at its end."""
+    """Whether ``mark`` follows ``head`` in ``text``, or straddles the end of ``head``.
+
+    White space before the mark is ignored. ``text`` begins with ``head``.
+    """
     at = text.find(mark, max(0, len(head) - len(mark) + 1))
     return at >= 0 and not text[len(head) : at].strip()
 
@@ -367,7 +377,10 @@ def _unexplained(prompt: Remembered) -> Explanation:
 def first_pair(
     before: Sequence[Part], now: Sequence[Part]
 ) -> tuple[Part | None, Part | None] | None:
-    """Return the first pair of differing parts, None for a missing part; None if all are equal."""
+    """Return the first pair of parts that differ; None if all parts are equal.
+
+    A part of the pair is None if its prompt has fewer parts.
+    """
     for old, new in zip_longest(before, now):
         if old != new:
             return old, new
@@ -424,10 +437,11 @@ def _around(text: str, at: int) -> str:
 
 
 def openai_diagnostics(found: Explanation | None) -> Body:
-    """Return ``prompt_cache_diagnostics`` of a Responses body; None: unknown response.
+    """Return the ``prompt_cache_diagnostics`` of a Responses body.
 
-    Causes that OpenAI's API lacks, such as evicted, are reported as "unavailable". The field
-    ``explanation`` has them all.
+    ``found``: the explanation; None if the response to compare with is unknown. Causes that
+    OpenAI's API lacks, such as evicted, are reported as "unavailable"; the field ``explanation``
+    names them.
     """
     if found is None:
         return {"type": "comparison_response_not_found"}
@@ -455,10 +469,10 @@ def _openai_reason(found: Explanation) -> str | None:
 
 
 def anthropic_diagnostics(found: Explanation | None) -> Body | None:
-    """Return ``diagnostics`` of a message. None for ``found``: unknown message.
+    """Return the ``diagnostics`` of an Anthropic message; None if the prompts do not diverge.
 
-    Returns None if nothing diverged. Causes that Anthropic's API lacks are reported as
-    "unavailable".
+    ``found``: the explanation; None if the message to compare with is unknown. Causes that
+    Anthropic's API lacks are reported as "unavailable".
     """
     if found is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}

@@ -41,18 +41,21 @@ from .engine_client import EngineClient
 from .generation import Answer, Generation, each_of
 from .preprocess import PromptTokens, needs_closing, warm_params
 
-MESSAGE_BYTES = 256  # recording a message takes about as long as reading so many bytes
+MESSAGE_BYTES = 256  # recording a message takes about as long as reading this many bytes
 
 
 class ChoiceReader:
-    """Parses the text of one choice into reasoning, content and calls, collected in ``choice``."""
+    """Parser of the text of one choice into reasoning, content and calls.
+
+    They are collected in ``choice``.
+    """
 
     def __init__(self, parser: OutputParser, choice: ToolChoice, *, index: int = 0) -> None:
         self.is_done = False
         self.choice = Choice(index=index)
         self._parser = parser
         self._is_single = choice.is_single  # the choice ends after its first call
-        # with a required call, any text is the rest of a truncated mark
+        # If a call is required, any text in the output is the rest of a truncated call mark.
         self._has_text = choice.mode != "required"
         self._num_calls = 0
         self._is_called = False  # whether the last call is complete
@@ -60,8 +63,8 @@ class ChoiceReader:
     def read(self, delta: TextDelta) -> list[TextDelta]:
         """Return the deltas of a step: several if content or reasoning follows a call.
 
-        Returns no deltas after the end of the choice, even if the engine still generates: after its
-        only call the model continues with text that is not part of the choice.
+        After the end of the choice, the list is empty even if the engine still generates: a choice
+        that may have only one call ends after that call, but the model may go on with other text.
         """
         if self.is_done:
             return []
@@ -85,10 +88,10 @@ class ChoiceReader:
         return parts
 
     def _message_ids(self, delta: TextDelta) -> list[int] | None:
-        """Return the token ids of the whole message, None if there are none.
+        """Return the token ids of the whole message; None if they are not known exactly.
 
-        A stop string may end inside a token. A choice that ended after its only call may include
-        the first tokens of the text that follows.
+        A stop string may end inside a token. The ids of a choice that ended after its only call may
+        include the first tokens of the text after the call.
         """
         reason = delta.finish_reason
         if reason is None or self.is_done or isinstance(delta.stop_reason, str):
@@ -97,8 +100,9 @@ class ChoiceReader:
         return ids[:-1] if reason == "stop" else ids
 
     def _end(self, last: TextDelta, delta: TextDelta) -> None:
-        """Set the finish reason if the choice has ended, after its only call or at the end of
-        its text.
+        """Set the finish reason if the choice has ended.
+
+        A choice ends after its only call or at the end of its text.
         """
         reason, last.stop_reason = delta.finish_reason, delta.stop_reason
         if self.is_done or reason is not None:
@@ -110,8 +114,9 @@ class ChoiceReader:
             last.finish_reason = "tool_calls" if self._ends_called(delta) else reason
 
     def _ends_called(self, delta: TextDelta) -> bool:
-        """Whether the finish reason is "tool_calls". A call that a stop string cut does not
-        count.
+        """Whether the finish reason is "tool_calls".
+
+        A call that a stop string has truncated does not count.
         """
         if self._is_single and self._is_called:
             return True
@@ -144,7 +149,7 @@ class ChoiceReader:
 
 
 def _keeps_order(event: Content | Reasoning, part: TextDelta) -> bool:
-    """Whether the event may join the delta, whose order is reasoning, content, calls."""
+    """Whether the delta can take the event and still be in order: reasoning, content, calls."""
     return not part.tool_calls and (not part.text or isinstance(event, Content))
 
 
@@ -236,7 +241,10 @@ class ChatAnswer:
             history.put(owner_of(salt), salt, said, place, ids)
 
     async def collect(self) -> list[Choice]:
-        """Read all choices and close the answer. The first choice that fails raises its error."""
+        """Return all choices, read to their ends, and close the answer.
+
+        If a choice fails, its error is raised.
+        """
         pairs = zip(self._readers, self._answer.generations, strict=True)
         try:
             return await each_of([self._read(reader, generation) for reader, generation in pairs])
@@ -247,7 +255,7 @@ class ChatAnswer:
             self.close()
 
     async def _read(self, reader: ChoiceReader, generation: Generation) -> Choice:
-        """Read one choice to its end. Abort its request if the choice ends before the text does."""
+        """Read one choice to its end. Abort its request if the choice ends before its text."""
         async for delta in generation:
             self._parts(delta)
             if reader.is_done:
@@ -260,10 +268,11 @@ class ChatAnswer:
 
 
 class ChatClient:
-    """Opens conversations on a model. ``tool_parser``, ``reasoning_parser``: see `Syntax.choose`.
+    """A client that renders conversations and submits them to an engine.
 
-    ``history``: answers whose token ids can be looked up by their text; None: not remembered.
-    ``normalizer`` changes conversations before they are rendered.
+    ``tool_parser``, ``reasoning_parser``: names of formats, or "auto" to choose them by the chat
+    template. ``history``: earlier answers, whose token ids are looked up by their text; None if
+    answers are not remembered. ``normalizer`` changes conversations before they are rendered.
     """
 
     def __init__(
@@ -318,8 +327,8 @@ class ChatClient:
     ) -> ChatAnswer:
         """Render the conversation, unless ``prompt`` is given, and submit it.
 
-        ``hands_out``: return `Choice.message_ids` if the template can render a message from its ids
-        and none of them is a control token. ``transfer``: see `EngineClient.open`. Raises
+        ``hands_out``: set `Choice.message_ids` if the template can render the message from these
+        ids and every id has text. ``transfer``: the request's ``kv_transfer_params``. Raises
         `InvalidRequest`, `QueueFull` and `EngineDead`.
         """
         self._check_tools(chat)
@@ -362,7 +371,8 @@ class ChatClient:
     async def check(self, chat: ChatInput, *, is_prewarm: bool = False) -> Sequence[int]:
         """Render and check a conversation without submitting it; return the prompt's token ids.
 
-        ``is_prewarm``: check it as `prewarm` would. Raises `InvalidRequest` and `EngineDead`.
+        ``is_prewarm``: check the conversation for `prewarm` rather than for an answer. Raises
+        `InvalidRequest` and `EngineDead`.
         """
         self._check_tools(chat)
         prompt = await self.render(chat)
@@ -381,7 +391,7 @@ class ChatClient:
     async def render(self, chat: ChatInput) -> PromptTokens:
         """Return the token ids of a conversation with its tools, up to the start of the answer.
 
-        All prompts of conversations are rendered here. Raises `InvalidRequest`.
+        Every prompt of a conversation is rendered by this method. Raises `InvalidRequest`.
         """
         chat, names = self.normalized(chat)
         images, tokenizer = self._llm.images, self._llm.tokenizer
@@ -400,13 +410,11 @@ class ChatClient:
             raise
 
     def normalized(self, chat: ChatInput) -> tuple[ChatInput, tuple[str, ...]]:
-        """Return the conversation after normalization, and the names of the rules that changed
-        it.
-        """
+        """Return the normalized conversation, and the names of the rules that changed it."""
         return (chat, ()) if self._normalizer is None else self._normalizer.apply(chat)
 
     async def _note(self, chat: ChatInput) -> PromptNote:
-        """Record the parts of a prompt; in a thread for a long conversation."""
+        """Return the record of a prompt's parts. A long conversation is processed in a thread."""
         size = MESSAGE_BYTES * len(chat.messages)
         marks = self.syntax.thought_marks
         return await self._llm.tokenizer.apart(size, lambda: self.normalized(chat)[0].note(marks))
@@ -420,7 +428,7 @@ class ChatClient:
             raise InvalidRequest(message, param="tools")
 
     def _constrained(self, chat: ChatInput, tail: str) -> SamplingParams:
-        """Return the sampling parameters, with a grammar for the whole answer if one is needed."""
+        """Return the sampling parameters, with a grammar for the whole answer if it needs one."""
         grammar = self.syntax.constrain(
             chat.params, tools=chat.callable_tools, choice=chat.tool_choice, prompt_tail=tail
         )
@@ -431,7 +439,10 @@ class ChatClient:
         )
 
     def _tail(self, prompt_ids: Sequence[int]) -> str:
-        """Return the end of the prompt, which may open the reasoning of a reasoning model."""
+        """Return the text at the end of the prompt, where a template may open the reasoning.
+
+        Return "" for a model without reasoning.
+        """
         if self.syntax.thinking is None:
             return ""
         return self._llm.tokenizer.decode(prompt_ids[-TAIL_IDS:], skip_special_tokens=False)
@@ -465,14 +476,14 @@ class ChatClient:
 
 
 def _needs_closing(chat: ChatInput) -> bool:
-    """Whether the answer is useless unless complete, as calls and JSON are."""
+    """Whether the answer is useless unless it is complete, such as a tool call or JSON."""
     return bool(chat.callable_tools) or needs_closing(chat.params)
 
 
 def _name_field(error: InvalidRequest, chat: ChatInput) -> None:
-    """Rename the field in an error to the body's field."""
+    """Rename the field that an error names to the field of the request's body."""
     if error.param == "prompt":
         error.param = "messages"
-    # the grammar was generated from tools or from another field
+    # The grammar was generated from the tools or from another field of the body.
     elif error.param == "grammar" and chat.params.grammar is None:
         error.rename("tools" if chat.callable_tools else chat.params.structured_field or "tools")

@@ -1,9 +1,9 @@
 """End tokens: the tokens that end an answer of a model with a chat template.
 
-Model files may list too few: many GGUF files of fine-tunes list only the end token of the base
-model, and their answers would continue into the next turn. A special token is therefore also an end
-token if it has a known name, or if the chat template writes it after an assistant's message.
-Ordinary text never counts.
+Model files may list too few end tokens: many GGUF files of fine-tunes list only the end token of
+the base model, so answers would continue into the next turn. A special token is therefore also an
+end token if it has a known name, or if the chat template writes it after an assistant's message. A
+token that is not special never becomes an end token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = frozenset(
 """Names of tokens that end a text, a turn or a call, in all model families."""
 
 _ASKED, _SAID, _THOUGHT, _NEXT, _RESULT = "Quokka?", "Wombat.", "Numbat.", "Dingo?", "Bilby."
-_VALUES = ("Possum", "Potoroo")  # arguments of calls
+_VALUES = ("Possum", "Potoroo")  # arguments of the calls in the short conversations
 _TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -42,7 +42,8 @@ _TOOL: Mapping[str, Any] = {
 def end_token_ids(tokenizer: Tokenizer, named: Collection[int]) -> frozenset[int]:
     """Return the ids of the tokens that end an answer.
 
-    ``named``: the ids in the model's files. They are the only ones without a chat template.
+    ``named``: the ids in the model's files. They are returned unchanged for a model without a chat
+    template.
     """
     if not tokenizer.chat_template:
         return frozenset(named)
@@ -53,7 +54,7 @@ def end_token_ids(tokenizer: Tokenizer, named: Collection[int]) -> frozenset[int
 
 
 def _marks(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of marks inside an answer, for the call formats that the template uses."""
+    """Return the ids of tokens that mark parts of calls in the formats that the template uses."""
     template, added = tokenizer.chat_template, tokenizer.added_tokens
     return {
         added[mark]
@@ -72,15 +73,16 @@ class _Conversations:
         self._inside = {*self._between_parts()}
 
     def ends(self, known: Collection[int]) -> set[int]:
-        """Return the token after a text and the token after a call, unless a ``known`` one is
-        there.
+        """Return the special tokens that end an answer of text and an answer with calls.
+
+        An answer that the template ends with a token in ``known`` yields none.
         """
         said, asked = _answer(content=_SAID), {"role": "user", "content": _NEXT}
         called, value = self._calling()
         result = {"role": "tool", "tool_call_id": _id(0), "name": "look", "content": _RESULT}
         return {
             *self._behind(said, _SAID, asked, _NEXT, known)[:1],
-            *self._behind(called, value, result, _RESULT, known)[-1:],  # after the marks of calls
+            *self._behind(called, value, result, _RESULT, known)[-1:],  # call marks come before it
         }
 
     def _behind(
@@ -91,10 +93,11 @@ class _Conversations:
         replied: str,
         known: Collection[int],
     ) -> list[int]:
-        """Return the special tokens after a message; none if a known end token is among them.
+        """Return the special tokens with which the template ends a message.
 
-        These are the tokens that the template writes with and without a reply; else the ones it
-        writes after the last message only; else the first token of the reply.
+        They are the tokens that follow the message both with and without a reply. If there are no
+        such tokens, they are those that follow it without a reply, and else the first token that
+        follows it with a reply. The list is empty if one of the tokens is in ``known``.
         """
         alone = self._outside(self._write(message), said)
         before = self._outside(self._write(message, reply), said, replied)
@@ -104,8 +107,9 @@ class _Conversations:
         return [] if any(each in known for each in found) else found
 
     def _calling(self) -> tuple[Mapping[str, Any], str]:
-        """Return a message with two calls, or one if the template refuses two, and its last
-        argument.
+        """Return a message with two calls, and the argument of its last call.
+
+        If the template does not render two calls, the message has one call.
         """
         for values in (_VALUES, _VALUES[:1]):
             called = _answer(*values)
@@ -126,8 +130,9 @@ class _Conversations:
             yield from self._special(written, _THOUGHT, _VALUES[0], is_between=True)
 
     def _write(self, *messages: Mapping[str, Any]) -> str:
-        """Return a user message followed by these messages, rendered; "" if the template
-        refuses.
+        """Return the rendered text of a user message followed by these messages.
+
+        Return "" if the template rejects them.
         """
         tools = (_TOOL,) if "tool_calls" in messages[0] else ()
         asked = {"role": "user", "content": _ASKED}
@@ -137,16 +142,16 @@ class _Conversations:
         return self._tokenizer.written([_in_parts(each) for each in (asked, *messages)], tools)
 
     def _outside(self, written: str, start: str, stop: str = "") -> list[int]:
-        """Return the tokens of `_special` that never occur inside an answer."""
+        """Return the special tokens between ``start`` and ``stop`` that never occur in answers."""
         found = self._special(written, start, stop)
         return [each for each in found if each not in self._inside]
 
     def _special(
         self, written: str, start: str, stop: str = "", *, is_between: bool = False
     ) -> list[int]:
-        """Return the special tokens from the last ``start`` to ``stop``, or to the end.
+        """Return the special tokens in the text after the last ``start`` and before ``stop``.
 
-        ``is_between``: return none if ``stop`` is missing.
+        If ``stop`` is missing, the text extends to the end; if ``is_between``, it is then empty.
         """
         _, has_begun, behind = written.rpartition(start)
         piece, has_ended, _ = behind.partition(stop) if stop else (behind, "", "")

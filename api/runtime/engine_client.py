@@ -64,13 +64,12 @@ from .preprocess import (
 )
 from .serving_engine import ServingEngine
 
-# comparisons that may wait for the thread; further misses are not counted by cause
+# maximum number of comparisons that wait for the thread; further misses are not counted by cause
 MAX_COMPARISONS = 8
 
 
 class EngineClient:
-    """Converts prompts to engine requests. The base of `AsyncLLM` and of the HTTP routes.
-
+    """A client that converts prompts to engine requests, for `AsyncLLM` and the HTTP routes.
     ``options`` are the fields of `EngineConfig`, which are the flags of ``foretoken serve``. The
     model is loaded by `start`, by ``async with``, or by the first request. Belongs to one event
     loop.
@@ -82,30 +81,30 @@ class EngineClient:
         self._built: Built[ServingEngine] | None = None
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None  # set together with the tokenizer
-        # set with the tokenizer for a model with image input
+        # set together with the tokenizer, if the model supports images
         self.images: ImageReader | None = None
         self._starting = asyncio.Lock()
-        # kept if `start` is cancelled
+        # the task that loads the model; it continues if `start` is cancelled
         self._loading: asyncio.Task[Built[ServingEngine]] | None = None
-        self._ending: asyncio.Task[None] | None = None  # `close` after a cancelled ``async with``
+        self._ending: asyncio.Task[None] | None = None  # `close`, if ``async with`` was cancelled
         self._closed = False  # new requests and calls are refused
         self._is_over = False  # requests of open calls are refused, too
         self._num_calls = 0  # number of open calls
         self._no_calls = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the first `start`
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop on which `start` was called
         # set by `for_server`
         self.max_request_seconds: float | None = None
         self._counts_causes = False
         self.prompts = PromptLog()  # recent prompts, to explain later cache misses
-        # number of prompts by cause of their cache miss
+        # number of prompts, by the cause of their cache miss
         self.causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
         self._counting: set[asyncio.Task[None]] = set()
         # A separate thread, so that tokenization does not wait for comparisons.
         self._comparing = Worker("foretoken-causes")
         self.adapters = Adapters()  # replaced by the engine's adapters in `start`
-        self._answers: dict[str, Answer] = {}  # answers that their callers still use
+        self._answers: dict[str, Answer] = {}  # answers that were not forgotten yet, by id
         self._room = asyncio.Event()  # set when an answer ends
-        self._people_left = -math.inf  # when the last answer outside a batch ended
+        self._people_left = -math.inf  # time at which the last answer outside a batch ended
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:
@@ -126,7 +125,7 @@ class EngineClient:
     # -- life -----------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Do the part of `start` that a server needs before it listens."""
+        """Prepare what a server needs before it listens; by default, all that `start` does."""
         await self.start()
 
     async def start(self) -> None:
@@ -172,7 +171,10 @@ class EngineClient:
         return end_token_ids(tokenizer, built.eos_token_ids)
 
     async def _build(self) -> Built[ServingEngine]:
-        """Return the loaded model. Loading cannot be cancelled: a later call uses its result."""
+        """Return the loaded model.
+
+        If this call is cancelled, loading continues, and a later call uses the result.
+        """
         if self._loading is None:
             self._loading = asyncio.create_task(self._load(), name="foretoken-load")
         try:
@@ -184,15 +186,15 @@ class EngineClient:
         return built
 
     async def _load(self) -> Built[ServingEngine]:
-        """Load the model off the event loop."""
+        """Load the model in a thread."""
         keep_freed_memory()  # must run in the main thread, before other threads allocate
         return await asyncio.to_thread(_build, self._model, self.config)
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, let running ones finish within a time, abort the rest. Idempotent.
+        """Refuse new requests, let running ones finish, then abort the rest. Idempotent.
 
-        Calls of several requests finish too: the requests that they still have to submit are
-        accepted within ``drain_seconds``.
+        Running requests have ``drain_seconds`` to finish. In this time, a `call` of several
+        requests may still submit its remaining requests.
         """
         self._closed = True
         drain_seconds = await self._finish_calls(drain_seconds)
@@ -218,7 +220,7 @@ class EngineClient:
                 self.images.close()
 
     async def _finish_calls(self, seconds: float) -> float:
-        """Wait for open calls, at most ``seconds``. Return the seconds that are left."""
+        """Wait until every `call` has ended, at most ``seconds``. Return the seconds left."""
         if not self._num_calls or seconds <= 0:
             return seconds
         until = time.monotonic() + seconds
@@ -228,7 +230,7 @@ class EngineClient:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Keep a call of several requests open; `close` waits for its end.
+        """Return the context of a call that submits several requests; `close` waits for its end.
 
         Raises `EngineDead` if new requests are refused.
         """
@@ -262,8 +264,10 @@ class EngineClient:
         await self.close()
 
     def _check_open(self, *, is_in_call: bool = False) -> None:
-        """Raise `EngineDead` if new requests are refused, or with ``is_in_call`` a call's
-        requests.
+        """Raise `EngineDead` if new requests are refused.
+
+        ``is_in_call``: whether the request belongs to an open `call`, whose requests are accepted
+        for longer.
         """
         if self._is_over or (self._closed and not is_in_call):
             raise EngineDead("this LLM is closed")
@@ -305,10 +309,10 @@ class EngineClient:
         return self.engine.num_pages
 
     async def when_complete(self) -> None:
-        """Wait until every component that serves is ready; only a front waits, for its replicas."""
+        """Wait until all replicas are ready. An engine without replicas does not wait."""
 
     def replicas(self) -> Body:
-        """Return the state of the replicas that serve requests; empty for an engine of its own."""
+        """Return the state of the replicas that serve requests; empty without replicas."""
         return {"replicas": []}
 
     async def change_replicas(self, least: int, most: int) -> None:
@@ -349,10 +353,11 @@ class EngineClient:
         """Tokenize a prompt and submit it. The caller must `forget` the answer in a ``finally``.
 
         - ``shown_ids``: special tokens to show in the text.
-        - ``needs_closing``: complete the structured output within the token limit, as JSON must.
+        - ``needs_closing``: complete structured output within the token limit even if it is not
+          JSON.
         - ``pooling``: request vectors or scores in place of text. Such a request belongs to a
           `call`, is not part of a session, and its prompt is not logged.
-        - ``transfer``: ``kv_transfer_params`` of the body, ignored without KV transfer.
+        - ``transfer``: ``kv_transfer_params`` of the body, ignored if KV transfer is disabled.
 
         Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded` and `EngineDead`.
         """
@@ -360,7 +365,7 @@ class EngineClient:
         answer = self._register(params, request_id, is_in_call=pooling is not None)
         transfers = self.built.transfers
         handover = NO_TRANSFER if transfers is None else transfers.read(transfer)
-        if pooling is None:  # others are noted when they end: a call may have thousands
+        if pooling is None:  # pooling requests are noted at their end: a call may have thousands
             note_answer(answer)
         session = session_key(note.cache_key) if pooling is None else None
         try:
@@ -445,7 +450,7 @@ class EngineClient:
         return await self.tokenizer.render_chat(messages, options or {}, tools=tools, is_try=is_try)
 
     async def finish(self, answer: Answer) -> Completion:
-        """Read the whole answer and forget it."""
+        """Return the whole answer, read to its end, and forget it."""
         try:
             return await answer.collect()
         finally:
@@ -466,9 +471,9 @@ class EngineClient:
         return (await self.finish(answer)).usage
 
     def explain(self, response_id: str, *, previous_id: str | None = None) -> Explanation | None:
-        """Explain the cache misses of a response's prompt; None if an id is unknown.
+        """Explain the cache misses of a response's prompt; return None if an id is unknown.
 
-        ``previous_id``: the response to compare with. Prompts of other callers are unknown.
+        ``previous_id``: the response to compare with. Both must belong to the same caller.
         """
         return self._explainer.find(response_id, previous_id)
 
@@ -483,7 +488,7 @@ class EngineClient:
 
     @property
     def seconds_alone(self) -> float:
-        """Seconds since the last answer outside a batch ended; 0 while one runs."""
+        """Seconds since the last answer that is not part of a batch ended; 0 while one runs."""
         if any(not each.in_batch for each in self._answers.values()):
             return 0.0
         return time.monotonic() - self._people_left
@@ -503,8 +508,9 @@ class EngineClient:
             self._room.set()
 
     async def wait_for_room(self, seconds: float) -> None:
-        """Wait until an answer ends, at most ``seconds``, since other callers also use the
-        queue.
+        """Wait until an answer ends, at most ``seconds``.
+
+        The time is limited, since the queue also has requests of other clients.
         """
         self._room.clear()
         with suppress(TimeoutError):
@@ -512,7 +518,10 @@ class EngineClient:
                 await self._room.wait()
 
     def _count_cause(self, answer: Answer) -> None:
-        """Count why a prompt missed the cache. A comparison runs in the background."""
+        """Count the cause of a prompt's cache miss.
+
+        If it needs a comparison with earlier prompts, that runs in the background.
+        """
         prompt = self.prompts.find(answer.request_id) if self._counts_causes else None
         if prompt is None or not prompt.usage.completion_tokens or self._closed:
             return
@@ -525,8 +534,9 @@ class EngineClient:
         task.add_done_callback(self._counting.discard)
 
     async def _count_cause_of(self, prompt: Remembered) -> None:
-        """Count the cause found by comparison. A long one runs in a thread, or not at all if
-        too many wait.
+        """Count the cause that a comparison with earlier prompts shows.
+
+        A long comparison runs in a thread. If too many are waiting for it, nothing is counted.
         """
         earlier = self.prompts.earlier(prompt)
         explain = partial(self._explainer.explain_among, prompt, earlier)
@@ -545,9 +555,10 @@ class EngineClient:
     def _register(
         self, params: SamplingParams, request_id: str | None, *, is_in_call: bool = False
     ) -> Answer:
-        """Register the id before the first await, so that `abort` always finds it.
+        """Return a new answer, registered by its id so that `abort` finds it.
 
-        All requests pass through here: the model's recommended values are filled in.
+        The model's recommended sampling values are filled in. Must run before the first await of a
+        request. Raises `EngineDead`, and `InvalidRequest` for an id in use or an unknown adapter.
         """
         self._check_open(is_in_call=is_in_call)
         request_id = request_id or f"req-{random_id()}"
@@ -571,8 +582,9 @@ class EngineClient:
         needs_closing: bool = False,
         pooling: Pooling | None = None,
     ) -> Prepared:
-        """Tokenize the prompt and compile the grammar. ``param``: the prompt's field, for
-        errors.
+        """Tokenize the prompt and compile the grammar.
+
+        ``param``: the name of the prompt's field, for errors.
         """
         own = self.tokenizer
         generates = pooling is None and not params.prompt_only
@@ -598,7 +610,10 @@ class EngineClient:
     def _submit_choices(
         self, answer: Answer, prepared: Prepared, since: float | None = None
     ) -> None:
-        """Submit all choices or none. Deadlines count from ``since``, by default from arrival."""
+        """Submit the requests of all choices, or none if one fails.
+
+        The deadline counts from the time ``since``, by default the arrival of the request.
+        """
         self._check_open(is_in_call=prepared.pooling is not None)
         answer.prompt = prepared.prompt
         try:
@@ -634,7 +649,10 @@ class EngineClient:
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
 
     def _hand_over(self, request: Request, handover: Transfer, *, aborted: bool) -> None:
-        """Have a request's pages held, or read from the peer that offers them."""
+        """Attach a KV transfer to a request: its pages are held for a peer or read from a peer.
+
+        An offer of pages that cannot be used is left out.
+        """
         transfers, offer = self.built.transfers, handover.offer
         request.transfer = handover
         if transfers is None or offer is None:

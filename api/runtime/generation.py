@@ -1,4 +1,4 @@
-"""The n generations of one prompt: streams, text, usage."""
+"""The n generations of one prompt: their streams, texts and usage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Generation:
     ) -> None:
         self.request = request
         self.index = index
-        self.finish_reason: str | None = None  # set when it was read to its end
+        self.finish_reason: str | None = None  # set when the stream has been read to its end
         self._text = text
         self._stream = stream
         self._abort = abort
@@ -77,7 +77,7 @@ class Generation:
         return self._dress(await anext(self._stream))
 
     async def deltas(self) -> AsyncGenerator[TextDelta]:
-        """Yield all deltas."""
+        """Yield all deltas of the generation."""
         async for delta in self:
             yield delta
 
@@ -115,7 +115,7 @@ class Generation:
         )
 
     def _read(self, delta: Delta) -> None:
-        """Convert tokens to text. The stop token has no text."""
+        """Convert the tokens of a delta to text. The stop token has no text."""
         token_ids = delta.token_ids
         if delta.finish_reason is FinishReason.STOP:
             token_ids = token_ids[:-1]
@@ -142,7 +142,7 @@ class Answer:
         self.request_id = request_id
         self.params = params
         self.adapter = adapter  # None once the answer is forgotten
-        self.in_batch = in_batch  # belongs to a batch
+        self.in_batch = in_batch  # whether the request belongs to a batch
         self.prompt = NO_PROMPT  # set once the prompt is prepared
         self.generations: list[Generation] = []  # empty until the request is submitted
         self.aborted = False  # may be set before the request is submitted
@@ -169,7 +169,7 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        """The usage: the prompt counted once, the generated tokens of all choices."""
+        """The usage so far: the tokens of the prompt, counted once, and of all choices."""
         usages = [generation.usage for generation in self.generations]
         usage = usages[0] if len(usages) == 1 else total_usage(usages)
         usage.spliced_tokens = self.prompt.num_spliced
@@ -188,7 +188,7 @@ class Answer:
         return merge([generation.deltas() for generation in self.generations])
 
     async def collect(self) -> Completion:
-        """Read the whole answer. The first choice that fails raises its error."""
+        """Return the whole answer, read to its end. If a choice fails, its error is raised."""
         choices = await each_of([_read(generation) for generation in self.generations])
         return self.completion(choices)
 
@@ -212,7 +212,7 @@ class Answers:
     def __init__(self, answers: Sequence[Answer], forget: Callable[[Answer], None]) -> None:
         self.all = answers
         self._forget = forget
-        self._n = answers[0].params.n  # choices per answer
+        self._n = answers[0].params.n  # number of choices per answer
 
     @property
     def request(self) -> Request:
@@ -242,7 +242,10 @@ class Answers:
         return merge([_shifted(each, self._n * index) for index, each in enumerate(self.all)])
 
     async def collect(self) -> list[Completion]:
-        """Read all answers and close them. The first one that fails raises its error."""
+        """Return all answers, read to their ends, and close them.
+
+        If an answer fails, its error is raised.
+        """
         try:
             return await each_of([answer.collect() for answer in self.all])
         finally:
@@ -322,7 +325,7 @@ RUN = 3  # number of equal tokens by which the answer is realigned with the pred
 
 
 def count_standing(prediction: Sequence[int], answer: Sequence[int]) -> int:
-    """Return how many tokens of the prediction occur in the answer, in order.
+    """Return how many tokens of the prediction the answer contains, in order.
 
     After a difference, the answer is realigned at the next `RUN` tokens that occur further on in
     the prediction. O(len(prediction) + len(answer) log len(prediction)).
@@ -344,7 +347,7 @@ def count_standing(prediction: Sequence[int], answer: Sequence[int]) -> int:
 
 
 def _places(prediction: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
-    """Return the positions of each run of `RUN` tokens."""
+    """Return the positions of each run of `RUN` tokens in the prediction."""
     places: dict[tuple[int, ...], list[int]] = {}
     for start in range(len(prediction) - RUN + 1):
         places.setdefault(tuple(prediction[start : start + RUN]), []).append(start)

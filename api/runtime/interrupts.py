@@ -17,10 +17,10 @@ INTERRUPTED = 128 + signal.SIGINT
 def ending_at_once() -> Iterator[None]:
     """Let SIGINT end the process with status 130 instead of raising KeyboardInterrupt.
 
-    The model is loaded in a thread that cannot be cancelled, so the process would wait for it, for
-    minutes with a large model. During imports the exception would print a long traceback. For
-    commands only, while there is no work to finish. An ignored SIGINT, as after a shell's ``&``,
-    stays ignored.
+    Used by commands until there is work to finish. The model is loaded in a thread that cannot be
+    cancelled, so the process would otherwise wait for it, for minutes with a large model. During
+    imports the exception would print a long traceback. A SIGINT that is ignored, as after a shell's
+    ``&``, stays ignored.
     """
     # only the main thread handles signals
     is_main = threading.current_thread() is threading.main_thread()

@@ -37,7 +37,10 @@ SEED_BITS = 64
 
 
 def make_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the checked engine options. Raises `InvalidRequest` for an unknown name."""
+    """Return the engine options after checking them.
+
+    Raises `InvalidRequest` for an unknown name or an invalid value.
+    """
     known = EngineConfig.names()
     for name in options:
         if name not in known:
@@ -47,7 +50,7 @@ def make_config(options: Mapping[str, Any]) -> EngineConfig:
 
 
 def is_one_prompt(prompt: object) -> TypeGuard[Prompt]:
-    """Whether this is a text or a list of token ids, not a list of prompts.
+    """Whether ``prompt`` is a text or a list of token ids, rather than a list of prompts.
 
     Raises `InvalidRequest` for other types.
     """
@@ -59,7 +62,7 @@ def is_one_prompt(prompt: object) -> TypeGuard[Prompt]:
 
 
 def is_one_conversation(messages: object) -> TypeGuard[Conversation]:
-    """Whether this is a list of messages, not a list of conversations.
+    """Whether ``messages`` is a list of messages, rather than a list of conversations.
 
     Raises `InvalidRequest` for other types.
     """
@@ -91,7 +94,7 @@ def warm_params(params: SamplingParams, *, max_tokens: int = 0) -> SamplingParam
 
 
 def with_adapter(params: object, lora: str | None) -> object:
-    """Return the parameters, one set or a list, with the adapter ``lora`` if it is given."""
+    """Return the parameters (one set or a list) with the adapter ``lora`` set, if it is given."""
     if lora is None:
         return params
     if params is None or isinstance(params, SamplingParams):
@@ -102,7 +105,10 @@ def with_adapter(params: object, lora: str | None) -> object:
 
 
 def many_params(params: object, count: int) -> list[SamplingParams]:
-    """Return one set of parameters per prompt. Raises `InvalidRequest` for another number."""
+    """Return one set of parameters per prompt.
+
+    Raises `InvalidRequest` if a list of parameters does not have ``count`` entries.
+    """
     if params is None or isinstance(params, SamplingParams):
         return [one_params(params)] * count
     if not isinstance(params, Sequence) or len(params) != count:
@@ -119,7 +125,7 @@ def one_id(request_id: object) -> str | None:
 
 
 def many_ids(request_id: object, count: int) -> list[str | None]:
-    """Return one id per prompt, all None without ids. Raises `InvalidRequest`."""
+    """Return one id per prompt; each is None if no ids are given. Raises `InvalidRequest`."""
     if request_id is None:
         return [None] * count
     if isinstance(request_id, str) or not isinstance(request_id, Sequence):
@@ -132,7 +138,10 @@ def many_ids(request_id: object, count: int) -> list[str | None]:
 
 
 def children(params: SamplingParams) -> Iterator[tuple[SamplingParams, int]]:
-    """Yield parameters and seed of each of the n choices. Choice 0 has the seed of n = 1."""
+    """Yield the parameters and the seed of each of the n choices.
+
+    Choice 0 has the same seed as the single choice of a request with n = 1.
+    """
     seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed % 2**SEED_BITS
     if params.n == 1:
         yield params, seed
@@ -163,16 +172,16 @@ async def prediction_ids(tokenizer: Tokenizer, params: SamplingParams) -> array[
 
 
 def needs_closing(params: SamplingParams) -> bool:
-    """Whether the output is useless unless complete, as JSON is."""
+    """Whether the output is useless unless it is complete: JSON, or one of given choices."""
     return params.json_schema is not None or params.choice is not None
 
 
 def closing_limit(params: SamplingParams, room: int, *, is_forced: bool) -> int | None:
-    """Return within how many output tokens structured output must be completed; None: no limit.
+    """Return the number of output tokens within which structured output must be complete.
 
-    ``room``: output tokens that fit into the context. ``is_forced``: also for other output than
-    JSON. None if other parameters ban tokens, which might be needed for completion, and for the
-    caller's own regex or grammar.
+    ``room``: number of output tokens that fit into the context. ``is_forced``: also limit output
+    that would be useful if it were truncated, such as text that matches a regex. None means no
+    limit; it is also returned if parameters ban tokens, since they might be needed for completion.
     """
     bans = params.allowed_token_ids is not None or params.bad_words or params.logit_bias
     if not params.close_early or bans or not (is_forced or needs_closing(params)):
@@ -182,11 +191,11 @@ def closing_limit(params: SamplingParams, room: int, *, is_forced: bool) -> int 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The token ids of a prompt. ``num_spliced``: how many are the original ids of earlier
-    answers.
+    """The token ids of a prompt.
 
-    ``images``: images in place of image tokens. ``normalized``: names of the `normalize` rules that
-    changed the conversation.
+    ``num_spliced``: number of ids that are original ids of earlier answers. ``images``: the images
+    in place of image tokens. ``normalized``: names of the ``--normalize`` rules that changed the
+    conversation.
     """
 
     token_ids: Sequence[int]
@@ -204,10 +213,11 @@ class PromptTokens:
 class Prepared:
     """A tokenized prompt with its parameters, from which the requests of all choices are made.
 
-    ``grammar`` is compiled once; each choice gets its own matcher. ``limit``: output tokens within
-    which structured output must be completed; None: no limit. ``shown_ids``: special tokens to show
-    in the text. ``pooling``: set for vectors or scores in place of text. ``adapter``: the adapter
-    to apply. ``handover`` belongs to the first choice; the others find its pages in the cache.
+    ``grammar`` is compiled once; each choice gets its own matcher. ``limit``: number of output
+    tokens within which structured output must be complete; None for no limit. ``shown_ids``:
+    special tokens to show in the text. ``pooling``: None for a request of text. ``adapter``: the
+    adapter to apply. ``handover``: the KV transfer, which only the first choice makes; the other
+    choices find its pages in the cache.
     """
 
     prompt: PromptTokens
@@ -231,9 +241,10 @@ def make_request(
     eos_token_ids: frozenset[int],
     on_token: OnToken | None = None,
 ) -> Request:
-    """Return the scheduler's request, on behalf of the present caller.
+    """Return the engine's request for a prepared prompt.
 
-    Raises `InvalidRequest` if no token could end structured output.
+    The request belongs to the tenant of the caller in the request context. Raises `InvalidRequest`
+    if structured output has no token that could end it.
     """
     params, grammar, adapter = prepared.params, prepared.grammar, prepared.adapter
     pooling = prepared.pooling

@@ -1,4 +1,7 @@
-"""Segments: the output of one choice as pieces that APIs show, each opened and closed once."""
+"""Segments: the output of one choice as the pieces that APIs show.
+
+Each piece is opened once and closed once.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,11 @@ class GrowingText:
 
 @dataclass(slots=True, kw_only=True)
 class Segment:
-    """One piece of an answer, as far as it was generated."""
+    """One piece of an answer, as far as it has been generated."""
 
     index: int  # index within the choice
     kind: Kind
-    id: str = ""  # only for calls
+    id: str = ""  # id of a call; "" for other segments
     name: str = ""
     written: GrowingText = field(default_factory=GrowingText)
 
@@ -52,13 +55,13 @@ class Segment:
 
 
 class Open(NamedTuple):
-    """A segment begins, without text."""
+    """The beginning of a segment, which has no text yet."""
 
     segment: Segment
 
 
 class Grow(NamedTuple):
-    """A segment gets more text, or log-probabilities of tokens without visible text."""
+    """An addition to a segment: text, or log-probabilities of tokens without visible text."""
 
     segment: Segment
     text: str
@@ -66,7 +69,7 @@ class Grow(NamedTuple):
 
 
 class Close(NamedTuple):
-    """A segment ends. ``is_whole``: it was not truncated."""
+    """The end of a segment. ``is_whole``: whether the segment was not truncated."""
 
     segment: Segment
     is_whole: bool
@@ -76,7 +79,7 @@ Change = Open | Grow | Close
 
 
 class Segments:
-    """Splits one choice into segments. At most the last one is open.
+    """Splits the output of one choice into segments. At most the last segment is open.
 
     ``holds_space``: white space alone does not open a text segment. It is dropped unless text
     follows or the answer is otherwise empty.
@@ -94,7 +97,7 @@ class Segments:
         return "".join([each.text for each in self.all if each.kind == kind])
 
     def take(self, delta: TextDelta) -> list[Change]:
-        """Return the changes of a step, in order: open call, reasoning, text, new calls."""
+        """Return the changes of a step: first of the open call, then reasoning, text, new calls."""
         changes: list[Change] = []
         if delta.logprobs:
             self._logprobs += delta.logprobs
@@ -110,9 +113,10 @@ class Segments:
         return changes
 
     def end(self, *, is_whole: bool = True, needs_text: bool = False) -> list[Change]:
-        """Return the changes at the end of the choice. ``is_whole``: no limit has truncated it.
+        """Return the changes at the end of the choice.
 
-        ``needs_text``: an answer without text or calls gets an empty text segment.
+        ``is_whole``: whether no limit has truncated the output. ``needs_text``: an answer without
+        text or calls gets an empty text segment.
         """
         changes: list[Change] = []
         is_silent = all(each.kind == "reasoning" for each in self.all)

@@ -1,7 +1,7 @@
 """ServingEngine: the engine's interface for `api/`.
 
-`core.engine.engine.Engine` implements it. Only `api/build` uses more of an engine, so the engine
-may also run in another process.
+`core.engine.engine.Engine` implements it. Apart from `api/build`, code in `api/` uses only this
+interface, so the engine may also run in another process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class ServingMetrics(Protocol):
 
     @property
     def observers(self) -> list[EngineObserver]:
-        """The observers, in the order of their calls. Callers add and remove their own."""
+        """The observers, in the order in which they are called.
+
+        Other code adds its observers to the list and removes them.
+        """
 
     @property
     def registry(self) -> Collector:
@@ -46,17 +49,17 @@ class ServingMetrics(Protocol):
         """Fetch the counts of other processes, for `render` and `registry`."""
 
     def render(self) -> tuple[bytes, str]:
-        """Return body and content type in the Prometheus text format."""
+        """Return the metrics in the Prometheus text format, and their content type."""
 
 
 class ServingEngine(Protocol):
-    """Serves requests from `start` to `close`. Belongs to one event loop."""
+    """An engine that serves requests from `start` to `close`. Belongs to one event loop."""
 
     # -- state
 
     @property
     def alive(self) -> bool:
-        """Whether it serves: false before `start`, after `close` and after a failure."""
+        """Whether the engine serves: false before `start`, after `close` and after a failure."""
 
     @property
     def hung(self) -> bool:
@@ -72,15 +75,15 @@ class ServingEngine(Protocol):
 
     @property
     def readiness(self) -> str | None:
-        """Why it cannot accept new requests now; None if it can. Cheap."""
+        """Why the engine cannot accept new requests now; None if it can. O(1)."""
 
     @property
     def now(self) -> float:
-        """The engine's clock for arrivals, pins and evictions, in seconds."""
+        """The present time on the engine's clock, in seconds."""
 
     @property
     def limits(self) -> RequestLimits:
-        """Limits on the requests that it accepts."""
+        """Limits on the requests that the engine accepts."""
 
     @property
     def page_size(self) -> int:
@@ -109,7 +112,7 @@ class ServingEngine(Protocol):
         """
 
     def abort(self, request_id: str) -> None:
-        """Abort a request between two steps. Unknown and finished ones are ignored."""
+        """Abort a request between two steps. Unknown and finished requests are ignored."""
 
     # -- start and end
 
@@ -117,43 +120,49 @@ class ServingEngine(Protocol):
         """Start serving on the running event loop. Raises `EngineDead` after `close`."""
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, wait for running ones, abort the remaining ones. Idempotent."""
+        """Refuse new requests, wait for running ones, abort the remaining ones. Idempotent.
+
+        Running requests have ``drain_seconds`` to finish.
+        """
 
     # -- cache. These methods are async since an engine in another process answers by message.
 
     async def flush_cache(self, *namespaces: str | None) -> int:
-        """Drop unused cached prefixes of the given namespaces, or of all without arguments.
+        """Drop unused cached prefixes in ``namespaces``; all if no namespace is given.
 
-        Returns the number of pages freed.
+        Return the number of pages freed.
         """
 
     async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
-        """Drop cached prefixes that begin with these tokens and are not in use, pinned or not.
+        """Drop cached prefixes that begin with these tokens and are not in use, even if pinned.
 
-        Returns the number of pages freed. Raises `InvalidRequest` if the tokens do not fill a page.
+        Return the number of pages freed. Raises `InvalidRequest` if the tokens do not fill a page.
         """
 
     async def cache_info(self, namespace: str | None = None) -> Body:
-        """Return occupancy and hit counters of the prefix cache and its tiers, in pages and
-        tokens.
+        """Return the occupancy and the hit counters of the prefix cache and its tiers.
+
+        They are in pages and tokens.
         """
 
     # -- reports
 
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> Body:
-        """Return counts since the start and the present state.
+        """Return counters since the start of the engine, and its present state.
 
-        Includes the cached paths of running requests and of the ``finished`` ones.
+        They include the cached paths of running requests and of the requests in ``finished``.
         """
 
     async def audit(self) -> Body:
-        """Check every page and request between two steps and return the result. Raises
-        `EngineDead`.
+        """Check every page and request between two steps, and return the result.
+
+        Raises `EngineDead`.
         """
 
     def report(self, reason: str) -> Body:
-        """Return a description of the engine, as in a crash dump. Safe from any thread at any
-        time.
+        """Return a description of the engine, as in a crash dump.
+
+        May be called from any thread at any time.
         """
 
     def dump(self, report: Body) -> None:

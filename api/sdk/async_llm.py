@@ -1,4 +1,4 @@
-"""AsyncLLM: text in, text out, on the caller's event loop."""
+"""AsyncLLM: the Python interface for asyncio, on the caller's event loop."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ManyCalls(TypedDict, total=False):
 
 
 class ChatFields(TypedDict, total=False):
-    """Options that only conversations have."""
+    """Options that only calls with conversations have."""
 
     tools: GivenTools | None
     tool_choice: GivenChoice
@@ -102,7 +102,7 @@ class RerankCall(PooledCall, total=False):
 
 
 class ChatOptions:
-    """The options of `chat` besides the conversation. Raises `InvalidRequest`."""
+    """The options of `chat`, without the conversation. Creating them raises `InvalidRequest`."""
 
     def __init__(
         self, tools: GivenTools | None, choice: GivenChoice, *, is_parallel: bool = True
@@ -111,8 +111,8 @@ class ChatOptions:
         self._choice = _choice(choice, self._tools, is_parallel=is_parallel)
 
     def chat_input(self, messages: Conversation, params: SamplingParams) -> ChatInput:
-        """Return the chat request."""
-        is_one_conversation(messages)  # raises the errors
+        """Return the chat request for a conversation. Raises `InvalidRequest`."""
+        is_one_conversation(messages)  # raises InvalidRequest for other types
         check_messages(messages)
         read = [read_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
         return ChatInput(
@@ -143,7 +143,7 @@ def _choice(given: GivenChoice, tools: Sequence[Tool], *, is_parallel: bool) -> 
 
 
 def _handles(messages: Conversation) -> list[Handle]:
-    """Return the token ids of messages, from `Completion.message`."""
+    """Return the token ids of earlier answers, which `Completion.message` put into messages."""
     return [
         Handle(place, messages[index]["token_ids"], f"messages[{index}].token_ids")
         for place, index in enumerate(_places(messages))
@@ -202,7 +202,7 @@ class AsyncLLM(EngineClient):
         request_id: RequestIds = None,
         lora: str | None = None,
     ) -> Completion | list[Completion]:
-        """Complete one prompt (text or token ids) or a list of prompts, and return them in order.
+        """Return the completion of one prompt (text or token ids), or of each prompt in a list.
 
         ``lora``: the adapter for all prompts; overrides `SamplingParams.lora`.
         """
@@ -235,7 +235,7 @@ class AsyncLLM(EngineClient):
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
     ) -> Completion | list[Completion]:
-        """Return the next message of one conversation, or of each in a list."""
+        """Return the next message of one conversation, or of each conversation in a list."""
         options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
         own = with_adapter(params, lora)
         if is_one_conversation(messages):
@@ -255,7 +255,10 @@ class AsyncLLM(EngineClient):
         request_id: str | None = None,
         lora: str | None = None,
     ) -> AsyncGenerator[TextDelta]:
-        """Yield one delta per step, with all its tokens. Leaving early aborts the request."""
+        """Yield one delta per step, with all its tokens.
+
+        Closing the iterator aborts the request.
+        """
         await self.start()
         own = one_params(with_adapter(params, lora))
         answer = await self.open(prompt, own, request_id=one_id(request_id))
@@ -277,9 +280,9 @@ class AsyncLLM(EngineClient):
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
     ) -> AsyncGenerator[TextDelta]:
-        """Yield the deltas of the next message, split as in `Choice`.
+        """Yield the deltas of the next message, split into the fields of `Choice`.
 
-        Leaving early aborts the request.
+        Closing the iterator aborts the request.
         """
         options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
         own = with_adapter(params, lora)
@@ -310,7 +313,7 @@ class AsyncLLM(EngineClient):
         cache_salt: str | None = None,
         lora: str | None = None,
     ) -> Embedding | list[Embedding]:
-        """Return the embedding of one input (text or token ids), or of each in a list.
+        """Return the embedding of one input (text or token ids), or of each input in a list.
 
         It is the hidden state of the last token, scaled to length 1. ``dimensions``: truncate the
         vector, if the model's config allows it. Raises `InvalidRequest`, which names the input.
@@ -336,11 +339,10 @@ class AsyncLLM(EngineClient):
         cache_salt: str | None = None,
         lora: str | None = None,
     ) -> list[RankedDocument]:
-        """Return the ``top_n`` best documents for a query, or all of them, with scores, best
-        first.
+        """Return the documents with their scores for a query, the best first.
 
-        For models that answer yes or no, such as Qwen3-Reranker. ``instruct``: describes which
-        documents are relevant. Raises `InvalidRequest`.
+        For models that answer yes or no, such as Qwen3-Reranker. ``top_n``: maximum number of
+        documents. ``instruct``: describes which documents are relevant. Raises `InvalidRequest`.
         """
         await self.start()
         texts = _texts(query, documents, instruct)
@@ -365,7 +367,7 @@ class AsyncLLM(EngineClient):
         ]
 
     async def _read(self, prompts: PooledPrompts) -> list[Pooled]:
-        """Return the results of all prompts. Wait while the queue is full of other calls."""
+        """Return the results of all prompts. Wait while the queue is full."""
         return await self._patiently(prompts.read)
 
     @cached_property
@@ -388,8 +390,9 @@ class AsyncLLM(EngineClient):
         tools: GivenTools | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Return the token ids of a conversation, as `chat` renders it. ``options``: template
-        variables.
+        """Return the token ids of a conversation, as `chat` renders it.
+
+        ``options``: variables of the chat template.
         """
         await self.start()
         chat = ChatOptions(tools, None).chat_input(messages, SamplingParams())
@@ -403,7 +406,10 @@ class AsyncLLM(EngineClient):
     async def _answer_all(
         self, chats: Sequence[ChatInput], request_ids: Sequence[str | None]
     ) -> list[Completion]:
-        """Submit in order as the queue has room, and wait for all. One failure aborts the rest."""
+        """Return the answers to conversations, which are submitted in order as the queue has room.
+
+        If one fails, the others are aborted.
+        """
         tasks: list[asyncio.Task[Completion]] = []
         try:
             async with asyncio.TaskGroup() as group:
@@ -424,7 +430,10 @@ class AsyncLLM(EngineClient):
     async def _generate_all(
         self, prompts: Sequence[Prompt], params: object, request_id: RequestIds
     ) -> list[Completion]:
-        """Submit in order as the queue has room, and wait for all. One failure aborts the rest."""
+        """Return the completions of prompts, which are submitted in order as the queue has room.
+
+        If one fails, the others are aborted.
+        """
         await self.start()
         each_params = many_params(params, len(prompts))
         each_id = many_ids(request_id, len(prompts))
@@ -436,7 +445,7 @@ class AsyncLLM(EngineClient):
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
-            for answer in answers:  # covers tasks that never started
+            for answer in answers:  # also the answers of tasks that never started
                 self.forget(answer)
 
     async def _finish_all(
@@ -457,7 +466,7 @@ class AsyncLLM(EngineClient):
         await self._patiently(submit)
 
     async def _patiently(self, submit: Callable[[], Awaitable[T]]) -> T:
-        """Retry while the queue is full and requests of this call are running."""
+        """Call ``submit`` again while the queue is full and this client has running requests."""
         refused = False
         while True:
             try:
@@ -470,7 +479,7 @@ class AsyncLLM(EngineClient):
 
 
 def _inputs(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """Return the inputs of a call, and whether it was a single one. Raises `InvalidRequest`."""
+    """Return the inputs of a call, and whether a single one was given. Raises `InvalidRequest`."""
     try:
         if is_one_prompt(given):
             return [given], True

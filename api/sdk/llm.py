@@ -34,7 +34,7 @@ OURS = "foretoken-"  # prefix of the names of all our threads
 
 
 class _LoopThread:
-    """An event loop in a thread. Calls made before `end` are run or fail."""
+    """An event loop in a thread. A call that `end` interrupts raises an error."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -42,7 +42,6 @@ class _LoopThread:
         self._closed = False
         # Guards _closed: nothing is submitted after it is set. Reentrant, since the garbage
         # collector may close a stream during a submission, on the same thread.
-        # a stream in the middle of a hand-over, on the same thread.
         self._lock = threading.RLock()
         self._left: set[Future[Any]] = set()  # futures without a waiting caller
         self._thread = threading.Thread(target=self._serve, name=f"{OURS}loop", daemon=True)
@@ -67,7 +66,10 @@ class _LoopThread:
             raise
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine on the loop, if the loop runs. Wait for it where waiting is possible."""
+        """Run a coroutine on the loop, if the loop runs.
+
+        Wait for its end unless the calling thread must not wait.
+        """
         with suppress(EngineDead):
             if _may_wait():
                 self.run(work)
@@ -76,7 +78,7 @@ class _LoopThread:
                 future.add_done_callback(self._left.discard)
 
     def soon(self, call: Callable[[str], None], argument: str) -> None:
-        """Schedule a call on the loop, if the loop runs, without waiting."""
+        """Schedule a call on the loop without waiting for it. Do nothing after `end`."""
         if os.getpid() == self._pid:
             with self._lock:
                 if not self._closed:
@@ -108,7 +110,7 @@ class _LoopThread:
 
 
 def _may_wait() -> bool:
-    """Return False on the loop's own thread, where waiting would deadlock."""
+    """Whether the calling thread may wait. Waiting on one of our own threads would deadlock."""
     return not threading.current_thread().name.startswith(OURS)
 
 
@@ -117,14 +119,14 @@ _Call = Callable[..., Coroutine[Any, Any, T | list[T]]]
 
 
 class _Reader:
-    """Reads the deltas of one answer on the loop, for another thread."""
+    """Reads the deltas of one answer on the event loop, on behalf of another thread."""
 
     def __init__(self, deltas: AsyncGenerator[TextDelta]) -> None:
         self._deltas = deltas
         self._reading: asyncio.Task[Any] | None = None
 
     async def next(self) -> TextDelta | None:
-        """Return the next delta; None at the end."""
+        """Return the next delta; None at the end of the answer."""
         self._reading = asyncio.current_task()
         return await anext(self._deltas, None)
 
@@ -140,7 +142,8 @@ class _Reader:
 class LLM:
     """A model and its engine, on an event loop in a thread of its own. Thread-safe.
 
-    It is closed by `close`, by leaving its ``with`` block, by garbage collection, or at exit.
+    The engine is closed by `close`, by leaving the ``with`` block, by garbage collection, or at
+    exit.
     """
 
     def __init__(
@@ -208,7 +211,7 @@ class LLM:
     def generate(
         self, prompt: Prompt | Sequence[Prompt], params: Params = None, **options: Any
     ) -> Completion | list[Completion]:
-        """Complete one prompt or a list of prompts; see `AsyncLLM.generate`."""
+        """Return the completion of one prompt, or of each in a list, like `AsyncLLM.generate`."""
         generate: _Call[Completion] = self._llm.generate
         return self._run(generate(prompt, params, **options))
 
@@ -231,14 +234,17 @@ class LLM:
         params: Params = None,
         **options: Any,
     ) -> Completion | list[Completion]:
-        """Return the next message of one conversation or of each in a list; see `AsyncLLM.chat`."""
+        """Return the next message of a conversation, or of each in a list, like `AsyncLLM.chat`."""
         chat: _Call[Completion] = self._llm.chat
         return self._run(chat(messages, params, **options))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OneCall]
     ) -> Iterator[TextDelta]:
-        """Yield one delta per step, with all its tokens. Leaving early aborts the request."""
+        """Yield one delta per step, with all its tokens.
+
+        Closing the iterator aborts the request.
+        """
         return self._read(self._llm.stream(prompt, params, **options))
 
     def stream_chat(
@@ -247,7 +253,10 @@ class LLM:
         params: SamplingParams | None = None,
         **options: Unpack[OneChat],
     ) -> Iterator[TextDelta]:
-        """Yield the deltas of the next message, split as in `Choice`. Leaving early aborts."""
+        """Yield the deltas of the next message, split into the fields of `Choice`.
+
+        Closing the iterator aborts the request.
+        """
         return self._read(self._llm.stream_chat(messages, params, **options))
 
     @overload
@@ -261,14 +270,14 @@ class LLM:
     def embed(
         self, inputs: Prompt | Sequence[Prompt], **options: Any
     ) -> Embedding | list[Embedding]:
-        """Return the embedding of one input or of each in a list; see `AsyncLLM.embed`."""
+        """Return the embedding of one input, or of each in a list, like `AsyncLLM.embed`."""
         embed: _Call[Embedding] = self._llm.embed
         return self._run(embed(inputs, **options))
 
     def rerank(
         self, query: str, documents: Sequence[str], **options: Unpack[RerankCall]
     ) -> list[RankedDocument]:
-        """Return documents with scores for a query, best first; see `AsyncLLM.rerank`."""
+        """Return the documents with scores for a query, best first, like `AsyncLLM.rerank`."""
         return self._run(self._llm.rerank(query, documents, **options))
 
     def _read(self, deltas: AsyncGenerator[TextDelta]) -> Iterator[TextDelta]:
@@ -285,7 +294,7 @@ class LLM:
 
 
 async def _close(llm: AsyncLLM) -> None:
-    """Close, then cancel calls that other threads wait for, so that they raise an error."""
+    """Close the LLM, then cancel calls that other threads wait for, so that they raise an error."""
     try:
         await llm.close()
     finally:

@@ -1,10 +1,9 @@
-"""Closing structured output in time: keep room for the shortest completion of an answer.
+"""Completing structured output within the token limit of a request.
 
-Near the token limit of a request, the grammar's mask is narrowed to tokens after which the output
-can still be completed: a JSON object is closed instead of being truncated inside a string.
-Completions are found by a search (ends/search.py) whose effort is limited in nodes, not in time.
-The mask depends only on the request's own output and limit, so answers do not depend on drafters or
-batches.
+Near the limit, the grammar's mask is narrowed to tokens after which the output can still be
+completed: a JSON object is closed instead of being truncated inside a string. Completions are found
+by a search (ends/search.py) whose effort is limited in nodes, not in time. The mask depends only on
+the request's own output and limit, so answers do not depend on drafters or batches.
 """
 
 from __future__ import annotations
@@ -21,16 +20,17 @@ from .ends.protocols import Matcher
 
 Ids = Sequence[int]
 Between = Callable[[int, int], Ids]  # returns the output tokens between two positions
-RETRY = 8  # tokens until the next attempt after a position without a completion in time
+RETRY = 8  # tokens until the next search, if no completion within the limit was found
 
 
 @dataclass(slots=True)
 class _Place:
-    """A position at which a completion is searched for.
+    """A position in the output at which a completion is searched for.
 
-    ``end``: the shortest completion. ``known``: completions found after next tokens; None until
-    these were judged. ``guess``: the latest completion found here or earlier. ``is_inside``: the
-    position is inside a character; the next one is tried as well.
+    ``end``: the shortest completion that was found, if any. ``known``: completions that were found
+    while the possible next tokens were judged; None before that. ``guess``: the completion that was
+    found last, here or at an earlier position. ``is_inside``: whether the position is inside a
+    character, so that another search is made at the next position.
     """
 
     end: Ids | None
@@ -42,19 +42,19 @@ class _Place:
 class ClosingPath:
     """Follows one output, and bans tokens when its shortest completion comes near the limit.
 
-    Completions are searched for only at some positions. With spare tokens, the next position is as
-    far ahead as the spare tokens last if the completion grows with every token. The positions and
-    results depend on the output only.
+    Completions are searched for only at some positions. While many tokens are left, the next search
+    is at the first position at which they could be used up if every token made the completion
+    longer by the maximum. The positions and results depend on the output only.
     """
 
     def __init__(self, closer: Closer, first: Ids, limit: int) -> None:
         self._closer = closer
         self._limit = limit
-        # positions up to the last one asked for
+        # positions at which completions were searched for, by the number of tokens before them
         self._places: dict[int, _Place] = {0: _Place(first, guess=first)}
 
     def forget(self, first: int, last: int) -> None:
-        """Forget positions after ``last``, and positions that ``first`` makes unnecessary."""
+        """Forget positions after ``last``, and those before the last position up to ``first``."""
         start = max(number for number in self._places if number <= first)
         kept = ((number, each) for number, each in self._places.items() if start <= number <= last)
         self._places = dict(kept)
@@ -62,12 +62,12 @@ class ClosingPath:
     def narrow(
         self, matcher: Matcher, mask: NDArray[np.bool_], number: int, between: Between
     ) -> bool:
-        """Ban every token after which the output cannot be completed in time. Return whether any
-        is.
+        """Ban the tokens after which the output cannot be completed within the limit.
 
-        ``number``: output tokens before this position, where the matcher is. ``mask`` [vocab]:
-        tokens that the grammar allows, without stop tokens; changed in place. If the output cannot
-        be completed in time, nothing is banned and the limit truncates the answer.
+        Return whether a token was banned. ``number``: number of output tokens before the matcher's
+        position. ``mask`` [vocab]: the tokens that the grammar allows, without stop tokens; it is
+        changed in place. If no completion fits within the limit, nothing is banned and the limit
+        truncates the answer.
         """
         place = self._place(matcher, number, between)
         if place is None or not self._is_near(number, place):
@@ -86,7 +86,7 @@ class ClosingPath:
         """Return the tokens to ban at a position near the limit."""
         before = self._places.get(number - 1)
         known = before.known if before is not None and before.known is not None else ()
-        most = self._limit - number - 2  # tokens after the next one, without the stop token
+        most = self._limit - number - 2  # number of tokens after the next one, without a stop token
         narrowing = Narrowing(self._closer, matcher, place.end or (), most, known)
         banned = narrowing.late(mask)
         place.known = narrowing.known
@@ -100,7 +100,10 @@ class ClosingPath:
         return self._limit - number - 1 - len(end)
 
     def _place(self, matcher: Matcher, number: int, between: Between) -> _Place | None:
-        """Return the position, if completions are searched for there, else None."""
+        """Return the position after ``number`` tokens; None if completions are not searched there.
+
+        Searches that are due at earlier positions are made first.
+        """
         at = max(each for each in self._places if each <= number)
         while at < number:
             following = self._following(at)
@@ -119,7 +122,7 @@ class ClosingPath:
         return self._places[at]
 
     def _finish(self, matcher: Matcher, number: int) -> None:
-        """Judge a position that was skipped, since its results are used at the next one."""
+        """Judge the tokens at a skipped position, since the next position uses the results."""
         place = self._places[number]
         if place.known is None and self._is_near(number, place):
             bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)

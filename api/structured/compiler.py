@@ -1,7 +1,7 @@
 """Compile json_schema, regex, grammar or choice to a grammar, in a thread.
 
 A caller's grammar may be expensive on purpose, so its text, its compilation and each matching step
-are limited. Beyond the limits, only that request fails.
+are limited. If a grammar exceeds a limit, only its request fails.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SECONDS = 5.0  # time limit for one grammar, from the start of its compilation
 MAX_PENDING = 32  # maximum number of grammars waiting to be compiled
 NUM_GRAMMARS = 128  # maximum number of cached grammars
 KEPT_SECONDS = 4.0  # maximum compile time of all cached grammars together
-STACK_BYTES = 256 * 2**20  # stack of the thread: chains of rules are followed by recursion
-LIMITS = {  # matcher.py limits the time of grammars within these limits
+STACK_BYTES = 256 * 2**20  # large, since llguidance follows chains of rules by recursion
+LIMITS = {  # limits of llguidance; matcher.py also limits the time of each grammar
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
@@ -74,9 +74,10 @@ class _Job:
         return done and (self.future.cancelled() or self.future.exception() is not None)
 
     async def wait(self) -> Grammar:
-        """Wait for the grammar. Raises TimeoutError; the time in the queue does not count.
+        """Wait for the grammar and return it.
 
-        A job that no request waits for any more is cancelled.
+        Raises TimeoutError if the compilation takes longer than `SECONDS`, without the time in the
+        queue. A job that has not begun is cancelled when no request waits for it any more.
         """
         self._num_waiting += 1
         began = asyncio.create_task(self._began.wait())
@@ -108,15 +109,15 @@ class Grammars:
         self._grammars: OrderedDict[tuple[str, str], _Job] = OrderedDict()
 
     def close(self) -> None:
-        """Refuse waiting jobs. The running one may finish."""
+        """Refuse the waiting jobs. The running job may finish."""
         self._closed = True
         self._thread.close()
 
     async def compile(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar that the answer must follow, if any.
+        """Return the grammar that the answer must follow; None if the request has none.
 
-        Raises `InvalidRequest`, which names the field, if it is invalid, too big or too slow, and
-        `QueueFull` if too many grammars wait.
+        Raises `InvalidRequest`, which names the field, for a grammar that is invalid, too big or
+        too slow, and `QueueFull` if too many grammars are waiting.
         """
         if (field := params.structured_field) is None:
             return None
@@ -131,12 +132,13 @@ class Grammars:
                 f"{field} took longer than {SECONDS:g} s to compile: simplify it", param=field
             ) from None
         except asyncio.CancelledError:
-            self._check_open()  # maybe the thread was closed, rather than the caller cancelled
+            self._check_open()  # if the thread was closed, raises the error of a closed engine
             raise
 
     def _job(self, field: str, source: str, compiler: _Compiler) -> _Job:
-        """Return a compiled or pending grammar, else start a new one. Evicts the least recently
-        used.
+        """Return the job of a grammar, which may be compiled, pending or new.
+
+        The least recently used grammars are evicted.
         """
         key = (field, source)
         known = self._grammars.get(key)
@@ -150,7 +152,10 @@ class Grammars:
         return known
 
     def _forget_some(self) -> None:
-        """Evict the oldest grammars. Slow ones are big, so fewer of them are kept."""
+        """Evict the least recently used grammars, by number and by their total compile time.
+
+        Grammars that are slow to compile are big, so fewer of them are kept.
+        """
         ended = [job.future for job in self._grammars.values() if job.future.done()]
         grammars = [each.result() for each in ended if not (each.cancelled() or each.exception())]
         seconds = sum(grammar.seconds for grammar in grammars)
@@ -170,7 +175,10 @@ class Grammars:
     # -- the thread -----------------------------------------------------------------------------
 
     def _work(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Submit a job. It continues if its caller gives up, since others may need the result."""
+        """Submit a job to the thread.
+
+        It continues if its caller gives up, since other requests may need the result.
+        """
         self._check_open()
         future = asyncio.wrap_future(self._thread.submit(job))
         # marks the exception as retrieved
@@ -183,7 +191,7 @@ class Grammars:
 
 
 class _Compiler:
-    """Compiles grammars for one vocabulary, which takes up to a second to read."""
+    """A compiler of grammars for one vocabulary. Creating it takes up to a second."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -214,7 +222,10 @@ class _Compiler:
         return RewindingMatcher(matcher, uncounted) if uncounted else matcher
 
     def _prepared(self, field: str, source: str) -> tuple[str, bool]:
-        """Return the source with prepared schemas, and whether duplicate keys must not count."""
+        """Return the source with its schemas prepared, and whether keys must be distinct.
+
+        A matcher must reject duplicate keys if a schema requires a number of properties.
+        """
         if field == "json_schema":
             prepared = self._preparer.prepare(json.loads(source), field)
             return json.dumps(prepared.schema), prepared.counts_keys
@@ -233,8 +244,8 @@ class _Compiler:
 def compile_grammar(field: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
     """Compile the text of a grammar. Raises `InvalidRequest`.
 
-    The first two masks are computed as well, so that impossible grammars are detected and copies
-    start with warm caches.
+    The first two masks are computed as well, so that grammars without a match are detected and
+    copies of the matcher start with warm caches.
     """
     try:
         text = guidance_text(field, source)

@@ -1,7 +1,8 @@
 """A matcher for JSON without duplicate keys in an object.
 
-The grammar library counts properties as they are written. If an object needs a number of properties
-with free names, duplicate keys would count twice, though every parser reads them as one property.
+The grammar library counts every property that is written. If a schema requires a number of
+properties with free names, duplicate keys would count twice, although parsers read them as one
+property.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ OBJECT, LIST, CLOSING = b"{"[0], b"["[0], b"]}"
 class _Place(NamedTuple):
     """A position in a JSON text.
 
-    ``open``: for each open bracket the keys so far, None for a list. ``key``: the key being
-    written. ``is_text``: inside a string. ``is_key_next``: the next string is a key.
+    ``open``: for each open bracket, the keys of the object so far; None for a list. ``key``: the
+    beginning of the key that is being written. ``is_text``: the position is inside a string.
+    ``is_key_next``: the next string is a key.
     """
 
     open: tuple[frozenset[bytes] | None, ...] = ()
@@ -42,9 +44,9 @@ class _Place(NamedTuple):
 
     @property
     def may_be_stuck(self) -> bool:
-        """Whether possibly every key that can be written from here exists already.
+        """Whether the object might already have every key that can be written here.
 
-        This is the case before a key, and inside a key that is a prefix of an existing one.
+        This is possible before a key, and inside a key that is a prefix of an existing key.
         """
         keys = self.open[-1] if self.open else None
         if not keys:
@@ -83,16 +85,17 @@ class _Place(NamedTuple):
 
 
 class DistinctKeysMatcher:
-    """Wraps a matcher at its beginning, with the methods used by this package.
+    """A `Matcher` that wraps another and bans tokens that repeat a key.
 
-    It also bans tokens after which only existing keys could be written, such as a comma when the
-    schema names all keys. ``texts``: the bytes of each token.
+    It also bans tokens after which only existing keys could be written, such as a comma when all
+    keys that the schema allows are written. ``matcher``: a matcher that has consumed no tokens.
+    ``texts``: the bytes of each token.
     """
 
     def __init__(self, matcher: Matcher, texts: Sequence[bytes]) -> None:
         self._matcher = matcher
         self._texts = texts
-        self._places = [_Place()]  # one per token
+        self._places = [_Place()]  # the position at the beginning and after each token
         marks = [i for i, text in enumerate(texts) if QUOTE in text or COMMA in text]
         self._marks = np.array(marks, dtype=int)
         self._ids: dict[bytes, list[int]] = {}
@@ -107,19 +110,19 @@ class DistinctKeysMatcher:
         return copy
 
     def try_consume_tokens(self, tokens: list[int], /) -> int:
-        """Consume tokens as far as they are allowed. Return the number consumed."""
+        """Consume tokens as far as they are allowed. Return the number of consumed tokens."""
         places = self._along(tokens)
         count = self._matcher.try_consume_tokens(tokens[: len(places)])
         self._places += places[:count]
         return count
 
     def rollback(self, num_tokens: int, /) -> bool:
-        """Undo the last tokens."""
+        """Undo the last ``num_tokens`` consumed tokens. Return whether it succeeded."""
         del self._places[len(self._places) - num_tokens :]
         return self._matcher.rollback(num_tokens)
 
     def validate_tokens(self, tokens: list[int], /) -> int:
-        """Count the leading tokens that are allowed."""
+        """Return the number of leading tokens that are allowed. The position does not change."""
         return self._matcher.validate_tokens(tokens[: len(self._along(tokens))])
 
     def compute_bitmask(self) -> bytes:
@@ -134,7 +137,7 @@ class DistinctKeysMatcher:
         return np.packbits(mask, bitorder="little").tobytes()
 
     def _watched(self, here: _Place, mask: NDArray[np.uint8]) -> list[int]:
-        """Return allowed tokens that may repeat a key, or lead to a position without a new key."""
+        """Return the allowed tokens that may repeat a key, or after which no new key may fit."""
         found: list[int] = self._marks[mask[self._marks] > 0].tolist()
         keys = here.open[-1]
         if here.key is None or not keys:
@@ -145,7 +148,7 @@ class DistinctKeysMatcher:
         return [*found, *(i for part in parts for i in self._ids.get(part, ()) if mask[i])]
 
     def _leads_on(self, matcher: Matcher, place: _Place, token_id: int, depth: int) -> bool:
-        """Whether a token repeats no key and can be continued."""
+        """Whether a token repeats no key, and the output can go on without repeating one."""
         following = place.behind(self._texts[token_id])
         if following is None or not following.may_be_stuck or not depth:
             return following is not None
@@ -176,7 +179,7 @@ class DistinctKeysMatcher:
         return self._matcher.is_accepting()
 
     def is_stopped(self) -> bool:
-        """Whether only the end may follow."""
+        """Whether only the end of the answer may follow."""
         return self._matcher.is_stopped()
 
     def is_error(self) -> bool:
@@ -188,7 +191,7 @@ class DistinctKeysMatcher:
         return self._matcher.get_error()
 
     def _along(self, tokens: Sequence[int]) -> list[_Place]:
-        """Return the positions after each token, up to one that repeats a key."""
+        """Return the position after each token, up to the first token that repeats a key."""
         places: list[_Place] = []
         place = self._places[-1]
         for token_id in tokens:

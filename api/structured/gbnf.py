@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-MAX_DEPTH = 200  # nesting depth of brackets
+MAX_DEPTH = 200  # maximum nesting depth of brackets
 MAX_TIMES = 2**16
 ROOT = "root"
 EMPTY = '""'
@@ -42,7 +42,10 @@ def is_gbnf(source: str) -> bool:
 
 
 def lark_of(source: str) -> str:
-    """Return the grammar as Lark text. Raises ValueError for invalid GBNF or endless rules."""
+    """Return the grammar as Lark text.
+
+    Raises ValueError for invalid GBNF, and if the root rule matches no finite text.
+    """
     rules = _Reader(source).rules()
     if ROOT not in rules:
         raise ValueError(f"has no rule named {ROOT}")
@@ -87,7 +90,7 @@ class Part:
         return known.get((self.least, self.most), f"{{{self.least},{most}}}")
 
     def ends(self, ending: set[str]) -> bool:
-        """Whether the part matches a finite text, given the names of rules that do."""
+        """Whether the part matches a finite text. ``ending``: names of rules that match one."""
         if self.least == 0 or self.symbol:
             return True
         if self.name:
@@ -120,7 +123,7 @@ def _ending(rules: Mapping[str, Rule]) -> set[str]:
 
 
 class _Reader:
-    """Reads a grammar from left to right. A rule extends to the next one."""
+    """A parser that reads a grammar from left to right. A rule extends to the next rule."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -129,7 +132,7 @@ class _Reader:
         self._rule = Rule()
 
     def _split(self) -> Iterator[tuple[str, str]]:
-        """Yield kinds and texts of tokens, then an empty kind."""
+        """Yield the kind and the text of each token of the source, then an empty kind and text."""
         at = 0
         while at < len(self._source):
             found = _TOKEN.match(self._source, at)
@@ -148,7 +151,7 @@ class _Reader:
         return text
 
     def rules(self) -> dict[str, Rule]:
-        """Return all rules by name. The last rule of a name counts."""
+        """Return all rules by name. If a name has several rules, the last one is used."""
         found: dict[str, Rule] = {}
         while self._kind:
             if self._kind != "rule":
@@ -181,7 +184,7 @@ class _Reader:
         return parts
 
     def _parts(self, depth: int) -> list[Part]:
-        """Return the parts that the next token or group stands for."""
+        """Return the parts of the rule that the next token or group stands for."""
         kind, text = self._kind, self._next()
         if kind == "name":
             self._rule.references.add(text)
@@ -202,7 +205,10 @@ class _Reader:
 
 
 def _repeated(part: Part, times: str) -> Part:
-    """Return a repeated part. A part that is repeated already becomes a group."""
+    """Return a part with the repetition ``times``.
+
+    A part that already has a repetition is put into a group.
+    """
     known: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
     if times in known:
         least, most = known[times]
@@ -220,7 +226,7 @@ def _repeated(part: Part, times: str) -> Part:
 
 
 def _chars(text: str) -> list[str]:
-    """Return the characters of a text with escapes."""
+    """Return the characters of a text in which escape sequences are decoded."""
     chars, at = [], 0
     while at < len(text):
         found = _CHAR.match(text, at)
@@ -272,6 +278,6 @@ def _members(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _set(ranges: list[tuple[str, str]], *, is_negated: bool = False) -> str:
-    """Return a symbol that matches one character of the ranges."""
+    """Return a symbol that matches one character in the ranges, or one outside if negated."""
     inside = "".join(f"\\u{{{ord(first):X}}}-\\u{{{ord(last):X}}}" for first, last in ranges)
     return f"/[{'^' if is_negated else ''}{inside}]/"

@@ -17,7 +17,7 @@ from .gbnf import is_gbnf, lark_of
 from .schemas.preparing import OPTIONS, with_options
 from .schemas.walk import JSON_BLOCK
 
-MAX_RULES = 4_000  # rules of a Lark text; errors in longer chains take minutes to report
+MAX_RULES = 4_000  # maximum number of Lark rules; errors in longer chains take minutes to report
 JSON_FORM: dict[str, object] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -28,7 +28,7 @@ JSON_FORM: dict[str, object] = {
 FREE_FORM = {
     **JSON_FORM,
     "whitespace_flexible": True,
-    "whitespace_pattern": r" |\n {0,20}",  # at most one between two elements
+    "whitespace_pattern": r" |\n {0,20}",  # matches at most once between two elements
     "item_separator": ",",
     "key_separator": ":",
 }
@@ -45,7 +45,7 @@ _LARK_RULE = re.compile(r"^[ \t]*[!?]*\w+(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re
 
 
 def json_rule(schema: Mapping[str, object] | str) -> str:
-    """Return the text for JSON of this schema inside a Lark ``grammar``.
+    """Return the text that stands for JSON of a schema in a Lark ``grammar``.
 
     Raises `InvalidRequest` unless the schema is a JSON object or a boolean.
     """
@@ -58,25 +58,29 @@ def json_rule(schema: Mapping[str, object] | str) -> str:
 
 
 def json_block(schema: Mapping[str, object]) -> str:
-    """Return a schema inside a Lark ``grammar``. Raises ValueError, TypeError, RecursionError."""
+    """Return the text of a schema for use in a Lark ``grammar``.
+
+    Raises ValueError, TypeError and RecursionError if it cannot be encoded.
+    """
     return f"{JSON_BLOCK}{json.dumps(schema, allow_nan=False)}"
 
 
 def json_form(schema: str) -> dict[str, object]:
-    """Return the form of JSON that follows a schema, given as text.
+    """Return options of the grammar library for the form of JSON: white space and escapes.
 
-    Each character has only one spelling, so that equal keys are spelt equally. Control characters
-    can only be written as numeric escapes.
+    ``schema``: the schema as text. Numeric escapes are allowed only if the schema contains a
+    control character, which needs them; otherwise every character has only one spelling, so that
+    equal keys are written equally.
     """
     form = _white_space(json.loads(schema))
     return form if _CONTROL.search(schema) else {**form, **NO_NUMBERS}
 
 
 def _white_space(schema: object) -> dict[str, object]:
-    """Return the form of white space for a schema.
+    """Return options of the grammar library for the white space in JSON of a schema.
 
-    If the schema names all keys, only one blank after commas and colons is allowed: most of the
-    text is then forced and can be drafted.
+    If the schema names all keys, there is exactly one blank after each comma and colon: most of
+    the text is then forced and can be drafted.
     """
     left = [schema]
     while left:
@@ -119,12 +123,12 @@ def lark_rules(grammar: str) -> str:
 
 
 def lark_text(text: str) -> str:
-    """Return a string literal for a Lark ``grammar``."""
+    """Return a text as a string literal of a Lark ``grammar``."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def source_text(field: str, value: object) -> str:
-    """Return the cache key of a compiled grammar: its whole source as text of limited length.
+    """Return the cache key of a compiled grammar, which is its whole source as text.
 
     Raises `InvalidRequest` for a source that is too long or invalid.
     """
@@ -141,14 +145,17 @@ def source_text(field: str, value: object) -> str:
 
 
 def check_size(field: str, value: object) -> None:
-    """Raise `InvalidRequest` if the value is too long as JSON, without encoding it."""
+    """Raise `InvalidRequest` if the JSON of a value would be too long, without encoding it."""
     if num_chars(value) > MAX_GRAMMAR_CHARS:
         message = f"{field} must have at most {MAX_GRAMMAR_CHARS} characters"
         raise InvalidRequest(message, param=field)
 
 
 def num_chars(value: object) -> int:
-    """Return a lower bound of the length of the value's JSON, counted up to the limit."""
+    """Return a lower bound of the length of a value's JSON.
+
+    Counting stops beyond `MAX_GRAMMAR_CHARS`.
+    """
     total, left = 0, [value]
     while left and total <= MAX_GRAMMAR_CHARS:
         each = left.pop()
@@ -161,7 +168,7 @@ def num_chars(value: object) -> int:
 
 
 def _json_text(field: str, schema: object) -> str:
-    if not isinstance(schema, str):  # a string was measured before
+    if not isinstance(schema, str):  # the length of a string was checked before
         check_size(field, schema)
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
@@ -176,7 +183,7 @@ def _json_text(field: str, schema: object) -> str:
 
 
 def guidance_text(field: str, source: str) -> str:
-    """Return the source in the form of llguidance. Raises ValueError."""
+    """Return the source as a grammar of llguidance. Raises ValueError for an invalid source."""
     if field == "json_schema":
         return LLMatcher.grammar_from_json_schema(source, overrides=json_form(source))  # type: ignore[arg-type]
     if field == "regex":
@@ -191,7 +198,10 @@ def guidance_text(field: str, source: str) -> str:
 
 
 def _ascii_digit(escape: re.Match[str]) -> str:
-    """Return the ASCII form of a digit class, as callers mean it; Rust's has hundreds of digits."""
+    r"""Return an escape sequence, with ``\d`` and ``\D`` replaced by ASCII character sets.
+
+    In Rust's syntax, ``\d`` also matches hundreds of other digits.
+    """
     return {"\\d": "[0-9]", "\\D": "[^0-9]"}.get(escape[0], escape[0])
 
 

@@ -4,9 +4,9 @@ A matcher is at one path at a time. To reach another path, it rolls back to the 
 consumes the rest. Masks along its path are kept, since a draft model and the verifier ask for the
 same ones.
 
-If the grammar forces bytes, only the tokenizer's own encoding of them is allowed. Runs of such
-tokens are known in advance, and the text is tokenized as in the model's training. (Guidance's
-fast-forward tokens, https://github.com/guidance-ai/llguidance.)
+If the grammar forces bytes, only the tokens with which the tokenizer encodes them are allowed. Runs
+of such tokens are known in advance, and the text is tokenized as in the model's training. These are
+Guidance's fast-forward tokens (https://github.com/guidance-ai/llguidance).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .ends.protocols import Matcher
 from .vocabulary import Vocabulary
 
 T = TypeVar("T")
-FREE_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.02  # time that an answer may spend in its grammar
+FREE_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.02  # time limit for matching an answer, and per token
 QUICK_SECONDS = 0.1  # compile time below which the model thread may compile a grammar again
 MAX_ERROR_CHARS = 300
 _PLAINLY = {  # parts of llguidance's messages, and their replacements
@@ -44,15 +44,16 @@ _OF_SCHEMA = "failed to compile JSON schema: "  # prefix of errors in a schema i
 class Grammar:
     """A compiled grammar, shared by requests that copy its matcher.
 
-    Copies share the states of the lexer, whose number is limited; `anew` shares nothing.
+    Copies share the states of the lexer, whose number is limited. A matcher from `anew` shares
+    nothing.
     """
 
     prototype: Matcher
     vocabulary: Vocabulary
     compile: Callable[[], Matcher]
     closer: Closer
-    seconds: float = 0.0  # compile time
-    # the shortest answer; None if unknown, then the limit truncates answers
+    seconds: float = 0.0  # compile time in seconds
+    # the shortest answer; None if unknown: a token limit then truncates answers
     shortest: Sequence[int] | None = None
 
     @property
@@ -72,14 +73,17 @@ class Grammar:
     def matcher(self, stop_ids: frozenset[int], limit: int | None = None) -> GrammarMatcher:
         """Return a constraint whose complete answers end with one of ``stop_ids``.
 
-        ``limit``: number of output tokens, including the stop token, within which to complete the
-        answer; None: no limit.
+        ``limit``: number of output tokens, including the stop token, within which the answer must
+        be complete; None for no limit.
         """
         return GrammarMatcher(self, stop_ids, limit)
 
 
 class GrammarMatcher:
-    """A `Constraint` by a grammar. The grammar's matcher is copied at the first query."""
+    """A `Constraint` that enforces a grammar. It copies the grammar's matcher at its first query.
+
+    Settled tokens are consumed output tokens that cannot change any more.
+    """
 
     def __init__(
         self, grammar: Grammar, stop_ids: frozenset[int], limit: int | None = None
@@ -89,30 +93,36 @@ class GrammarMatcher:
         self._closing: ClosingPath | None = None
         if limit is not None and grammar.shortest is not None:
             self._closing = ClosingPath(grammar.closer, grammar.shortest, limit)
-        self._narrowed: set[int] = set()  # narrowed positions on the path, after the settled tokens
+        self._narrowed: set[int] = set()  # positions after the settled tokens with a narrowed mask
         self._is_closed_early = False
         self._stop_ids = frozenset(i for i in stop_ids if 0 <= i < grammar.vocabulary.size)
         self._stops = sorted(self._stop_ids)
         self._matcher: Matcher | None = None
-        self._seconds = 0.0  # seconds spent
-        self._num_sure = 0  # number of consumed output tokens that cannot change any more
-        self._tail: list[int] = []  # consumed tokens after these
-        self._masks: dict[int, Mask] = {}  # by number of preceding tokens, from the settled ones on
+        self._seconds = 0.0  # seconds spent on matching
+        self._num_sure = 0  # number of settled tokens
+        self._tail: list[int] = []  # consumed tokens after the settled tokens
+        self._masks: dict[int, Mask] = {}  # by the number of tokens before, settled ones included
 
     def fork(self) -> GrammarMatcher:
-        """Return another constraint at the beginning of the output."""
+        """Return a new constraint for another output with the same grammar."""
         return GrammarMatcher(self._grammar, self._stop_ids, self.limit)
 
     def closed_early(self, num_output: int) -> bool:
-        """Whether an output of this length was restricted in order to complete it in time."""
+        """Whether an output of this length was restricted to complete it within the limit."""
         return self._is_closed_early or any(place < num_output for place in tuple(self._narrowed))
 
     def allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
-        """Return the mask of tokens that may follow, [vocab]; see `Constraint`."""
+        """Return the mask [vocab] of the tokens that may follow; None if ``tail`` is not allowed.
+
+        The output is ``tokens`` from ``start`` on, followed by the draft tokens ``tail``.
+        """
         return self._sound(lambda: self._allowed(tokens, start, tail))
 
     def forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
-        """Return the tokens that must follow, including a unique end token."""
+        """Return the tokens that must follow, at most ``most``.
+
+        The last one may be an end token, if only one is possible.
+        """
         return self._sound(lambda: self._forced(tokens, start, most))
 
     def count_allowed(self, tokens: array[int], start: int, guess: Sequence[int]) -> int:
@@ -120,10 +130,10 @@ class GrammarMatcher:
         return self._sound(lambda: self._count_allowed(tokens, start, guess))
 
     def _sound(self, job: Callable[[], T]) -> T:
-        """Run a job, and once more with a new matcher if it fails.
+        """Run a job and return its result. If it fails, run it once more with a new matcher.
 
-        A failed matcher stays failed, and other requests may have exhausted the shared states.
-        Raises `ConstraintFailed` if the grammar takes too much time.
+        A failed matcher stays failed, and other requests may have exhausted the shared lexer
+        states. Raises `ConstraintFailed` if that fails too or the grammar takes too much time.
         """
         if self._seconds > FREE_SECONDS + SECONDS_PER_TOKEN * self._num_sure:
             raise ConstraintFailed("the grammar takes too much time for each token: simplify it")
@@ -200,12 +210,13 @@ class GrammarMatcher:
         self._forget(0)
 
     def _new(self, tokens: array[int], start: int, tail: Sequence[int]) -> list[int]:
-        """Return the path after the settled tokens."""
+        """Return the tokens after the settled tokens: the rest of the output, and ``tail``."""
         return [*tokens[start + self._num_sure :], *tail]
 
     def _goto(self, new: Sequence[int]) -> bool:
-        """Move to a path. Return False if it is not allowed; the matcher is then at a prefix of
-        it.
+        """Move the matcher after the settled tokens and ``new``. Return whether it is there.
+
+        If ``new`` is not allowed, the matcher is after an allowed prefix.
         """
         same = _common_len(self._tail, new)
         if same < len(self._tail):
@@ -213,7 +224,10 @@ class GrammarMatcher:
         return self._consume(new[same:])
 
     def _settle(self, num_output: int) -> None:
-        """Count the first ``num_output`` of the consumed tokens as settled output."""
+        """Mark the first ``num_output`` of the consumed tokens as settled.
+
+        Raises `ConstraintFailed` if fewer tokens were consumed.
+        """
         num_new = num_output - self._num_sure
         if num_new > len(self._tail):
             raise ConstraintFailed("the grammar does not allow the answer so far")
@@ -242,13 +256,13 @@ class GrammarMatcher:
         self._forget(last)
 
     def _forget(self, last: int) -> None:
-        """Forget the results of closing after a position."""
+        """Forget narrowed masks and searched completions after the position ``last``."""
         self._narrowed = {place for place in self._narrowed if place <= last}
         if self._closing is not None:
             self._closing.forget(self._num_sure, last)
 
     def _is_text(self, token_id: int) -> bool:
-        """Whether the answer may continue after this token."""
+        """Whether a token is in the vocabulary and does not end the answer."""
         return 0 <= token_id < self._grammar.vocabulary.size and token_id not in self._stop_ids
 
     # -- masks
@@ -260,7 +274,7 @@ class GrammarMatcher:
         vocabulary = self._grammar.vocabulary
         mask = np.unpackbits(bits, count=vocabulary.end + 1, bitorder="little").view(np.bool_)
         is_complete, mask = mask[vocabulary.end], mask[: vocabulary.size]
-        special = vocabulary.special_token_ids  # complements of texts allow special tokens
+        special = vocabulary.special_token_ids  # masks of negated texts wrongly allow these
         for token_id in special[mask[special]].tolist():
             mask[token_id] = self._live.validate_tokens([token_id]) == 1
         if self._closing is not None:
@@ -277,7 +291,7 @@ class GrammarMatcher:
         if closing.narrow(self._live, mask, depth, between):
             self._narrowed.add(depth)
         self._check()
-        self._seconds -= perf_counter() - began  # closing is limited in nodes, not in time
+        self._seconds -= perf_counter() - began  # narrowing is limited in nodes, not in time
 
     def _forced_now(self) -> Sequence[int]:
         """Return the tokens that must come next, if the grammar forces any."""
@@ -296,7 +310,7 @@ class GrammarMatcher:
 
 
 def error_text(matcher: Matcher) -> str:
-    """Return the error of a matcher as one line for the caller."""
+    """Return the error of a matcher as one line of text for the caller."""
     text = matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "")
     reason = _SOURCE.split(text, maxsplit=1)[0]
     for part, said in _PLAINLY.items():

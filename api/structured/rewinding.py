@@ -22,9 +22,10 @@ def named_tokens(source: str) -> frozenset[int]:
 
 
 class RewindingMatcher:
-    """Wraps a matcher at its beginning, with the methods used by this package.
+    """A `Matcher` that wraps llguidance's matcher and can roll back over any token.
 
-    ``uncounted``: tokens that the matcher cannot roll back over.
+    ``matcher``: a matcher that has consumed no tokens. ``uncounted``: tokens that it cannot roll
+    back over.
     """
 
     def __init__(self, matcher: LLMatcher, uncounted: Set[int]) -> None:
@@ -41,13 +42,13 @@ class RewindingMatcher:
         return copy
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
-        """Consume tokens as far as they are allowed. Return the number consumed."""
+        """Consume tokens as far as they are allowed. Return the number of consumed tokens."""
         count = self._matcher.try_consume_tokens(tokens)
         self._path += tokens[:count]
         return count
 
     def rollback(self, num_tokens: int) -> bool:
-        """Undo the last tokens."""
+        """Undo the last ``num_tokens`` consumed tokens. Return whether it succeeded."""
         if not num_tokens:
             return True
         kept, dropped = self._path[:-num_tokens], self._path[-num_tokens:]
@@ -58,7 +59,7 @@ class RewindingMatcher:
         return self._matcher.try_consume_tokens(kept) == len(kept)
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """Count the leading tokens that are allowed."""
+        """Return the number of leading tokens that are allowed. The position does not change."""
         return self._matcher.validate_tokens(tokens)
 
     def compute_bitmask(self) -> bytes:
@@ -78,7 +79,7 @@ class RewindingMatcher:
         return self._matcher.is_accepting()
 
     def is_stopped(self) -> bool:
-        """Whether only the end may follow."""
+        """Whether only the end of the answer may follow."""
         return self._matcher.is_stopped()
 
     def is_error(self) -> bool:

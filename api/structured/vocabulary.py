@@ -9,8 +9,8 @@ import numpy as np
 
 from ..text.tokenizer import Tokenizer
 
-NUM_FORCED_TEXTS = 4096  # cached encodings, which requests with the same schema share
-FORCED_CHARS = 256  # characters of a forced text to tokenize; more are never needed
+NUM_FORCED_TEXTS = 4096  # number of cached encodings, which requests with the same schema share
+FORCED_CHARS = 256  # number of characters of a forced text that are tokenized at a time
 
 
 class Vocabulary:
@@ -21,7 +21,7 @@ class Vocabulary:
 
     is_tokenizer_wrapper = True
     bos_token_id = None
-    eos_token_id = None  # added by llguidance
+    eos_token_id = None  # llguidance adds a token for the end
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self.size = self.end = vocab_size
@@ -39,9 +39,10 @@ class Vocabulary:
         self._forced = lru_cache(NUM_FORCED_TEXTS)(self._tokenize)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the ids of a text inside a longer one. They spell exactly these bytes.
+        """Return the ids of a text as part of a longer text. They spell exactly these bytes.
 
-        The end of a long text is spelt byte by byte: it will be queried again before it is needed.
+        Characters after the first `FORCED_CHARS` are encoded byte by byte: llguidance asks for
+        their ids again before it needs them.
         """
         ids = list(self._forced(text[:FORCED_CHARS]))
         if len(text) > FORCED_CHARS and self._spells(ids, text[:FORCED_CHARS]):
@@ -50,16 +51,17 @@ class Vocabulary:
         return ids
 
     def id_of(self, text: bytes) -> int | None:
-        """Return the token with exactly these bytes, None without one."""
+        """Return the token with exactly these bytes; None if no token has them."""
         return self._ids.get(text)
 
     def _spells(self, ids: Sequence[int], text: str) -> bool:
         return b"".join(self.texts[token_id] for token_id in ids) == text.encode()
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the tokenizer's ids, encoded after a line break if necessary, else greedy ids.
+        """Return the ids with which the tokenizer encodes a text.
 
-        Some tokenizers put a space before a text's first word.
+        Some tokenizers put a space before the first word of a text; then it is encoded after a line
+        break. If that does not help, the ids of the longest matching tokens are returned.
         """
         data = text.encode()
         for before in ("", "\n"):
@@ -69,7 +71,7 @@ class Vocabulary:
         return tuple(self.spell(data))
 
     def _ending(self, ids: Sequence[int], data: bytes) -> tuple[int, ...] | None:
-        """Return the last of ``ids`` that spell exactly ``data``, None without any."""
+        """Return the ids at the end of ``ids`` that spell exactly ``data``; None if none do."""
         length = 0
         for index in range(len(ids), -1, -1):
             if length == len(data):
@@ -89,7 +91,7 @@ class Vocabulary:
         return ids
 
     def longest(self, data: bytes) -> int | None:
-        """Return the longest token that these bytes begin with, None without one."""
+        """Return the longest token with which these bytes begin; None if no token fits."""
         for length in range(min(self._lengths[data[0]], len(data)), 0, -1):
             if (token_id := self._ids.get(data[:length])) is not None:
                 return token_id

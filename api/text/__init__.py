@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizers, detokenizers, chat templates."""
+"""Conversion of text to token ids and back: tokenizers, detokenizers, chat templates."""

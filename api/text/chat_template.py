@@ -1,9 +1,10 @@
 """Chat templates: jinja2 templates of a model that render a conversation as text.
 
 A template is a program that shares memory and time with all requests. jinja2's sandbox restricts
-its access, and ranges to 100,000 items. Here its output, the results of sums, products and powers,
-and its run time are limited; time is checked at calls, attribute reads and writes. Results of ``~``
-and of filters such as ``center`` are not limited: the author of a template is trusted that far.
+what it can access, and limits ranges to 100,000 items. This module limits its output, the results
+of sums, products and powers, and its run time, which is checked at calls, attribute reads and
+writes. Results of ``~`` and of filters such as ``center`` are not limited: the author of a template
+is trusted that far.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from ...core.errors import ForetokenError, InvalidRequest
 SECONDS = 5.0  # time limit for one conversation
 # time limit for a short conversation on the event loop; then it restarts in a thread
 INLINE_SECONDS = 0.005
-INLINE_CHARS = 2_048  # longer texts are tokenized in a thread
+INLINE_CHARS = 2_048  # maximum length of a text that is tokenized on the event loop
 MAX_CAUSE_CHARS = 300  # maximum length of a template's error message
-MESSAGE_CHARS = 64  # a message takes a template about as long as so many characters
+MESSAGE_CHARS = 64  # rendering a message takes about as long as rendering this many characters
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of reasoning in templates
-MARK = "THE_FINAL_MESSAGE_ENDS_HERE "  # the space after it shows whether a template trims the text
+MARK = "THE_FINAL_MESSAGE_ENDS_HERE "  # the space at its end shows whether a template trims text
 TEMPLATE_FILE = "<template>"  # jinja2's name for a template without a file
 NULL = object()  # a field that templates see as null; with None the field is absent
 NO_TOOLS: list[Mapping[str, Any]] = []
@@ -52,8 +53,8 @@ _SCALARS = frozenset({str, int, float, bool, type(None)})
 class TemplateRefusal(InvalidRequest):
     """Raised if a chat template fails on a conversation.
 
-    ``index``: the message at which it failed; ``call``: the tool call in that message; each None if
-    unknown. ``cause``: the error of the template or of jinja2.
+    ``index``: index of the message at which it failed; ``call``: index of the tool call in that
+    message; each is None if unknown. ``cause``: the error of the template or of jinja2.
     """
 
     def __init__(self, cause: str, index: int | None = None, call: int | None = None) -> None:
@@ -78,9 +79,9 @@ class TooLong(Exception):  # noqa: N818
 
 
 class Budget:
-    """Limits of one rendering: characters, and seconds from now on.
+    """The limits of one rendering: its characters, and its seconds from now on.
 
-    Raises `TooLong` and TimeoutError inside the template.
+    If a limit is exceeded, `TooLong` or TimeoutError is raised inside the template.
     """
 
     def __init__(self, most_chars: int, seconds: float) -> None:
@@ -92,12 +93,12 @@ class Budget:
         self._ends_at = 0.0
 
     def check_time(self) -> None:
-        """Raise TimeoutError if the time is over."""
+        """Raise TimeoutError if the time limit is exceeded."""
         if time.monotonic() > self._ends_at:
             raise TimeoutError
 
     def check(self, num_chars: int) -> None:
-        """Raise `TooLong` for a text that is too long, and TimeoutError if the time is over."""
+        """Raise `TooLong` or TimeoutError if the limit on characters or time is exceeded."""
         if num_chars > self.most_chars:
             raise TooLong(num_chars)
         self.check_time()
@@ -119,11 +120,11 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The text of the chat template, "" without one."""
+        """The text of the chat template; "" if the model has none."""
         template = self.own or getattr(self._hf, "chat_template", None) or ""
         if isinstance(template, str):
             return template
-        # transformers uses this one of several named templates for tools.
+        # If a model has several named templates, transformers uses this one for tools.
         return str(template.get("tool_use", template.get("default", "")))
 
     def render(
@@ -144,9 +145,10 @@ class ChatTemplate:
             BUDGET.reset(token)
 
     def _completed(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:
-        """Return the rendered text. After a failure, missing tools and fields of tools are added.
+        """Return the rendered text.
 
-        Some templates read optional values unconditionally; they then get empty ones.
+        Some templates fail if optional values are missing. After a failure, rendering is therefore
+        repeated with empty values for missing tools or fields of tools.
         """
         talk = [_message(each) for each in messages]
         try:
@@ -182,7 +184,10 @@ class ChatTemplate:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message for a template: without null fields, and with all names of reasoning."""
+    """Return a message as templates read it.
+
+    Null fields are removed. Reasoning is given under several names, since templates differ.
+    """
     known = {
         name: None if value is NULL else _plain(value)
         for name, value in message.items()
@@ -195,7 +200,10 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - values of JSON
-    """Return a copy in plain JSON types: methods of other types could escape the sandbox."""
+    """Return a copy of a value in plain JSON types.
+
+    Through methods of other types, a template could escape the sandbox.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -209,7 +217,11 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - values of JSON
 
 
 def _mark(message: dict[str, Any], field: str, template: str) -> str:
-    """Mark the end of a message to be continued. Return its text. Raises ValueError."""
+    """Append `MARK` to the text of a message to be continued, and return the text without it.
+
+    ``field``: the field to continue. Raises ValueError if there is no such text or the template
+    does not read the field.
+    """
     fields = [field]
     if field in REASONING:
         fields = [each for each in REASONING if message.get(each) == message.get(field)]
@@ -239,40 +251,40 @@ class Environment(ImmutableSandboxedEnvironment):
         return bounded_text(pieces)
 
     def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - values of a template
-        """Return an attribute, unless the time is over."""
+        """Return an attribute. Raises TimeoutError if the time limit is exceeded."""
         BUDGET.get().check_time()
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:  # noqa: ANN401 - values of a template
-        """Return an item, unless the time is over."""
+        """Return an item. Raises TimeoutError if the time limit is exceeded."""
         BUDGET.get().check_time()
         return super().getitem(obj, argument)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - values of a template
-        """Call a function of the template, unless the time is over."""
+        """Call a function of the template. Raises TimeoutError if the time limit is exceeded."""
         BUDGET.get().check_time()
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - values of a template
-        """Return the result of an operator, unless it would be too long."""
+        """Return the result of an operator. Raises `TooLong` if the result would be too long."""
         BUDGET.get().check(_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
 
 class Generation(Extension):
-    """``{% generation %}``, which marks text to learn in training; here it renders its content."""
+    """``{% generation %}``, which marks text for training; here it only renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's name
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the block with a scope of its own."""
+        """Parse a block, and return it as a block with its own scope."""
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(lineno)
 
 
 class Names(Namespace):
-    """A namespace for attributes of a template, without access to Python's attributes."""
+    """The ``namespace`` of templates, without access to Python's attributes."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as a dict's
         given = dict(*args, **kwargs)
@@ -286,7 +298,7 @@ class Names(Namespace):
 
 
 class Dicts:
-    """``dict`` without the methods of a type."""
+    """The function ``dict`` of templates, which has none of the attributes of Python's type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as a dict's
         return dict(*args, **kwargs)
@@ -325,7 +337,7 @@ def _environment() -> Environment:
 
 
 def bounded_text(pieces: Iterable[str]) -> str:
-    """Join pieces of text, within the limit."""
+    """Return the joined pieces of text. Raises `TooLong` or TimeoutError."""
     kept: list[str] = []
     budget, num_chars = BUDGET.get(), 0
     for piece in pieces:
@@ -357,7 +369,7 @@ def _to_json(
 
 
 def _size(operator: str, left: object, right: object) -> int:
-    """Return the size of an operation's result: characters, entries, or bits of a number."""
+    """Return the size of an operation's result in characters, entries, or bits of a number."""
     if type(left) is str and type(right) is str and operator == "+":
         return len(left) + len(right)
     if operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
@@ -401,7 +413,7 @@ def check_messages(messages: object) -> None:
 
 
 def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> int:
-    """Return the approximate length of a conversation, counted up to the limit of short ones."""
+    """Return the approximate length of a conversation; counting stops beyond `INLINE_CHARS`."""
     total = MESSAGE_CHARS * len(messages)
     left: list[object] = [*messages, options]
     while left and total <= INLINE_CHARS:
@@ -439,16 +451,17 @@ def _inside(value: object) -> Iterable[object]:
 
 
 def check_options(options: Mapping[str, Any], param: str = "chat_template_kwargs") -> None:
-    """Raise `InvalidRequest` for a reserved name."""
+    """Raise `InvalidRequest` if an option of a template has a reserved name."""
     for name in options:
         if name in RESERVED:
             raise InvalidRequest(f"{param} must not contain {name}", param=param)
 
 
 def template_of(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:
-    """Return the chat template in the options, "" for the model's own, and its default arguments.
+    """Return the chat template that the options name, and the default values of its variables.
 
-    Raises `InvalidRequest` for an unreadable file, invalid jinja and a reserved name.
+    The template is "" for the model's own. Raises `InvalidRequest` for an unreadable file, invalid
+    jinja and a reserved name.
     """
     text = "" if config.chat_template is None else read_template(config.chat_template)
     options = config.default_chat_template_kwargs or {}
@@ -477,9 +490,9 @@ def read_template(path: str) -> str:
 
 
 def refusal(error: Exception, talk: Sequence[Mapping[str, Any]]) -> TemplateRefusal:
-    """Return the error for the caller: the template's message, and the message at which it failed.
+    """Return the error for the caller, with its cause and the message at which the template failed.
 
-    The frames of a template refer to the message and the call that it was processing.
+    The message is found in the template's stack frames, whose variables refer to it.
     """
     places: dict[int, tuple[int, int | None]] = {
         id(message): (index, None) for index, message in enumerate(talk)
@@ -494,14 +507,14 @@ def refusal(error: Exception, talk: Sequence[Mapping[str, Any]]) -> TemplateRefu
     while trace is not None:
         is_inside |= trace.tb_frame.f_code.co_filename == TEMPLATE_FILE
         held = [places[id(each)] for each in trace.tb_frame.f_locals.values() if id(each) in places]
-        # Another variable may refer to an earlier message than the loop's variable.
+        # The latest message is taken, since other variables may refer to earlier messages.
         found = max(held, key=lambda place: (place[1] is not None, place[0]), default=found)
         trace = trace.tb_next
     return TemplateRefusal(_cause(error, is_inside=is_inside), *found)
 
 
 def _cause(error: Exception, *, is_inside: bool) -> str:
-    """Return the message of an error; errors raised outside of a template are not exposed."""
+    """Return the message of an error; for one raised outside of a template, only its type."""
     if type(error) in (TemplateError, UndefinedError, ValueError):
         return str(error)[:MAX_CAUSE_CHARS]
     kind = type(error).__name__

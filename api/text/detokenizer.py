@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time: detokenizers, and the text of one answer."""
+"""Conversion of token ids to text, token by token: detokenizers, and the text of one answer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_CHAR_TOKENS = 4  # a UTF-8 character has at most 4 bytes, so it needs at most 4 tokens
-CODE_BITS = 21  # bits of a Unicode code point
-NUM_TABLES = 16  # cached tables, since clients send the same stop strings with every request
+CODE_BITS = 21  # number of bits of a Unicode code point
+NUM_TABLES = 16  # number of cached tables: clients send the same stop strings with every request
 
 
 class StopTable:
@@ -23,8 +23,8 @@ class StopTable:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.depths = array("i", [0])  # length of each state in characters
-        self._edges: dict[int, int] = {}  # (state, character) -> state
-        self._fails = array("i", [0])  # the longest proper suffix of each state that is a state
+        self._edges: dict[int, int] = {}  # next state by state and character
+        self._fails = array("i", [0])  # for each state, its longest proper suffix that is a state
         self.stops: dict[int, str] = {}  # the longest stop string that ends at a state, if any
         for stop in stops:
             self._insert(stop)
@@ -61,9 +61,9 @@ stop_table = lru_cache(NUM_TABLES)(StopTable)
 
 
 class StopStrings:
-    """Finds stop strings in one text: O(1) amortised per character, for any number of them.
+    """Finds stop strings in one text. O(1) amortised per character, for any number of stop strings.
 
-    The match that is completed first wins, and of several completed together the longest, so the
+    The match that ends first is found; if several end at the same character, the longest one. The
     result does not depend on how the text is split into pieces.
     """
 
@@ -77,10 +77,10 @@ class StopStrings:
         return self._table.depths[self._state]
 
     def feed(self, text: str, *, count: bool = True) -> tuple[str, int] | None:
-        """Return the first stop string completed in ``text``, and how many of its characters it
-        took.
+        """Append ``text``. Return the first stop string that ends in it; None if none does.
 
-        With ``count=False``, complete matches are ignored.
+        Also return the number of characters of ``text`` up to the end of the stop string. If
+        ``count`` is false, complete matches are ignored.
         """
         step, stops = self._table.step, self._table.stops
         for consumed, char in enumerate(text, 1):
@@ -91,7 +91,10 @@ class StopStrings:
 
 
 class Detokenizer(Protocol):
-    """Converts a growing answer to text. The results of `push` and `flush` add up to the text."""
+    """A converter of a growing answer to text.
+
+    The results of `push`, `push_all` and `flush`, joined in order, are the text.
+    """
 
     def push(self, token_id: int) -> str:
         """Return the characters that this token completes."""
@@ -124,12 +127,12 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """A detokenizer for other vocabularies: decodes a token after its predecessor.
+    """A detokenizer for other vocabularies, which decodes each token together with the one before.
 
     A decoder may treat the first token differently (SentencePiece strips its space), so each token
-    is decoded with its predecessor, at the start with the last tokens of the prompt. Byte tokens
-    (``<0xE2>``) are assembled here: decoders return one U+FFFD per byte of an invalid run, which
-    would change text that was already sent.
+    is decoded after its predecessor, and the first token after the last tokens of the prompt. Byte
+    tokens (``<0xE2>``) are assembled here: decoders return one U+FFFD per byte of an invalid run,
+    which would change text that was already sent.
     """
 
     def __init__(
@@ -189,11 +192,11 @@ class WindowDetokenizer:
 
 
 class AnswerText:
-    """The text of one answer: fed token by token, taken by the reader.
+    """The text of one answer, to which tokens are added and from which a reader takes text.
 
-    With stop strings the scheduler feeds it at every step; otherwise the reader can, while the next
-    step runs. A possible beginning of a stop string is held back. A stop string ends the text
-    before its first character, and counts only after ``min_tokens`` tokens.
+    If there are stop strings, the scheduler adds the tokens at every step; otherwise the reader can
+    add them while the next step runs. A possible beginning of a stop string is held back. The text
+    ends before the first character of a stop string, which counts only after ``min_tokens`` tokens.
     """
 
     def __init__(
@@ -236,7 +239,10 @@ class AnswerText:
         return stop
 
     def take(self, *, final: bool = False) -> str:
-        """Return final text that was not taken yet; with ``final``, all remaining text."""
+        """Return the text that was not taken yet, without text that is held back.
+
+        ``final``: the answer has ended, so nothing is held back.
+        """
         whole, held = "".join(self._parts), 0
         if final and not self._stopped:
             whole += self._detokenizer.flush()
@@ -248,7 +254,10 @@ class AnswerText:
 
 
 def _alphabet() -> dict[str, int]:
-    """Return GPT-2's character for each byte: the byte if printable, else one above 255."""
+    """Return the byte that each character of GPT-2's alphabet stands for.
+
+    A printable byte has its own character; other bytes have the characters from 256 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [value for value in range(256) if value not in printable]
     return {
@@ -261,7 +270,10 @@ BYTE_OF_CHAR = _alphabet()
 
 
 def is_byte_level(decoder: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer's decoder, given as in its file, writes bytes in GPT-2's alphabet."""
+    """Whether a tokenizer's decoder reads tokens as bytes in GPT-2's alphabet.
+
+    ``decoder``: its description in tokenizer.json.
+    """
     members = decoder.get("decoders", ())
     if decoder["type"] == "Sequence" and len(members) == 1:
         return is_byte_level(members[0])

@@ -20,13 +20,13 @@ STACK_BYTES = 64 * 2**20  # address space of the stack, for recursion over deepl
 
 
 Waited = TypeVar("Waited")
-# limit on the bodies of waiting jobs; a body takes up to 25 times its size in memory
+# limit on the total size of the bodies of waiting jobs; a body takes up to 25 times as much memory
 MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job(Generic[Waited]):
-    """A job and its future."""
+    """A job, the future of its result, and the caller and size of its request body (``origin``)."""
 
     future: Future[Waited]
     work: Callable[[], Waited]
@@ -34,7 +34,7 @@ class Job(Generic[Waited]):
 
 
 class Waiting:
-    """Waiting jobs by caller, taken in turn. Every operation is O(1).
+    """The waiting jobs of all callers, which are served in turn. Every operation is O(1).
 
     Each caller has an equal share of the queue, and can always have one waiting job.
     """
@@ -62,7 +62,7 @@ class Waiting:
         self._caller_of[job.future] = caller
 
     def take(self) -> Job[Any]:
-        """Remove and return the first job of the next caller. There must be a job."""
+        """Remove and return the first job of the next caller. At least one job must be waiting."""
         caller, jobs = next(iter(self._by_caller.items()))
         job = next(iter(jobs.values()))
         self._by_caller.move_to_end(caller)
@@ -126,10 +126,11 @@ class Worker:
         return future
 
     async def run(self, job: Callable[[], T], *, seconds: float, origin: Origin = NO_ORIGIN) -> T:
-        """Await a job. The timeout counts from its start.
+        """Run a job in the thread, and return its result.
 
-        Raises TimeoutError and `QueueFull`. An abandoned job runs to its end and delays later jobs,
-        so its time must be limited by its caller. A waiting job is dropped.
+        Raises `QueueFull`, and TimeoutError after ``seconds`` from the start of the job. If this
+        call is cancelled, a waiting job is dropped; a running job runs to its end and delays later
+        jobs, so the job itself must limit its time.
         """
         loop = asyncio.get_running_loop()
         is_awaited = True
@@ -154,7 +155,7 @@ class Worker:
             is_awaited = False
 
     def close(self) -> None:
-        """Cancel waiting jobs. The running one continues."""
+        """Cancel the waiting jobs. The running job continues."""
         with self._changed:
             self._is_closed = True
             dropped = self._waiting.clear()
@@ -163,7 +164,7 @@ class Worker:
             job.future.cancel()
 
     def _start(self) -> None:
-        """Start the thread. The stack size is set globally while it starts, then restored."""
+        """Start the thread. The global stack size is set for it, then restored."""
         before = threading.stack_size(self._stack_bytes)
         try:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
@@ -176,10 +177,10 @@ class Worker:
         while (next_one := self._next()) is not None:
             if next_one.future.set_running_or_notify_cancel():
                 _do(next_one)
-            del next_one  # may be big, and the next job may be long in coming
+            del next_one  # it may be big, and the next job may come much later
 
     def _next(self) -> Job[Any] | None:
-        """Wait for the next job. Return None at the end."""
+        """Wait for the next job and return it; None after `close`."""
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()

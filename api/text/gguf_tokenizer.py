@@ -1,7 +1,7 @@
 """The tokenizer and chat template in a GGUF file, built by transformers.
 
-A file names how texts are split before byte pairs are merged (``tokenizer.ggml.pre``), as in
-llama.cpp's tables. transformers knows some of the names but not the ones below.
+A file names the way in which texts are split before byte pairs are merged (``tokenizer.ggml.pre``),
+as in llama.cpp's tables. transformers knows some names, but not those in this module.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LIKE_GPT2 = frozenset(
 
 
 def check_vocabulary(path: Path) -> None:
-    """Raise `ModelLoadError` for a GGUF file without a model or with an incomplete vocabulary.
+    """Raise `ModelLoadError` for a GGUF file that is no model or has an incomplete vocabulary.
 
     Other paths pass.
     """
@@ -112,5 +112,5 @@ def splits_as_named(backend: Any, file: Path) -> bool:  # noqa: ANN401 - tokeniz
         or name in SINGLE_DIGITS
         or name in _LIKE_GPT2
         or read_text(file, "tokenizer.ggml.model") != "gpt2"
-        or "Split(" in repr(backend.pre_tokenizer)  # transformers knows it
+        or "Split(" in repr(backend.pre_tokenizer)  # a name that transformers knows
     )

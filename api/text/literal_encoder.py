@@ -1,4 +1,4 @@
-"""LiteralEncoder: encodes texts in which spelt-out marks stay text."""
+"""LiteralEncoder: encodes texts in which special tokens that are spelt out stay text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ANCHOR = "\ue000"  # a private-use character, which no vocabulary merges with ot
 
 
 class _Segment(NamedTuple):
-    """A part of a text between two marks, and its ids in the whole text.
+    """A part of a text between two special tokens, and the ids of the part in the whole text.
 
-    ``mark``: the id of the mark after it, None at the end.
+    ``mark``: the id of the special token after it; None at the end of the text.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Encoder:
         return list(batch[0].ids)
 
     def encode_behind(self, text: str) -> list[int]:
-        """Return the token ids of a text after other text: no space is added in front of it."""
+        """Return the token ids of a text that follows other text: no space is added before it."""
         if not self._adds_prefix:
             return self.encode(text)
         anchor, ids = self.encode(ANCHOR), self.encode(ANCHOR + text)
@@ -58,7 +58,7 @@ class Encoder:
 
 
 class LiteralEncoder(Encoder):
-    """A copy of a tokenizer that does not read the ``names`` in a text as tokens."""
+    """A copy of a tokenizer that encodes the ``names`` of special tokens in a text as text."""
 
     def __init__(self, plain: Encoder, names: frozenset[str]) -> None:
         made = json.loads(plain.backend.to_str())
@@ -73,10 +73,11 @@ class LiteralEncoder(Encoder):
     def encode_with(
         self, text: str, replaced: Mapping[str, str], *, is_first: bool = True
     ) -> list[int]:
-        """Return the token ids of a text. Names are tokens, except in ``replaced`` texts.
+        """Return the token ids of a text after replacing some pieces of it.
 
-        ``replaced``: pieces of the text, and their replacements. A part between two names without a
-        replacement has the ids of the plain tokenizer. ``is_first``: the text begins the prompt.
+        ``replaced``: the replacement of each piece. Names of special tokens are encoded as text in
+        replacements and as tokens elsewhere. A part between two such tokens in which nothing is
+        replaced is encoded as by the plain tokenizer. ``is_first``: the text begins the prompt.
         """
         pieces = re.compile("|".join(map(re.escape, replaced)))
         ids: list[int] = []
@@ -94,11 +95,11 @@ class LiteralEncoder(Encoder):
         return ids
 
     def _segments(self, text: str) -> Iterator[_Segment]:
-        """Yield the parts between names, which every tokenizer encodes separately."""
+        """Yield the parts of a text between special tokens, which are encoded separately."""
         (whole,) = self._plain.backend.encode_batch([text], add_special_tokens=False)
         ids, at, first = list(whole.ids), 0, 0
         for number, (token_id, (start, end)) in enumerate(zip(ids, whole.offsets, strict=True)):
-            # An unknown character's token may have a name, too.
+            # The token for unknown characters may also be among the names.
             if token_id in self._ids and text[start:end].strip() in self._names:
                 yield _Segment(text[at:start], ids[first:number], token_id)
                 at, first = end, number + 1
@@ -109,11 +110,11 @@ class LiteralEncoder(Encoder):
         ids = encode(text)
         if self._ids.isdisjoint(ids):
             return ids
-        # The model's own vocabulary contains a name, so the text is split inside of names.
+        # The tokenizer has a name as an ordinary token, too, so the text is split inside of names.
         first, *rest = self._marks.parts(text)
         return [*encode(first), *(each for part in rest for each in self.encode_behind(part))]
 
     @cached_property
     def _begins_anew(self) -> bool:
-        """Whether text after a name's token is encoded like text that stands alone."""
+        """Whether text after a special token is encoded like text that stands alone."""
         return self._plain.encode(f"{min(self._names)}a")[1:] == self._plain.encode("a")

@@ -1,8 +1,8 @@
 """Marks: texts that a tokenizer reads as special tokens anywhere in a text.
 
-A text that spells one out forges tokens that only a template should write, such as the end of a
-turn. A mark is broken up by inserting a character after its first one: tokenizers do not recognise
-it then, templates render it unchanged, and the character is removed before encoding.
+A text that spells out a mark forges a token that only a template should write, such as the end of a
+turn. A mark is broken up by inserting a character after its first character: tokenizers then do not
+recognise the mark, templates render it unchanged, and the character is removed before encoding.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 MIN_CHARS = 2  # minimum length of a mark: a shorter one cannot be broken up
-MIN_EDGE = 2  # minimum length of a part of a mark that counts at an end of a text
+MIN_EDGE = 2  # minimum length of a part of a mark at the start or end of a text
 _PRIVATE = (range(0xE0F0, 0xF900), range(0xF0000, 0xFFFFE))  # private-use characters
 
 
 class Marks:
     """Finds and breaks up the marks in texts.
 
-    A part of a mark at an end of a text counts as well, since adjacent text may complete it.
+    A part of a mark at the start or end of a text is treated like a mark, since adjacent text may
+    complete it.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -30,8 +31,9 @@ class Marks:
         return bool(self.names)
 
     def is_in(self, text: str) -> bool:
-        """Whether a text has a mark, or a part of one at an end. O(text), for any number of
-        marks.
+        """Whether a text contains a mark, or a part of a mark at its start or end.
+
+        O(text), for any number of marks.
         """
         if self._pattern.search(text) is not None:
             return True
@@ -42,8 +44,9 @@ class Marks:
         return self._pattern.findall(text)
 
     def broken(self, text: str, breaker: str) -> str:
-        """Return the text with ``breaker`` inserted into each mark and each part of one at an
-        end.
+        """Return the text with ``breaker`` inserted into each mark.
+
+        It is also inserted into a part of a mark at the start or end of the text.
         """
         cuts = sorted({*self._inside(text), *self._edges(text)})
         pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
@@ -56,14 +59,14 @@ class Marks:
         return [text[start:end] for start, end in pieces]
 
     def _inside(self, text: str) -> list[int]:
-        """Return a position inside each mark."""
+        """Return for each mark a position inside it."""
         return [found.start() + 1 for found in self._starts.finditer(text)]
 
     def _may_have_edges(self, text: str) -> bool:
         return text[-MIN_EDGE:] in self._tail_ends or text[:MIN_EDGE] in self._head_starts
 
     def _edges(self, text: str) -> Iterator[int]:
-        """Yield a position inside each part of a mark at an end of the text."""
+        """Yield positions inside the parts of marks at the start or end of the text."""
         if text[-MIN_EDGE:] in self._tail_ends:
             first = max(0, len(text) - self._most_chars + 1)
             for start in range(first, len(text) - MIN_EDGE + 1):
@@ -100,7 +103,7 @@ class Marks:
 
     @cached_property
     def _starts(self) -> re.Pattern[str]:
-        """A pattern for the starts of all marks, including ones inside other marks."""
+        """A pattern that matches at the start of each mark, even inside another mark."""
         return re.compile(f"(?={any_of(self.names)})")
 
 
@@ -110,7 +113,10 @@ def is_mark(name: str) -> bool:
 
 
 def unused_char(texts: Iterable[str]) -> str | None:
-    """Return a private-use character that no text contains, even escaped; None without one."""
+    """Return a private-use character that no text contains, not even escaped.
+
+    Return None if there is no such character.
+    """
     known = list(texts)
     return next(
         (
@@ -133,9 +139,9 @@ def _private() -> Iterator[int]:
 
 
 def any_of(words: Iterable[str]) -> str:
-    """Return a regular expression that matches any of the words, fast for many of them.
+    """Return a regular expression that matches any of the words, and is fast for many words.
 
-    Common beginnings are tried once, and common ends are shared.
+    Common beginnings of words are tried once, and common ends are shared.
     """
     tree: dict[str, dict[str, object]] = {}
     for word in words:
@@ -153,7 +159,7 @@ def _expression(tree: dict[str, object]) -> str:
             by_rest[_expression(rest)].append(char)  # type: ignore[arg-type]
     options = [_char_class(chars) + rest for rest, chars in by_rest.items()]
     if "" in tree:
-        options.append("")  # try the longest word first
+        options.append("")  # last, so that the longest word is tried first
     return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
 

@@ -19,9 +19,9 @@ OPTIONS: tuple[Mapping[str, object], ...] = (
 
 
 async def find_openings(tokenizer: Tokenizer) -> tuple[array[int], ...]:
-    """Return the token ids with which answers open under usual options, longest first.
+    """Return the token ids that open answers under the usual options, the longest first.
 
-    Empty if the model has no template, or if the template rejects the conversation.
+    The result is empty if the model has no template or its template rejects the conversation.
     """
     found = set()
     for options in OPTIONS:

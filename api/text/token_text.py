@@ -1,4 +1,4 @@
-"""TokenText: text of token ids and back, for a draft model with another tokenizer."""
+"""TokenText: conversion of tokens to text and back, for a draft model with another tokenizer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .tokenizer import Tokenizer
 
 
 class TokenText:
-    """The tokens of one tokenizer as text. Belongs to one thread.
+    """Converts the tokens of one tokenizer to text and back. Belongs to one thread.
 
-    ``reads_special``: special tokens that a text spells out are encoded as such. ``shown``: names
-    of special tokens that count as text.
+    ``reads_special``: whether special tokens that a text spells out are encoded as special tokens.
+    ``shown``: names of the special tokens that are converted to text.
     """
 
     def __init__(
@@ -33,15 +33,15 @@ class TokenText:
         return piece
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text after other text."""
+        """Return the token ids of a text that follows other text."""
         return self._tokenizer.encode_behind(text, is_literal=self._is_literal)
 
 
 def texts_of_both(target: Path, draft: Path, *, max_model_len: int) -> tuple[TokenText, TokenText]:
-    """Return the texts of a target's tokens and of its draft model's tokens.
+    """Return the `TokenText` of a target and the `TokenText` of its draft model.
 
-    Special tokens with the same name in both are shown to the draft model. Raises `ModelLoadError`
-    if a tokenizer is missing.
+    Special tokens with the same name in both tokenizers are shown to the draft model. Raises
+    `ModelLoadError` if a tokenizer is missing.
     """
     theirs, ours = (Tokenizer.load(path, max_model_len=max_model_len) for path in (target, draft))
     shared = _special_names(theirs) & _special_names(ours)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model folder or GGUF file."""
+"""Tokenizer: conversion of text to token ids and back, for one model folder or GGUF file."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from .tokenizer_cache import load_tokenizer
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 APART_BYTES = 2**15  # reading fewer bytes takes about a millisecond
-STOP_COST = 64  # bytes that are read in the time for one character of a stop string
-NUM_WORD_LISTS = 4  # cached lists of bad words, which the prompts of a request share
+STOP_COST = 64  # number of bytes that are read in the time for one character of a stop string
+NUM_WORD_LISTS = 4  # number of cached lists of bad words, which the prompts of a request share
 SECONDS = 30.0  # time limit for one text in a thread
 TRIED_CHARS = 2**20  # length limit of conversations that probe a template
-NUM_CONTEXT_IDS = 4  # prompt tokens that the first output token is decoded after
-LOSSY = 4  # characters that a normaliser may merge into one
+NUM_CONTEXT_IDS = 4  # number of prompt tokens after which the first output token is decoded
+LOSSY = 4  # maximum number of characters that a normaliser may merge into one
 SPACE_MARK = "\u2581"  # SentencePiece's character for a space
 
 
@@ -98,7 +98,7 @@ class Tokenizer:
         return cls(hf, max_model_len=max_model_len)
 
     def close(self) -> None:
-        """Stop the threads. Running jobs finish, waiting ones are refused."""
+        """Stop the threads. Running jobs finish, waiting jobs are refused."""
         self._closed = True
         self._short.close()
         self._long.close()
@@ -113,10 +113,10 @@ class Tokenizer:
         param: str = "prompt",
         generates: bool = True,
     ) -> list[int]:
-        """Return the token ids. Raises `PromptTooLong` and `InvalidRequest`.
+        """Return the token ids of a text. Raises `PromptTooLong` and `InvalidRequest`.
 
-        ``param``: the field of the text, for errors. ``generates``: False for a text that may fill
-        the whole context.
+        ``param``: the name of the text's field, for errors. ``generates``: False for a text that
+        may fill the whole context.
         """
         if len(text) > self._most_chars:
             raise self._too_long(len(text), param, generates=generates)
@@ -126,8 +126,8 @@ class Tokenizer:
     async def encode_start(self, text: str, param: str) -> list[int]:
         """Return the token ids of the beginning of a text, as much as fits into the context.
 
-        Special tokens that encoding adds at the end are kept. ``param``: the field of the text, for
-        errors.
+        Special tokens that the tokenizer adds at the end are kept. ``param``: the name of the
+        text's field, for errors.
         """
         start = text[: self._most_chars]
         job = partial(self._encode, start, add_special_tokens=True)
@@ -143,10 +143,11 @@ class Tokenizer:
     async def encode_marked(
         self, marked: str, texts: Mapping[str, str], names: frozenset[str] | None = None
     ) -> list[int]:
-        """Return the token ids of a text in which ``texts`` replace marks.
+        """Return the token ids of a text after replacing the marks in it.
 
-        Token names (special tokens by default) in the replacements are text; around them they are
-        tokens. Raises the errors of `encode`.
+        ``texts``: the replacement of each mark. ``names``: names of tokens that are encoded as text
+        in replacements and as tokens elsewhere; by default the names of all special tokens. Raises
+        the errors of `encode`.
         """
         num_chars = len(marked) + sum(map(len, texts.values()))
         if num_chars > self._most_chars:
@@ -162,13 +163,13 @@ class Tokenizer:
         return self.literal(names).encode_with(marked, texts)
 
     def literal(self, names: frozenset[str]) -> LiteralEncoder:
-        """Return a tokenizer for which these tokens are text. Creating it is slow."""
+        """Return a tokenizer that encodes these names of tokens as text. Creating it is slow."""
         if names not in self._literals:
             self._literals[names] = LiteralEncoder(self._encoder, names)
         return self._literals[names]
 
     def names_special(self, text: str) -> bool:
-        """Whether a text that may fit spells out a special token."""
+        """Whether a text spells out a special token. False if it cannot fit into the context."""
         return len(text) <= self._most_chars and self._special_names.is_in(text)
 
     async def encode_prediction(self, text: str) -> list[int]:
@@ -177,7 +178,7 @@ class Tokenizer:
         return await self.work(len(text), job, "prediction")
 
     def encode_word(self, word: str) -> list[int]:
-        """Return the token ids of a short text inside a longer one."""
+        """Return the token ids of a short text as part of a longer text."""
         return self._encoder.encode(word)
 
     def first_ids(self) -> list[int]:
@@ -190,7 +191,7 @@ class Tokenizer:
         return whole[:first]
 
     async def encode_words(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Return the token ids of short texts inside longer ones."""
+        """Return the token ids of short texts as parts of longer texts."""
         if words not in self._word_ids:
             num_chars = sum(map(len, words)) + len(words)
             ids = await self.work(num_chars, lambda: self._encode_words(words))
@@ -200,9 +201,9 @@ class Tokenizer:
         return self._word_ids[words]
 
     def encode_behind(self, text: str, *, is_literal: bool = False) -> list[int]:
-        """Return the token ids of a text after other text: no space is added in front of it.
+        """Return the token ids of a text that follows other text: no space is added before it.
 
-        ``is_literal``: special tokens that it spells out are text.
+        ``is_literal``: encode special tokens that the text spells out as text.
         """
         encoder = self.literal(self._special_names.names) if is_literal else self._encoder
         return encoder.encode_behind(text)
@@ -233,7 +234,7 @@ class Tokenizer:
         return longest if exact else longest * LOSSY
 
     def fingerprint(self) -> str:
-        """Return a hash of the whole tokenizer, which distinguishes its token ids from others."""
+        """Return a hash of the whole tokenizer. Tokenizers with equal hashes give the same ids."""
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
 
     def check_ids(
@@ -244,7 +245,7 @@ class Tokenizer:
         *,
         generates: bool = True,
     ) -> None:
-        """Raise `InvalidRequest` for ids outside the vocabulary, and for too many.
+        """Raise `InvalidRequest` for ids outside the vocabulary, and for too many ids.
 
         ``generates``: False for a prompt that may fill the whole context.
         """
@@ -264,8 +265,8 @@ class Tokenizer:
     async def work(self, num_chars: int, job: Callable[[], T], param: str = "prompt") -> T:
         """Run a job on ``num_chars`` characters: a short one at once, a long one in the thread.
 
-        Raises `InvalidRequest`, and `EngineDead` if it is closed meanwhile. Errors of a tokenizer
-        fail only this request, and their text is not exposed.
+        Raises `InvalidRequest` if the job fails or takes too long, and `EngineDead` if the
+        tokenizer is closed meanwhile. The text of an unexpected error is logged but not exposed.
         """
         try:
             if num_chars > INLINE_CHARS:
@@ -320,7 +321,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template, "" without one."""
+        """The text of the chat template; "" if the model has none."""
         return self._template.text
 
     def use_template(self, text: str, options: Mapping[str, Any]) -> None:
@@ -347,11 +348,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         is_try: bool = False,
     ) -> str:
-        """Return the text of a conversation in the model's format. ``options``: template
-        variables.
+        """Return the text of a conversation in the model's format.
 
-        ``tools`` are functions in OpenAI's shape. ``is_try``: do not log a failure. Raises
-        `TemplateRefusal` if the template fails.
+        ``options``: variables of the template. ``tools``: functions in OpenAI's form. ``is_try``:
+        do not log a failure. Raises `TemplateRefusal` if the template fails.
         """
         if not self._template.text:
             raise InvalidRequest("the model has no chat template", param="messages")
@@ -370,7 +370,10 @@ class Tokenizer:
     async def try_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return the text of a short conversation for any context length; "" if rendering fails."""
+        """Return the text of a short conversation, even if it exceeds the context length.
+
+        Return "" if rendering fails.
+        """
         settings = {**self._template_options, **({"tools": list(tools)} if tools else {})}
         try:
             return await self._rendered(messages, settings, TRIED_CHARS)
@@ -380,9 +383,10 @@ class Tokenizer:
     def written(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Render a short conversation synchronously, up to the end of its last message.
+        """Return the text of a short conversation, rendered synchronously.
 
-        Returns "" if the template rejects the conversation or takes too long.
+        The text ends with the last message. Return "" if the template rejects the conversation or
+        takes too long.
         """
         settings = {**self._template_options, "add_generation_prompt": False}
         if tools:
@@ -399,9 +403,11 @@ class Tokenizer:
         settings: Mapping[str, Any],
         most_chars: int | None = None,
     ) -> str:
-        """Render a short conversation at once; in a thread if it is long or the template is slow.
+        """Return the rendered text of a conversation.
 
-        ``most_chars``: maximum length of the text; default: as much as may fit into the context.
+        A short conversation is rendered at once, or in a thread if the template turns out to be
+        slow; a long one is rendered in a thread. ``most_chars``: maximum length of the text, by
+        default as much as may fit into the context.
         """
         most_chars = self._most_chars if most_chars is None else most_chars
         is_short = count_chars(messages, settings) <= INLINE_CHARS
@@ -426,7 +432,7 @@ class Tokenizer:
     async def _rendered_apart(
         self, worker: Worker, render: Callable[[Budget], str], most_chars: int
     ) -> str:
-        """Render in a thread. If the caller is cancelled, the template stops at its next step."""
+        """Render in a thread. If this call is cancelled, the template stops at its next check."""
         budget: Budget | None = None
 
         def job() -> str:
@@ -445,8 +451,9 @@ class Tokenizer:
     def detokenizer(
         self, context_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """Return a detokenizer for an answer after ``context_ids``. Tokens in ``shown`` are
-        text.
+        """Return a detokenizer for an answer that follows the tokens ``context_ids``.
+
+        ``shown``: special tokens that are converted to text.
         """
         if self.is_byte_level:
             return ByteDetokenizer(partial(self._shown_piece, shown) if shown else self._piece)
@@ -462,7 +469,7 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token; the name of a special one, and nothing for an unknown id."""
+        """Return the bytes of a token: its name if it is special, no bytes for an unknown id."""
         if self.is_byte_level:
             return self._bytes_of(token_id)
         if token_id in self._byte_values:
@@ -487,7 +494,7 @@ class Tokenizer:
         return token.encode("utf-8", "replace")
 
     def has_silent(self, token_ids: Sequence[int], shown: frozenset[int]) -> bool:
-        """Whether a token has no text: a special token not in ``shown``, or an unknown id."""
+        """Whether an id has no text: it is unknown, or of a special token not in ``shown``."""
         ids = {*token_ids} - shown
         return not ids.isdisjoint(self.special_ids) or any(
             not self._backend.id_to_token(each) for each in ids
@@ -497,7 +504,7 @@ class Tokenizer:
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Ids by token, including added tokens."""
+        """The id of each token, including added tokens."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @cached_property
@@ -508,7 +515,10 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of added tokens by name, special or not. Merging never produces them."""
+        """The id of each added token by its name, whether the token is special or not.
+
+        Merges of byte pairs never produce these tokens.
+        """
         added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items()}
 

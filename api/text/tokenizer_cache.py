@@ -1,4 +1,4 @@
-"""Tokenizers cached between processes, which saves importing transformers and converting.
+"""Tokenizers that are cached in files for later processes.
 
 Importing transformers and converting the vocabulary of a GGUF file take seconds. The resulting
 tokenizer, its chat template and the names of its special tokens are stored in the cache folder,
@@ -36,7 +36,7 @@ _NUM_KEPT = 32  # maximum number of files, a few megabytes each; the oldest are 
 
 @dataclass(slots=True)
 class LoadedTokenizer:
-    """The used parts of a transformers tokenizer."""
+    """The parts of a tokenizer of transformers that are used here."""
 
     backend_tokenizer: Any  # from the library tokenizers, which has no type annotations
     chat_template: str | Mapping[str, str] | None
@@ -44,7 +44,7 @@ class LoadedTokenizer:
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """The content of a cache file after its checksum."""
+    """The content of a cache file, which follows the checksum."""
 
     backend: str
     chat_template: str | dict[str, str] | None
@@ -71,7 +71,7 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
 
 
 def _kept_file(key: str) -> Path | None:
-    """Return the cache file of a tokenizer; None if there is no writable folder."""
+    """Return the cache file of a tokenizer; None if the cache folder cannot be written."""
     try:
         return cache_folder() / "tokenizers" / f"{key}.json"
     except OSError as error:
@@ -84,7 +84,7 @@ def _tell_why_not_kept(error: OSError) -> None:
 
 
 def _processor_template(path: Path) -> str | None:
-    """Return the chat template of a multimodal model's processor, which older folders use."""
+    """Return the chat template in the processor's file, where older multimodal models store it."""
     file = path / "chat_template.json"
     if not file.is_file():
         return None
@@ -102,10 +102,10 @@ def _convert(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
 
 
 def _is_whole(path: Path, backend: Any) -> bool:  # noqa: ANN401 - tokenizers is untyped
-    """Whether a cache file would be complete.
+    """Whether a tokenizer may be cached.
 
-    A setting that is not stored, or an unknown pre-tokenizer, whose warning must be repeated,
-    prevents caching.
+    A tokenizer with a setting that the file would not store is not cached, nor one with an unknown
+    pre-tokenizer, about which every start must warn.
     """
     is_known = path.suffix.lower() != GGUF or splits_as_named(backend, path)
     return is_known and not backend.encode_special_tokens
@@ -123,7 +123,7 @@ def _key(path: Path) -> str:
 
 
 def _sources(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the files that a tokenizer depends on."""
+    """Yield the name and the content of each file that a tokenizer depends on."""
     if path.suffix.lower() == GGUF:
         from ...core.model.formats.gguf_metadata import read_head
 
@@ -149,7 +149,10 @@ def _read(file: Path) -> LoadedTokenizer | None:
 
 
 def _write(file: Path, loaded: LoadedTokenizer) -> None:
-    """Write a temporary file and rename it, so that other processes never read a part."""
+    """Write a tokenizer to a temporary file and rename it.
+
+    Other processes thus never read an incomplete file.
+    """
     template = loaded.chat_template
     if template is not None and not isinstance(template, str):
         template = dict(template)

@@ -25,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafter:
-    """The draft model or head of a `DraftSpec`; None if only lookups draft, or nothing does.
+    """The drafters of a `DraftSpec`, with the draft model or head loaded.
 
-    ``left_out``: why `auto` leaves out the model; empty if it does not.
+    ``model``: None if the drafts need no weights. ``left_out``: why ``--draft auto`` does not use
+    the model; empty if it does.
     """
 
     spec: DraftSpec
@@ -36,19 +37,20 @@ class Drafter:
 
     @property
     def with_pool(self) -> list[Pooled]:
-        """The model, if it has its own KV pool rather than the target's or none."""
+        """A list of the draft model or head, if it needs its own KV pool; else an empty list."""
         pooled = None if self.model is None else self.model.pooled
         return [] if pooled is None else [pooled]
 
     @property
     def stored_head(self) -> JoinedHead | None:
-        """The head whose KV is stored with the target's."""
+        """The draft head whose KV is stored with the target's KV; None for another drafter."""
         return next((each for each in self.with_pool if isinstance(each, JoinedHead)), None)
 
     def make_proposer(self, pool: KVPool, own_pools: Sequence[KVPool]) -> Proposer | None:
-        """Return the proposer; None without a model.
+        """Return the proposer that drafts with the model; None if there is no model.
 
-        ``pool`` is the target's KV pool, ``own_pools`` the pool of `with_pool`.
+        ``pool`` is the target's KV pool; ``own_pools`` has the model's own KV pool, if it needs
+        one.
         """
         if self.model is None:
             return None
@@ -66,9 +68,9 @@ def load_drafter(
 ) -> Drafter:
     """Load the draft model or head for a target, on the target's device.
 
-    ``path``: path of the target. ``found``: path of a draft model or head. ``on_read`` is called
-    with the tensors of a head or MTP layer. Raises `ModelLoadError`, and `InvalidRequest` for a
-    draft that is incompatible with the target or an option.
+    ``path``: folder or file of the target. ``found``: folder or file of the draft model or head.
+    ``on_read`` is called with the tensors of a head or MTP layer. Raises `ModelLoadError`, and
+    `InvalidRequest` for a drafter that is incompatible with the target or with an option.
     """
     if spec.may_lack_model and config.load_format == "auto" and has_mtp(path, target):
         spec = replace(spec, model=MTP.name, may_lack_model=False)

@@ -32,7 +32,7 @@ class KeptKV:
     """A prefix cache, its pool, and the keys that identify pages outside this process.
 
     ``fingerprint``: digest of everything that determines the KV; None if it is not needed.
-    ``proposer``: its share of each page is stored and sent too.
+    ``proposer``: the rows that it keeps for each page are stored and sent with the page.
     """
 
     config: EngineConfig
@@ -43,7 +43,7 @@ class KeptKV:
     keys: PageKeys | None
 
     def make_tiers(self) -> KVTiers | None:
-        """Return the tiers that the options ask for; None without any."""
+        """Return the tiers that the options ask for; None if they ask for none."""
         if not self.config.has_tiers or self.keys is None or self.fingerprint is None:
             return None
         made: KVTiers = _kv_tiers().make_tiers(
@@ -60,8 +60,8 @@ class KeptKV:
     def make_transfers(
         self, scheduler: Scheduler
     ) -> tuple[PageServer | None, TransferParams | None]:
-        """Return the server that lets other engines read the pool, and the reader of KV
-        parameters.
+        """Return the server that lets other engines read the pool, and the codec of
+        ``kv_transfer_params``.
 
         Each is None unless the options ask for it.
         """
@@ -86,7 +86,7 @@ class KeptKV:
 
 
 def check_places(config: EngineConfig) -> None:
-    """Check that stores and transfers can be used. Raises `InvalidRequest`."""
+    """Raise `InvalidRequest` if a store or KV transfer of the options cannot be used."""
     if config.has_tiers:
         _kv_tiers().check_places(config)
     if config.kv_transfer is not None:
@@ -94,7 +94,7 @@ def check_places(config: EngineConfig) -> None:
 
 
 def refuse_tiers(config: EngineConfig) -> None:
-    """Raise `InvalidRequest` for tiers that do not support recurrent states."""
+    """Raise `InvalidRequest` if the options ask for tiers without support of recurrent states."""
     names = ("kv_remote", "kv_transfer")
     name = next((each for each in names if getattr(config, each)), None)
     if name is not None:
@@ -105,7 +105,7 @@ def refuse_tiers(config: EngineConfig) -> None:
 def page_keys(
     cache: PrefixCache, fingerprint: bytes | None, events: KVEventPublisher | None, model: str
 ) -> PageKeys | None:
-    """Return keys for cached pages; None without a fingerprint and without KV events."""
+    """Return keys for cached pages; None if both ``fingerprint`` and ``events`` are None."""
     if fingerprint is None and events is None:
         return None
     keys = keys_of(cache, fingerprint or name_fingerprint(model, cache.page_size))
@@ -143,14 +143,14 @@ def _state_slots(config: EngineConfig, pool: KVPool, states: StatePool) -> State
 
 
 def _kv_transfer() -> ModuleType:
-    # Imported here so that NIXL is not loaded without it.
+    # Imported here so that NIXL is loaded only if KV transfer is enabled.
     from .. import kv_transfer
 
     return kv_transfer
 
 
 def _kv_tiers() -> ModuleType:
-    # Imported here so that core/tiers is not loaded without a tier.
+    # Imported here so that core/tiers is loaded only if a tier is configured.
     from .. import kv_tiers
 
     return kv_tiers

@@ -37,7 +37,7 @@ class Handle:
 
     @property
     def is_given(self) -> bool:
-        """Whether the caller gave the ids. Such ids must match the message, else it is an error."""
+        """Whether the caller gave the ids. If they do not match the message, it is an error."""
         return bool(self.param)
 
 
@@ -45,10 +45,11 @@ class Handle:
 class ChatInput:
     """A chat request.
 
-    - ``messages``: in the plain shape of chat templates, as in OpenAI's API.
+    - ``messages``: the conversation in the shape that chat templates read, as in OpenAI's API.
     - ``images``: the images whose marks are in the messages, in order.
-    - ``handles``: token ids of messages, to be rendered in place of their text.
-    - ``params``: include the fields for structured output (json_schema, regex, grammar, choice).
+    - ``handles``: token ids of messages, which are rendered in place of the messages' text.
+    - ``params``: sampling parameters, including those for structured output (json_schema, regex,
+      grammar, choice).
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -63,7 +64,7 @@ class ChatInput:
     cache_key: str | None = None  # ``prompt_cache_key``, reported in explanations of cache misses
 
     def path(self, index: int) -> str:
-        """Return the path of a message in the body."""
+        """Return the path of a message in the request's body."""
         return self.paths[index] if self.paths else f"messages[{index}]"
 
     @property

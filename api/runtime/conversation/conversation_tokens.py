@@ -2,9 +2,9 @@
 
 The tokens of a sampled answer often differ from the encoding of its text. If the ids are known, the
 template renders the conversation with a mark in place of the answer; the text around the mark is
-encoded and the ids are spliced in. The conversation is also rendered without marks. The text found
-between the surroundings of a mark is the message as the template renders it, and shows whether the
-template keeps the whole answer, drops its reasoning, or changes it.
+encoded and the ids are spliced in. The conversation is also rendered without marks. Its text in
+place of a mark is the message as the template renders it, which shows whether the template keeps
+the whole answer, drops its reasoning, or changes it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .chat_input import ChatInput, Handle, splice_mark
 from .shield import NO_SHIELD, Shield
 from .token_history import Key, Place, TokenHistory, said_of
 
-TAIL_IDS = 32  # tokens at the end of a prompt in which reasoning may have been opened
-MAX_ENDS = 16  # candidate places where a message may end
-MAX_TRIES = 8  # renderings with marks for ids from the history; ids from the caller are not limited
+TAIL_IDS = 32  # tokens at the end of a prompt that are searched for the start of reasoning
+MAX_ENDS = 16  # maximum number of positions that are tried as the end of a message
+MAX_TRIES = 8  # maximum number of renderings with marks for answers from the history
 NOT_WRITTEN = (
     "the chat template does not write this message as it was generated; leave token_ids out"
 )
@@ -56,7 +56,7 @@ class Slot:
     message: Mapping[str, Any]
     said: bytes
     handle: Handle | None = None
-    # token ids by the digest of the ids before them
+    # token ids of the message, by the digest of the ids before the message
     places: Mapping[bytes, bytes] = field(default_factory=dict)
     mark: str = ""
 
@@ -67,9 +67,10 @@ class Slot:
 
 
 class ConversationTokens:
-    """Renders conversations for one model. ``history``: answers to look up by their text.
+    """Renders conversations for one model.
 
-    ``end_ids``: tokens that end an answer; the template renders them itself.
+    ``end_ids``: tokens that end an answer, which the template adds. ``history``: earlier answers,
+    which are looked up by their text.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class ConversationTokens:
     ) -> PromptTokens:
         """Return the prompt's token ids.
 
-        ``shield``: the shield that ``write`` applies. Raises `InvalidRequest`, which names the
-        field of ids that do not match their message.
+        ``write`` renders the conversation, with its special tokens escaped by ``shield``. Raises
+        `InvalidRequest` if token ids in the body do not match their message.
         """
         text = await write(chat)
         slots = await self.tokenizer.apart(len(text), partial(self._slots, chat))
@@ -114,7 +115,7 @@ class ConversationTokens:
         return PromptTokens(await shield.encode_all(self.tokenizer, text))
 
     async def can_splice(self, messages: Sequence[Mapping[str, Any]], write: Write) -> bool:
-        """Whether token ids can replace the second message in the rendered text."""
+        """Whether token ids can replace the second of ``messages`` in the rendered text."""
         chat = ChatInput(messages=messages, params=SamplingParams())
         slot = Slot(1, messages[1], b"")
         try:
@@ -136,7 +137,7 @@ class ConversationTokens:
             self._history.touch(key)
 
     def _slots(self, chat: ChatInput) -> list[Slot]:
-        """Return the messages whose token ids may be known, in order."""
+        """Return the messages whose token ids are given or remembered, in order."""
         handles = {each.index: each for each in chat.handles}
         owner = owner_of(chat.params.cache_salt)
         history = self._history
@@ -169,7 +170,7 @@ class ConversationTokens:
 
 
 class Splicer:
-    """Splices the known token ids into one conversation."""
+    """Splices the known token ids of answers into one rendered conversation."""
 
     def __init__(
         self,
@@ -184,18 +185,19 @@ class Splicer:
         self._tokenizer = model.tokenizer
         # the request context is not available in worker threads
         self._owner = owner_of(chat.params.cache_salt)
-        self._known_ids: dict[str, list[int]] = {}  # encodings of texts at the present position
-        self._pending = ""  # text after the ids so far, not yet encoded
+        self._known_ids: dict[str, list[int]] = {}  # encodings of texts after `token_ids`
+        self._pending = ""  # text after `token_ids` that is not encoded yet
         self._place = Place()  # digest of the ids so far
-        self._looks = True  # whether to look into the history: the prefix so far matches it
+        self._looks = True  # whether the prefix so far may still match answers in the history
         self.token_ids: list[int] = []
         self.num_spliced = 0
         self.used: list[Key] = []
 
     def splice(self, marked: str) -> Slot | None:
-        """Assemble the token ids. Return the message that its ids cannot replace, if there is one.
+        """Assemble ``token_ids``. Return None, or the first message that ids cannot replace.
 
-        Raises `InvalidRequest` for ids given by the caller that do not match.
+        ``marked``: the conversation rendered with marks. Raises `InvalidRequest` if ids from the
+        caller do not match their message.
         """
         pieces = _split(marked, self._slots)
         if isinstance(pieces, Slot):
@@ -225,8 +227,9 @@ class Splicer:
         return None
 
     def _given(self, slot: Slot, texts: Sequence[str]) -> str | None:
-        """Splice in the ids of a handle and return the text that they replace; None if they do
-        not fit.
+        """Splice in the ids of the slot's handle and return the text that they replace.
+
+        Return None if they match none of ``texts``.
         """
         assert slot.handle is not None
         ids = self._checked(slot.handle)
@@ -248,8 +251,9 @@ class Splicer:
         return None
 
     def _known(self, slot: Slot, texts: Sequence[str]) -> str | None:
-        """Splice in the ids of an earlier answer at this place; return the text that they
-        replace.
+        """Splice in the ids of a remembered answer to this prompt; return the text they replace.
+
+        Return None if no remembered answer matches.
         """
         if not self._looks:
             return None
@@ -286,7 +290,10 @@ class Splicer:
         return text
 
     def _stand(self, slot: Slot, text: str, raw: str) -> Stand | None:
-        """Return how an answer's text ``raw`` matches the rendered text; None if it does not."""
+        """Return how an answer's text ``raw`` matches the rendered ``text``.
+
+        Return None if it does not match.
+        """
         plain, marks = self._shield.plain(text), self._model.syntax.thought_marks
         found = stand(plain, raw, slot.message, marks)
         if found is None or not found.opening:
@@ -296,7 +303,7 @@ class Splicer:
     # -- token ids from the caller ---------------------------------------------------------------
 
     def _checked(self, handle: Handle) -> list[int]:
-        """Return the ids of a handle without a final end token.
+        """Return the ids of a handle, without the end token if they end with one.
 
         Raises `InvalidRequest` for an id out of range.
         """
@@ -306,9 +313,9 @@ class Splicer:
         return ids[:-1] if ids and ids[-1] in self._model.end_ids else ids
 
     def _read(self, slot: Slot, ids: Sequence[int]) -> str | None:
-        """Return the text of ids that parse to the content of the message; None if they do not.
+        """Return the text of ids if it parses to the slot's message, else None.
 
-        The ids are parsed in the model's format, then as plain text.
+        It is parsed in the model's output format, then as plain text.
         """
         for tools in (self._chat.tools or _called_tools(slot.message), ()):
             raw = self._raw(ids, tools=bool(tools))
@@ -320,8 +327,9 @@ class Splicer:
         return raw if raw is not None and _says(PlainParser(), raw) == slot.said else None
 
     def _tails(self) -> list[str]:
-        """Return possible ends of the prompt before the answer: as rendered, and with reasoning
-        open.
+        """Return the texts with which the prompt before the answer may have ended.
+
+        They are the rendered text, and the rendered text with reasoning opened.
         """
         thinking = self._model.syntax.thinking
         if thinking is None:
@@ -330,11 +338,10 @@ class Splicer:
         return [tail, tail + thinking.begin + thinking.label]
 
     def _raw(self, ids: Sequence[int], *, tools: bool | None) -> str | None:
-        """Return the text of an answer with its reasoning marks and, with ``tools``, its call
-        marks.
+        """Return the text of an answer with its reasoning marks and, if ``tools``, its call marks.
 
-        ``tools`` None: without any marks. Returns None if a token has no text, since it could then
-        stand for any message.
+        If ``tools`` is None, special tokens are not shown. Return None if a token has no text,
+        since the text would not show whether the token belongs to the message.
         """
         if self._tokenizer.has_silent(ids, self._shown(tools=tools)):
             return None
@@ -351,7 +358,10 @@ class Splicer:
         return self._tokenizer.detokenizer(context, self._shown(tools=tools))
 
     def _from(self, ids: Sequence[int], start: int, slot: Slot) -> Sequence[int] | None:
-        """Return the ids from character ``start`` of their text; None if no token begins there."""
+        """Return the ids whose text begins at character ``start`` of the text of ``ids``.
+
+        Return None if no token begins there.
+        """
         if not start:
             return ids
         text = self._detokenizer(tools=slot.has_calls or bool(self._chat.tools))
@@ -365,7 +375,7 @@ class Splicer:
     # -- the prompt -----------------------------------------------------------------------------
 
     def _encoded(self, text: str) -> list[int]:
-        """Return the token ids of a text at the present position."""
+        """Return the token ids of a text that follows ``token_ids``."""
         if text not in self._known_ids:
             is_first = not self.token_ids
             ids = self._shield.encode(self._tokenizer, text, is_first=is_first)
@@ -373,12 +383,16 @@ class Splicer:
         return self._known_ids[text]
 
     def _commit(self) -> None:
-        """Encode the pending text."""
+        """Encode the pending text and append its ids."""
         self._append(self._encoded(self._pending))
         self._pending = ""
 
     def _put(self, ids: Sequence[int], *, is_exact: bool = False) -> None:
-        """Append ids. A pending space is dropped if the first token begins with one."""
+        """Append the pending text and the ids of an answer.
+
+        A space before the answer is dropped if the first token begins with a space, unless
+        ``is_exact``.
+        """
         has_space = ids and self._tokenizer.token_bytes(ids[0]).startswith(b" ")
         if has_space and not is_exact:
             self._pending = self._pending.removesuffix(" ")
@@ -402,7 +416,8 @@ def _marked(
 ) -> ChatInput:
     """Return the conversation with a mark in place of each message in ``slots``.
 
-    ``mark_call``: builds the replacement for a message with calls, if text cannot replace it.
+    ``mark_call`` makes the message that replaces a message with calls. Without it, and for other
+    messages, the replacement is an assistant's message whose content is the mark.
     """
     # random, so that no caller's text contains it
     nonce, messages = random_id(), list(chat.messages)
@@ -419,7 +434,7 @@ def _marked(
 def _split(marked: str, slots: Sequence[Slot]) -> list[str] | Slot:
     """Return the texts around the marks, or a message whose mark is missing or out of order.
 
-    If a mark appears twice, one stays in a text, which then does not occur in the conversation.
+    A mark that appears a second time stays in a text, so `Splicer.splice` will not find that text.
     """
     pieces, at = [], 0
     for slot in slots:
@@ -432,7 +447,10 @@ def _split(marked: str, slots: Sequence[Slot]) -> list[str] | Slot:
 
 
 def _ends(text: str, after: str, at: int, *, is_last: bool) -> Iterator[int]:
-    """Yield the places from ``at`` on where a message may end: before the text ``after``."""
+    """Yield the positions in ``text``, from ``at`` on, at which the text ``after`` begins.
+
+    A message may end at each of them. ``is_last``: only the end of ``text`` is considered.
+    """
     if is_last:
         if len(text) - len(after) >= at and text.endswith(after):
             yield len(text) - len(after)
@@ -452,9 +470,9 @@ def _fits_around(text: str, before: str, after: str) -> bool:
 def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
     """Return the messages to try next after the template did not reproduce ``failed``.
 
-    Raises `InvalidRequest` if the caller gave the ids of ``failed``. The template treats messages
-    of the same shape alike, so messages with the same kind of content are dropped too. ``most``
-    False: keep only messages whose ids the caller gave.
+    Other remembered answers that, like ``failed``, have calls or have none are dropped too, since
+    the template treats them alike. If ``most`` is false, only messages whose ids the caller gave
+    are kept. Raises `InvalidRequest` if the caller gave the ids of ``failed``.
     """
     if failed.handle is not None and failed.handle.is_given:
         param = failed.handle.param
@@ -468,17 +486,17 @@ def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Match between the text of an answer and the text that the template rendered."""
+    """How the text of an answer matches the text that the template rendered for it."""
 
     start: int = 0  # index of the first character of the answer that the template keeps
-    # text that the template renders before the answer, as the prompt of the answer ended
+    # text before the answer in its message, with which the prompt of the answer ended
     opening: str = ""
 
 
 def stand(
     written: str, raw: str, message: Mapping[str, Any], thinking: Thinking | None
 ) -> Stand | None:
-    """Compare a rendered text with a generated one; None if they differ.
+    """Return how a rendered text matches a generated one; None if they differ.
 
     White space is ignored, since templates trim it. Calls are not compared, since templates render
     them in their own form.
@@ -506,7 +524,7 @@ def _stand_of_calls(
     if thinking is None or end < 0:
         return Stand()
     if thinking is HARMONY_THINK and not raw.startswith(thinking.begin):
-        return Stand()  # text before the call: no prompt opens reasoning
+        return Stand()  # the mark ends a text before the call; harmony prompts open no reasoning
     if thinking.end not in written:
         rest = raw[end + len(thinking.end) :]
         return Stand(len(raw) - len(rest.lstrip("\n")))
@@ -532,15 +550,19 @@ def _suffix(text: str, count: int) -> int:
 
 
 def _opening(written: str, raw: str, count: int) -> str:
-    """Return the text before the answer, without the white space that the answer begins with."""
+    """Return the rendered text before an answer, which is its last ``count`` non-space characters.
+
+    White space with which the answer itself begins is left out.
+    """
     opening = written[: _suffix(written, count)]
     space = raw[: len(raw) - len(raw.lstrip())]
     return opening.removesuffix(space) if space else opening
 
 
 def _openings(written: str, thinking: Thinking | None) -> list[str]:
-    """Return texts that may have ended the prompt of an answer, in addition to its present
-    prefix.
+    """Return the texts with which the prompt of an answer may have continued the present prefix.
+
+    They are "" and, if the rendered message begins with reasoning, the mark that opens reasoning.
     """
     if thinking is None or not written.startswith(thinking.begin):
         return [""]
@@ -551,7 +573,7 @@ def _openings(written: str, thinking: Thinking | None) -> list[str]:
 
 
 def _called_tools(message: Mapping[str, Any]) -> list[Tool]:
-    """Return the tools that a message calls, for a conversation that no longer lists them."""
+    """Return a tool for each call of a message, in case the conversation no longer lists tools."""
     functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
     return [Tool(name=str(function.get("name"))) for function in functions]
 

@@ -31,7 +31,10 @@ _INDEX = "foretoken_index"  # index of a message while the conversation is conve
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message and its index in the conversation; None for an inserted message."""
+    """A message of the rendered conversation.
+
+    ``index``: its index in the request's conversation; None for an inserted message.
+    """
 
     message: Message
     index: int | None
@@ -58,7 +61,7 @@ class Turn:
         return self.role == "tool"
 
     def saying(self, text: str) -> Turn:
-        """Return the turn with another text."""
+        """Return a copy of the turn with another text."""
         return Turn({**self.message, "content": text}, self.index)
 
 
@@ -91,7 +94,7 @@ def _as_text(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Turn]:
         message = dict(each)
         index = message.pop(_INDEX, None)
         if index is None and found and found[-1].index is not None:
-            index = found[-1].index + 1  # the first of the results that the message contains
+            index = found[-1].index + 1  # the message contains results: index of the first result
         found.append(Turn(message, index))
     return found
 
@@ -120,7 +123,10 @@ def _with_calls(turns: Sequence[Turn], facts: TemplateFacts, family: str) -> lis
 def _calling(
     turn: Turn, results: Sequence[Turn], facts: TemplateFacts, *, is_last: bool
 ) -> list[Turn]:
-    """Return a message with calls, followed by its results. ``is_last``: no message follows."""
+    """Return a message with calls, followed by the results of the calls.
+
+    ``is_last``: the conversation ends after them.
+    """
     calls = [_formed(call, facts) for call in turn.calls]
     results = _identified(results, calls)
     if len(results) < len(calls) and not (is_last or facts.unanswered_calls):
@@ -159,7 +165,7 @@ def _formed(call: Message, facts: TemplateFacts) -> dict[str, Any]:
 
 
 def _identified(results: Sequence[Turn], calls: Sequence[Message]) -> list[Turn]:
-    """Return the results with call ids. Results without an id answer the calls in order."""
+    """Return the results with call ids. Results without an id are assigned to calls in order."""
     if all(isinstance(each.message.get("tool_call_id"), str) for each in results):
         return list(results)
     given = {_id_of(each.message, "tool_call_id") for each in results}
@@ -219,7 +225,7 @@ def _as_user(turn: Turn) -> Turn:
 
 
 def _alternating(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
-    """Merge or separate consecutive turns that the template rejects."""
+    """Merge consecutive turns that the template rejects, or insert a turn between them."""
     found: list[Turn] = []
     for turn in turns:
         last = found[-1] if found else None
@@ -249,7 +255,7 @@ def _clashes(last: Turn, turn: Turn, facts: TemplateFacts) -> bool:
 
 
 def _joined(first: Turn, second: Turn) -> Turn:
-    """Return two turns of the same role as one."""
+    """Return one turn that contains the text of two turns of the same role."""
     texts = [turn.text for turn in (first, second) if turn.text]
     message = {**first.message, **second.message}
     thoughts = [

@@ -1,11 +1,11 @@
-"""Warnings about parts of a conversation that do not reach the model, once per kind."""
+"""Warnings about parts of a conversation that do not reach the model, logged once per kind."""
 
 from __future__ import annotations
 
 import logging
 
 logger = logging.getLogger(__name__)
-MAX_KINDS = 256  # clients choose the names, so the number of lines must be limited
+MAX_KINDS = 256  # maximum number of kinds to log, since clients choose their names
 MAX_CHARS = 64
 _told: set[str] = set()
 
@@ -13,7 +13,7 @@ _told: set[str] = set()
 def tell_left_out(what: str, kind: str = "") -> None:
     """Warn once that parts of a conversation do not reach the model.
 
-    ``kind``: the type's name in the body.
+    ``what``: the parts; ``kind``: the name of their type in the request's body, if they have one.
     """
     told = f"{what} {kind[:MAX_CHARS]!a}" if kind else what
     if told in _told or len(_told) >= MAX_KINDS:

@@ -20,7 +20,10 @@ def num_system(roles: Iterable[str]) -> int:
 
 
 def one_system(plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the system messages at the beginning: many templates accept only one."""
+    """Return the messages with the leading system messages merged into one.
+
+    Many templates accept only one system message.
+    """
     count = num_system(message["role"] for message in plain)
     if count < 2:
         return plain

@@ -18,8 +18,8 @@ from .chat_input import ChatInput
 
 logger = logging.getLogger(__name__)
 LINE = re.MULTILINE | re.IGNORECASE
-# Marks of a list, a quotation or emphasis. The pattern is bounded and stays on one line: an
-# unbounded one would take time quadratic in the number of lines.
+# Punctuation of a list, a quotation or emphasis. The pattern has a limited length and stays on one
+# line: an unlimited one would take time quadratic in the number of lines.
 MARKS = r"[^\w\n]{0,16}"
 TOOL_ORDER = "tool-order"
 Mode = Literal["off", "safe", "all"]

@@ -1,4 +1,4 @@
-"""A bounded log of recent prompts, which explains why later prompts missed the cache."""
+"""A bounded log of recent prompts, which is used to explain why later prompts missed the cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 class PromptNote:
     """Facts about a prompt that are remembered in addition to its tokens.
 
-    ``parts`` are in prompt order; without them differences are shown in decoded tokens.
+    ``parts`` are in prompt order; if there are none, differences are shown in decoded tokens.
     ``cache_key``: the request's ``prompt_cache_key``, which is compared but does not isolate
     prompts. ``thinking``: the model's reasoning marks.
     """
@@ -53,7 +53,7 @@ class PromptNote:
     num_bytes: int = field(init=False, repr=False, compare=False)  # approximate size
 
     def __post_init__(self) -> None:
-        """Compute the size here, since long conversations are recorded in a thread."""
+        """Compute the size when the note is made: for long conversations, that is in a thread."""
         texts = sum(_num_bytes(part) for part in self.parts)
         names = sys.getsizeof(self.model) + sys.getsizeof(self.cache_key)
         object.__setattr__(self, "num_bytes", texts + names)
@@ -100,7 +100,7 @@ def _text(value: object) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Remembered:
-    """A prompt that is being served or was served. Its usage grows while it runs."""
+    """A prompt that was submitted. ``usage`` changes while its request runs."""
 
     response_id: str
     caller: bytes  # hash of the API key
@@ -130,7 +130,7 @@ class Remembered:
 
     @property
     def num_compared_bytes(self) -> int:
-        """Bytes of tokens and texts that a comparison reads at most."""
+        """Maximum number of bytes of tokens and texts that a comparison with the prompt reads."""
         return len(self.tokens) + self.note.num_bytes
 
     def ids(self, start: int, stop: int) -> list[int]:
@@ -181,8 +181,9 @@ def common_len(first: Sliced, second: Sliced) -> int:
 
 
 class PromptLog:
-    """The latest prompts of each owner, at most ``max_bytes`` together. `Shares` chooses
-    evictions.
+    """The latest prompts of each owner, at most ``max_bytes`` together.
+
+    If they need more, `Shares` chooses the prompts to forget.
     """
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
@@ -198,7 +199,8 @@ class PromptLog:
     def record(self, response_id: str, request: Request, note: PromptNote, now: float) -> None:
         """Remember a submitted prompt. O(prompt).
 
-        A prompt that must not be cached is explained only to a caller that names its response.
+        A prompt that must not be cached is compared with later prompts only if a caller names its
+        response.
         """
         self._forget(response_id)
         self._num_recorded += 1
@@ -237,7 +239,7 @@ class PromptLog:
             self._forget(excess)
 
     def find(self, response_id: str) -> Remembered | None:
-        """Return the prompt of a response, None if unknown. The caller must check the owner."""
+        """Return the prompt of a response, else None. The caller must check the owner."""
         return self._prompts.get(response_id)
 
     def earlier(self, prompt: Remembered) -> list[Remembered]:
@@ -262,16 +264,14 @@ class PromptLog:
         )
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget the prompts of the given cache salts, or all without arguments.
-        O(prompts).
-        """
+        """Forget the prompts in ``namespaces``; all if no namespace is given. O(prompts)."""
         flushed = FlushedNamespaces(namespaces)
         for prompt in list(self._prompts.values()):
             if prompt.namespace in flushed:
                 self._forget(prompt.response_id)
 
     def flush_prefix(self, tokens: array[int], namespace: str | None) -> None:
-        """Forget the prompts of a cache salt that begin with these tokens. O(prompts)."""
+        """Forget the prompts of a namespace that begin with these tokens. O(prompts)."""
         front = _int32(tokens)
         for prompt in list(self._prompts.values()):
             if prompt.namespace == namespace and prompt.tokens.startswith(front):
@@ -289,7 +289,10 @@ class PromptLog:
 
 
 def _last_before(prompt: Remembered, group: dict[str, Remembered]) -> Iterable[Remembered]:
-    """Yield the latest prompts of a group, ordered by arrival, that came before ``prompt``."""
+    """Yield the last `MAX_COMPARED` prompts of a group that arrived before ``prompt``.
+
+    The latest one comes first.
+    """
     earlier = (other for other in reversed(group.values()) if other.serial < prompt.serial)
     return islice(earlier, MAX_COMPARED)
 

@@ -1,4 +1,4 @@
-"""SeenImages: the images of a conversation, from marks in messages to rows of the prompt."""
+"""SeenImages: the images of a conversation, from marks in messages to rows of image tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Parts = list[str | ImageSource]  # parts of a message
 
 @dataclass(frozen=True, slots=True)
 class SeenImages:
-    """Images in the order of their marks.
+    """The images of a conversation, in the order of their marks.
 
-    ``place``: the text that stands for an image in a rendered conversation. ``token_id``: the token
-    of each image row.
+    ``place``: the text that stands for an image in a rendered conversation. ``token_id``: the id of
+    the token that stands for each row of an image.
     """
 
     images: Sequence[ReadImage] = ()
@@ -52,9 +52,9 @@ class SeenImages:
         return {**message, "content": template_parts(parts)}
 
     def expanded(self, text: str) -> str:
-        """Return a rendered conversation with each image's place expanded to its text.
+        """Return a rendered conversation with each ``place`` replaced by the text of its image.
 
-        Raises `InvalidRequest` if the number of places differs from the number of images.
+        Raises `InvalidRequest` if ``place`` does not occur exactly once for each image.
         """
         if not self.images:
             return text
@@ -103,15 +103,15 @@ UNSEEN = "[an image that this model cannot see]"
 async def with_results_seen(
     chat: ChatInput, reader: ImageReader | None, tokenizer: Tokenizer
 ) -> ChatInput:
-    """Replace images that cannot be served by a text, except in user messages.
+    """Replace images from tools and the model by a text if they cannot be served.
 
-    Agents keep sending images that tools and models returned, so an error would recur with every
-    request. If there are more images than a request may have, the oldest are replaced. Raises
-    `QueueFull`.
+    Return the changed conversation. Agents send such images again with every request, so an error
+    would recur. If there are more images than a request may have, the oldest images from tools and
+    the model are replaced, too. Raises `QueueFull`.
     """
     sources = {source.digest: source for source in chat.images}
     left = iter(chat.images)
-    all_parts: dict[int, Parts] = {}  # by index of the message
+    all_parts: dict[int, Parts] = {}  # parts of each message, by its index
     for at, message in enumerate(chat.messages):
         if isinstance(content := message.get("content"), str):
             split = split_marks(content, sources)
@@ -133,7 +133,7 @@ async def with_results_seen(
 
 
 def _num_beyond(num_images: int, most: int) -> int:
-    """Return how many of the oldest returned images to replace.
+    """Return how many of the oldest images from tools and the model to replace by a text.
 
     The number grows in steps of ``most`` / 2, so the prompt prefix and its cache hit stay unchanged
     for several turns.
@@ -143,7 +143,7 @@ def _num_beyond(num_images: int, most: int) -> int:
 
 
 def _leave_out(parts: Parts, most: int) -> int:
-    """Replace up to ``most`` images of a message. Return how many are still to be replaced."""
+    """Replace up to ``most`` images of a message. Return ``most`` minus the number replaced."""
     for at, part in enumerate(parts):
         if most > 0 and isinstance(part, ImageSource):
             parts[at], most = UNSEEN, most - 1
@@ -183,8 +183,8 @@ async def see(
 ) -> SeenImages:
     """Read the images of a conversation.
 
-    ``reader``: None for a model without images; ``reason``: why, for the error. Raises `QueueFull`,
-    and `InvalidRequest` which names the first image that is not served.
+    ``reader``: None if images are not supported; ``reason``: the reason, for the error. Raises
+    `QueueFull`, and `InvalidRequest`, which names the first image that cannot be served.
     """
     if not chat.images:
         return NO_IMAGES
@@ -207,7 +207,7 @@ async def see(
 
 
 def _runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the (first, count) runs of consecutive positions."""
+    """Return the runs of consecutive positions, each as its first position and its length."""
     runs: list[tuple[int, int]] = []
     for place in places:
         if runs and sum(runs[-1]) == place:

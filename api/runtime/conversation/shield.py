@@ -1,8 +1,8 @@
 """Shield: treat special tokens in message contents as text.
 
 A message, a web page in a tool result or a tool description may spell out a special token, such as
-the end of a turn, and would forge a turn. Such marks are broken up before the template renders the
-conversation, and the text between the template's own marks is encoded by a tokenizer without
+the end of a turn, and could thus forge a turn. Such marks are broken up before the template renders
+the conversation, and the text between the template's own marks is encoded by a tokenizer without
 special tokens (`LiteralEncoder`). Conversations without marks are not changed.
 
 ==========================================  =========================================
@@ -46,8 +46,9 @@ class ContentMarks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, syntax: Syntax, written: str) -> ContentMarks:
-        """Return the marks of a tokenizer and its template. ``written``: a rendered
-        conversation.
+        """Return the marks of a tokenizer and its template.
+
+        ``written``: a rendered conversation, in which other added tokens are found.
         """
         added = tokenizer.added_names
         special = {name for name, is_special in added.items() if is_special}
@@ -99,8 +100,9 @@ class ContentMarks:
 
 @dataclass(frozen=True, slots=True)
 class Shield:
-    """Breaks up the marks of one conversation. ``breaker``: a character that it does not
-    contain.
+    """Breaks up the marks in the contents of one conversation.
+
+    ``breaker``: a character that the conversation does not contain; it is inserted into each mark.
     """
 
     breaker: str = ""
@@ -135,7 +137,7 @@ class Shield:
             raise InvalidRequest(message, param="messages") from None
 
     def written(self, text: str) -> str:
-        """Return a rendered text with the breaker in place of its JSON escape."""
+        """Return a rendered text in which the breaker itself replaces its JSON escape sequence."""
         return text.replace(escape(self.breaker), self.breaker) if self.breaker else text
 
     def plain(self, text: str) -> str:
@@ -143,7 +145,7 @@ class Shield:
         return text.replace(self.breaker, "") if self.breaker else text
 
     def head(self, text: str, num_chars: int) -> str:
-        """Return the beginning of a text that has ``num_chars`` characters besides the breaker."""
+        """Return the first ``num_chars`` characters of a text, and the breakers among them."""
         end = num_chars
         while self.breaker and (missing := num_chars - len(self.plain(text[:end]))):
             end += missing
@@ -151,12 +153,17 @@ class Shield:
 
     @property
     def num_chars(self) -> int:
-        """Number of characters that forces encoding in a thread if marks are broken up, else 0."""
+        """Length to assume for a shorter text, so that it is encoded in a thread.
+
+        It is 0 if no marks are broken up. Otherwise the first text creates another tokenizer, which
+        is slow.
+        """
         return INLINE_CHARS + 1 if self.breaker else 0
 
     async def encode_all(self, tokenizer: Tokenizer, text: str) -> list[int]:
-        """Return the token ids of a rendered conversation. Raises the errors of
-        `Tokenizer.encode`.
+        """Return the token ids of a rendered conversation.
+
+        Raises the errors of `Tokenizer.encode`.
         """
         if self.marks is None:
             return await tokenizer.encode(text, add_special_tokens=False)
@@ -164,7 +171,10 @@ class Shield:
         return await tokenizer.encode_marked(text, {self.breaker: ""}, names)
 
     def encode(self, tokenizer: Tokenizer, text: str, *, is_first: bool) -> list[int]:
-        """Return the token ids of a part of it. ``is_first``: the part begins the conversation."""
+        """Return the token ids of a part of a rendered conversation.
+
+        ``is_first``: the part begins the conversation.
+        """
         if self.marks is None or self.breaker not in text:
             return tokenizer.encode_word(text) if is_first else tokenizer.encode_behind(text)
         encoder = tokenizer.literal(self.marks.user.names)

@@ -64,7 +64,7 @@ CONTENTS: tuple[Mapping[str, Any], ...] = ({"content": ""}, {"content": NULL}, {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """Abilities of a chat template. Messages that need a missing one are converted."""
+    """Abilities of a chat template. Messages that need an ability it lacks are converted."""
 
     parts_alone: bool = False  # content must be a list of parts
     system: bool = False  # a system message at the beginning
@@ -79,14 +79,14 @@ class TemplateFacts:
     lone_results: bool = False  # a result without a call
     unanswered_calls: bool = False
     user_behind_results: bool = False
-    no_words: Mapping[str, Any]  # the content of a message that has only calls
+    no_words: Mapping[str, Any]  # the content field of a message that has only calls
     arguments: Literal["object", "text"] = "object"
-    cut_arguments: bool = False  # arguments that are not JSON, unchanged
-    # Whether token ids can replace an assistant's message without and with calls.
+    cut_arguments: bool = False  # arguments that are not JSON, which are rendered unchanged
+    # whether token ids can replace an assistant's message, by whether it has calls
     splices: Mapping[bool, bool] = field(default_factory=dict)
 
     def strictest(self) -> TemplateFacts:
-        """Return the facts of a template that supports only the plainest conversations."""
+        """Return facts that allow only the plainest conversations."""
         return TemplateFacts(
             parts_alone=self.parts_alone,
             calls=self.calls,
@@ -97,7 +97,7 @@ class TemplateFacts:
         )
 
     def without_calls(self) -> TemplateFacts:
-        """Return the facts without calls, so that calls and results are rendered as text."""
+        """Return the facts without support of calls: calls and results are rendered as text."""
         return replace(self, calls=False, lone_results=False)
 
 
@@ -137,7 +137,7 @@ class _Prober:
         self.parts_alone = False
 
     async def writes(self, *messages: Mapping[str, Any], extra: Sequence[str] = ()) -> bool:
-        """Whether the template renders the words of all messages in order."""
+        """Whether the template renders the words of all messages in order, and all of ``extra``."""
         text = await self.text(messages)
         at = 0
         for message in messages:
@@ -153,7 +153,7 @@ class _Prober:
     async def text(self, messages: Messages) -> str:
         """Return the rendered text, "" if the template fails.
 
-        Some templates render nothing without tools.
+        Some templates render nothing without tools, so the rendering is repeated with a tool.
         """
         if self.parts_alone:
             messages = [_in_parts(message) for message in messages]

@@ -23,14 +23,14 @@ from .shield import NO_SHIELD, ContentMarks, Shield
 from .template_facts import CONTENTS, PROBES, TemplateFacts, probe
 
 Messages = Sequence[Mapping[str, Any]]
-TOOL_CHARS = 512  # a tool takes about as long as so many characters
+TOOL_CHARS = 512  # processing a tool takes about as long as this many characters
 CanSplice = Callable[[Messages, Write], Awaitable[bool]]
 
 
 class TemplateWriter:
     """Renders conversations with a chat template, in a form that the template supports.
 
-    ``can_splice``: returns whether token ids can replace the second of some messages.
+    ``can_splice`` is `ConversationTokens.can_splice`: whether token ids can replace a message.
     """
 
     def __init__(self, llm: EngineClient, syntax: Syntax, can_splice: CanSplice) -> None:
@@ -56,14 +56,14 @@ class TemplateWriter:
         return replace(facts, splices=splices)
 
     async def shield(self, chat: ChatInput) -> Shield:
-        """Return the shield for the rendering of a conversation."""
+        """Return the `Shield` that treats special tokens in a conversation's contents as text."""
         if self._llm.config.special_tokens_in_text:
             return NO_SHIELD
         tokenizer = self._llm.tokenizer
         if self._marks is None:
             written = await tokenizer.try_chat(PROBES[False])
             find = partial(ContentMarks.of, tokenizer, self._syntax, written)
-            # slow for a vocabulary with many added tokens
+            # Runs in a thread, since it is slow for a vocabulary with many added tokens.
             self._marks = await tokenizer.apart(APART_BYTES + 1, find)
         work = partial(self._marks.shield, chat.messages, chat.shown_tools)
         return await tokenizer.apart(_size(chat), work)
@@ -106,7 +106,7 @@ class TemplateWriter:
     def _turns(
         self, chat: ChatInput, facts: TemplateFacts, shield: Shield
     ) -> tuple[list[Turn], list[Mapping[str, Any]]]:
-        """Return the turns and the tools to pass to the template."""
+        """Return the turns and the tools to pass to the template, in a form that it supports."""
         parser = self._syntax.tool_parser
         messages, tools = shield.messages(chat.messages), shield.tools(chat.shown_tools)
         if parser == GENERIC:
@@ -120,7 +120,7 @@ class TemplateWriter:
 
 
 def _size(chat: ChatInput) -> int:
-    """Return the approximate work for a conversation, in characters."""
+    """Return the approximate amount of work for a conversation, as a number of characters."""
     contents = (message.get("content") for message in chat.messages)
     texts = sum(len(content) for content in contents if isinstance(content, str))
     return texts + MESSAGE_CHARS * len(chat.messages) + TOOL_CHARS * len(chat.tools)

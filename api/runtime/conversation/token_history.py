@@ -1,4 +1,4 @@
-"""A bounded memory of answers: token ids by the message's text and its position."""
+"""A bounded memory of answers: their token ids, by the message's text and the ids before it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _json = msgspec.json.Encoder(order="deterministic")
 
 
 class Place:
-    """A digest of the token ids before a message, updated as they grow."""
+    """A digest of the token ids before a message, which is updated when ids are appended."""
 
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -33,17 +33,17 @@ class Place:
         self._hash.update(array("i", token_ids).tobytes())
 
     def behind(self, token_ids: Sequence[int]) -> Digest:
-        """Return the digest with these ids appended, without keeping them."""
+        """Return the digest after appending these ids, without changing the object."""
         copied = self._hash.copy()
         copied.update(array("i", token_ids).tobytes())
         return copied.digest()
 
 
 def said_of(message: Mapping[str, Any]) -> Digest | None:
-    """Return the digest of an assistant's message as clients see it; None if it has no text.
+    """Return the digest of an assistant's message as clients see it.
 
-    Covers content, reasoning and tool calls. Call ids, the order of arguments, and white space
-    around the content of a message with calls are ignored.
+    It covers content, reasoning and tool calls. Call ids, the order of arguments, and white space
+    around the content of a message with calls are ignored. None if the content is not text.
     """
     content = message.get("content") or ""
     if not isinstance(content, str):
@@ -71,7 +71,10 @@ def _call(call: Mapping[str, Any]) -> tuple[object, object]:
 
 
 class TokenHistory:
-    """The token ids of each owner's latest answers, at most ``max_bytes``; see `Shares`."""
+    """The token ids of each owner's latest answers, at most ``max_bytes`` together.
+
+    If they need more, `Shares` chooses the answers to forget.
+    """
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
         self._shares: Shares[Key] = Shares(max_bytes)
@@ -80,7 +83,7 @@ class TokenHistory:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size in bytes."""
+        """Approximate size of the remembered answers in bytes."""
         return self._shares.num_bytes
 
     def has_any(self, owner: Owner) -> bool:
@@ -90,7 +93,10 @@ class TokenHistory:
     def put(
         self, owner: Owner, salt: str | None, said: Digest, place: Digest, ids: Sequence[int]
     ) -> None:
-        """Remember an answer. It replaces one with the same text at the same place. O(ids)."""
+        """Remember an answer. O(ids).
+
+        It replaces an answer with the same text after the same token ids.
+        """
         key = (owner, said, place)
         self._forget(key)
         data = array("i", ids).tobytes()
@@ -101,7 +107,10 @@ class TokenHistory:
             self._forget(excess)
 
     def places(self, owner: Owner, said: Digest) -> Mapping[Digest, bytes]:
-        """Return the token ids (int32) of an owner's answers with this text, by their place."""
+        """Return the token ids (int32) of an owner's answers with the text of digest ``said``.
+
+        They are indexed by the digest of the ids before each answer, see `Place`.
+        """
         return dict(self._owners.get(owner, {}).get(said, {}))
 
     def touch(self, key: Key) -> None:
@@ -111,7 +120,7 @@ class TokenHistory:
             self._shares.touch(key)
 
     def flush(self, *salts: str | None) -> None:
-        """Forget the answers under these cache salts, or all without an argument. O(answers)."""
+        """Forget the answers under these cache salts; all if no salt is given. O(answers)."""
         for owner, salt in list(self._salts.items()):
             if not salts or salt in salts:
                 for said, places in list(self._owners[owner].items()):

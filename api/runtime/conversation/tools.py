@@ -1,4 +1,4 @@
-"""Tools, response formats and cache options of OpenAI's bodies."""
+"""Tools, response formats and cache options in OpenAI's request bodies."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Texts = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
 class CacheSpec(Struct, kw_only=True):
-    """``cache``: whether the request reads from and writes to the prefix cache."""
+    """The field ``cache``: whether a request reads from and writes to the prefix cache."""
 
     read: bool = True
     write: bool = True
 
 
 class PromptCacheOptions(Struct, kw_only=True):
-    """``prompt_cache_options`` of OpenAI: pin, prewarm and explain a prompt."""
+    """OpenAI's field ``prompt_cache_options``: pin, prewarm and explain a prompt."""
 
     mode: str | None = None
     ttl: Literal["30m", "12h"] | None = None
@@ -74,14 +74,14 @@ class AllowedTool(Struct, kw_only=True):
 
 
 class AllowedTools(Struct, kw_only=True):
-    """``tool_choice.allowed_tools``: a subset of the tools. The prompt still lists all tools."""
+    """The field ``tool_choice.allowed_tools``: which of the tools in the prompt may be called."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: list[AllowedTool] = []
 
 
 class NamedChoice(Struct, kw_only=True):
-    """``tool_choice`` that names one function or lists allowed ones."""
+    """A ``tool_choice`` that names one function or lists the allowed functions."""
 
     type: str = "function"
     function: FunctionName | None = None
@@ -89,7 +89,7 @@ class NamedChoice(Struct, kw_only=True):
 
 
 class JsonSchemaSpec(Struct, kw_only=True):
-    """``response_format.json_schema``."""
+    """The field ``response_format.json_schema``: a JSON schema that the answer must follow."""
 
     name: str | None = None
     description: str | None = None
@@ -98,7 +98,7 @@ class JsonSchemaSpec(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """``response_format``."""
+    """The field ``response_format``: the form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaSpec | None = None
@@ -106,7 +106,7 @@ class ResponseFormat(Struct, kw_only=True):
 
 
 class StructuredOutputs(Struct, kw_only=True):
-    """``structured_outputs`` in vLLM's form."""
+    """The field ``structured_outputs``, in vLLM's form."""
 
     json: dict[str, Any] | str | None = None
     regex: GrammarText | None = None
@@ -234,15 +234,19 @@ def format_schema(format: ResponseFormat | None) -> Mapping[str, object] | None:
 
 
 def as_strict_as(strict: bool | None, schema: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the schema with its strictness: only ``strict`` rejects unknown formats."""
+    """Return the schema with an option for its strictness.
+
+    If ``strict`` is true, unsupported keywords are rejected even if validators may ignore them,
+    such as an unknown format.
+    """
     return with_options(schema, "strict" if strict else "exact", param="json_schema")
 
 
 def loaded_text(tools: Sequence[Tool], names: Sequence[str] = ()) -> str:
     """Return the text of a tool search result, which lists the tools that it found.
 
-    ``names``: found tools without a definition. The definitions are rendered here and not with the
-    other tools, so that the prompt prefix stays unchanged.
+    ``names``: names of found tools without a definition. The definitions are rendered in the result
+    and not with the other tools, so that the prompt prefix stays unchanged.
     """
     if not tools and not names:
         return "No tools were found."
@@ -252,10 +256,10 @@ def loaded_text(tools: Sequence[Tool], names: Sequence[str] = ()) -> str:
 
 
 def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call of an earlier answer in the shape of templates: a function with arguments.
+    """Return a call of an earlier answer in the shape that templates read, a function call.
 
-    A custom tool's call has a single argument, ``input``. For other kinds all fields become
-    arguments.
+    The call of a custom tool gets a single argument, ``input``. For other kinds of calls, all
+    fields become arguments.
     """
     function = call.get("function")
     if not isinstance(function, Mapping):

@@ -1,1 +1,1 @@
-"""Embeddings and scores: prompts computed for the output of their last token."""
+"""Embeddings and scores: prompts of which only the output at the last token is needed."""

@@ -30,7 +30,10 @@ def unit_vector(numbers: array[float], dimensions: int | None = None) -> NDArray
 
 
 class Embedder:
-    """Opens the inputs of an embedding call. Warns once if the model is not an embedding model."""
+    """Prepares the inputs of embedding calls.
+
+    Warns once if the model is not marked as an embedding model.
+    """
 
     def __init__(self, llm: EngineClient) -> None:
         self._llm = llm
@@ -47,11 +50,12 @@ class Embedder:
         keeps_ids: bool = False,
         is_cut: bool = False,
     ) -> PooledPrompts:
-        """Return texts or token ids to embed. ``name``: returns the field of an entry, for errors.
+        """Return the prompts that embed ``inputs``, texts or token ids.
 
-        Entries are tokenized and checked when they are about to run. ``is_cut``: truncate texts
-        that are too long. ``keeps_ids``: keep the token ids for the caller. Raises `InvalidRequest`
-        for an empty entry and for unsupported ``dimensions``.
+        An input is tokenized and checked just before it runs. ``name`` returns the name of an
+        input's field from its index, for errors. ``is_cut``: truncate texts that are too long.
+        ``keeps_ids``: keep the token ids for the caller. Raises `InvalidRequest` for an empty input
+        and for unsupported ``dimensions``.
         """
         self._check(dimensions)
         for index, each in enumerate(inputs):

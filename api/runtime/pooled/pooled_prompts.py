@@ -1,4 +1,4 @@
-"""PooledPrompts: the prompts of one call that wants vectors or scores."""
+"""PooledPrompts: the prompts of one call that returns vectors or scores."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def pool_params(
 
 
 def entry_names(param: str, count: int) -> Callable[[int], str]:
-    """Return a function that names the entries of a field in errors, without an index for one."""
+    """Return a function that returns the name of a field's entry from its index, for errors.
+
+    The name has no index if the field has a single entry.
+    """
     return lambda index: param if count == 1 else f"{param}[{index}]"
 
 
@@ -52,8 +55,8 @@ class PooledPrompts:
     """A call of ``count`` prompts, computed by `read`. Its owner must `close` it in a ``finally``.
 
     At most as many prompts as may run at once are prepared and submitted, so that the queue stays
-    available to other callers and memory does not grow with ``count``. A full queue refuses the
-    call only before its first prompt was accepted; later prompts wait for room.
+    available to other callers and memory does not grow with ``count``. A call whose first prompt
+    finds the queue full is refused; later prompts wait for room.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class PooledPrompts:
         self._is_accepted = False  # whether a prompt of the call was accepted
 
     async def read(self) -> list[Pooled]:
-        """Return the results of all prompts, in order. The first failure ends the others.
+        """Return the results of all prompts, in order. If a prompt fails, the others are aborted.
 
         Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded`, `EngineDead` and the engine's
         errors.
@@ -122,7 +125,11 @@ class PooledPrompts:
         )
 
     async def _submitted(self, index: int, token_ids: Sequence[int]) -> Answer:
-        """Submit a prompt. If the queue is full, wait for room once the call was accepted."""
+        """Submit a prompt and return its answer.
+
+        If the queue is full, wait for room, or raise `QueueFull` if no prompt of the call has been
+        accepted yet.
+        """
         async with self._submitting:
             while True:
                 try:

@@ -46,7 +46,7 @@ def ranked(pooled: Sequence[Pooled], top_n: int | None = None) -> list[tuple[int
 
 
 class Reranker:
-    """Writes prompts that ask whether a document answers a query.
+    """Writer of prompts that ask whether a document answers a query.
 
     The query and the instruction precede the document, so all documents share cached pages. A
     template with roles for query and document is used as it is; otherwise the prompt follows
@@ -68,11 +68,11 @@ class Reranker:
         query_name: Callable[[int], str],
         cache: CacheOptions = DEFAULT_CACHE,
     ) -> PooledPrompts:
-        """Return the pairs of query and document to score. Prompts are written just before they
-        run.
+        """Return the prompts that score ``pairs`` of a query and a document.
 
-        ``name``, ``query_name``: return the field of an entry's document and query, for errors.
-        Raises `InvalidRequest` if the model cannot rerank.
+        A prompt is written just before it runs. ``name`` and ``query_name`` return the names of the
+        fields of a pair's document and query from its index, for errors. Raises `InvalidRequest` if
+        the model cannot rerank.
         """
         writer = PairWriter(self, pairs, params, instruct, self.pooling(), name, query_name)
         return PooledPrompts(
@@ -105,8 +105,9 @@ class Reranker:
         params: SamplingParams,
         pooling: Pooling,
     ) -> Sequence[int]:
-        """Return the checked token ids of the question about a document. Raises
-        `InvalidRequest`.
+        """Return the checked token ids of the question whether a document answers a query.
+
+        Raises `InvalidRequest`.
         """
         if self._has_roles is None:
             self._has_roles = await self._tries_roles()
@@ -152,7 +153,7 @@ class Reranker:
 
 @dataclass(frozen=True, slots=True)
 class PairWriter:
-    """Writes the prompts of a call's pairs, and names the field of an entry in errors."""
+    """Writer of the prompts of a call's pairs. Its errors name the field of the pair."""
 
     reranker: Reranker
     pairs: Sequence[tuple[str, str]]
@@ -163,7 +164,7 @@ class PairWriter:
     query_name: Callable[[int], str]
 
     async def prompt(self, index: int) -> Sequence[int]:
-        """Return the checked token ids of the question about a pair. Raises `InvalidRequest`."""
+        """Return the checked token ids of the prompt for one pair. Raises `InvalidRequest`."""
         query, document = self.pairs[index]
         try:
             return await self._write(query, document)
@@ -175,7 +176,7 @@ class PairWriter:
             raise
 
     async def _fits(self, query: str) -> bool:
-        """Whether a query leaves room for a document."""
+        """Whether the prompt fits into the context with an empty document."""
         try:
             await self._write(query, "")
         except PromptTooLong:

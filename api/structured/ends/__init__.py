@@ -1,1 +1,1 @@
-"""The shortest completions of structured output, and tokens that leave room for them."""
+"""The shortest completions of structured output, and the tokens after which they still fit."""

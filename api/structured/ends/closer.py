@@ -1,4 +1,4 @@
-"""The shortest completions of one grammar's outputs: searched for, or derived from known ones."""
+"""Short completions of one grammar's outputs: searched for, or derived from known completions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .spelling import Speller, text_of
 from .token_table import MARKS, TokenTable
 
 Ids = Sequence[int]
-FIRST_NODES, WIDE_NODES = 2000, 300  # node limits of the search for the shortest answer
-NODES = 600  # node limit of later searches
-LEAST_ZONE = 24  # spare tokens, besides the growth, below which every token is judged
-COSTLY = 4  # average number of bytes per token of a completion, at most
+FIRST_NODES, WIDE_NODES = 2000, 300  # maximum numbers of nodes to search for the shortest answer
+NODES = 600  # maximum number of nodes of later searches
+LEAST_ZONE = 24  # with fewer spare tokens than this and the growth, every token is judged
+COSTLY = 4  # maximum of the average number of bytes per token of a completion
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Closer:
 
     @property
     def zone(self) -> int:
-        """Number of spare tokens below which every token is judged."""
+        """If a completion would leave fewer tokens than this, each possible next one is judged."""
         return self.growth + LEAST_ZONE
 
     @cached_property
@@ -45,7 +45,7 @@ class Closer:
 
     @cached_property
     def may_end_words(self) -> NDArray[np.bool_]:
-        """Tokens after which free text may have ended, since they may complete a mark, [vocab]."""
+        """Mask [vocab] of the tokens that may complete a mark at the end of free text."""
         found = np.zeros(self.tokens.size, dtype=np.bool_)
         found[self.table.special] = True
         lasts = {text[-1:] for ids in self.hints.marks if (text := text_of(self.tokens, ids))}
@@ -54,17 +54,20 @@ class Closer:
         return found
 
     def shortest(self, matcher: Matcher) -> list[int] | None:
-        """Return the shortest answer. Consumes the matcher, which must be at its beginning."""
+        """Return the shortest answer that a search finds, else None.
+
+        The matcher must have consumed no tokens. Its position changes.
+        """
         search = EndSearch(matcher, self.tokens, self.table, self.hints)
         end = search.find(FIRST_NODES, NARROW)
         most = None if end is None else len(end) - 1
         return search.find(WIDE_NODES, WIDE, most) or end
 
     def end(self, matcher: Matcher, guesses: Sequence[Ids], most: int) -> Ids | None:
-        """Return a completion from the matcher's position: the shortest valid guess.
+        """Return a completion from the matcher's position; None if none is found.
 
-        A new one is searched for if no guess has at most ``most`` tokens. The matcher's position is
-        restored.
+        It is the shortest guess that is valid. If no valid guess has at most ``most`` tokens, a
+        completion is searched for. The matcher's position is restored.
         """
         ends = (self.written(matcher, guess) for guess in sorted(guesses, key=len))
         known = next((end for end in ends if end is not None), None)
@@ -76,17 +79,21 @@ class Closer:
     def searched(
         self, matcher: Matcher, most_nodes: int, most: int | None = None
     ) -> tuple[list[int] | None, int]:
-        """Search from the matcher's position. Return the completion, if any, and the nodes used.
+        """Search for a completion from the matcher's position.
 
-        ``most``: maximum number of tokens of a useful completion.
+        Return the completion or None, and the number of nodes used. ``most``: maximum number of
+        tokens of a useful completion.
         """
         search = EndSearch(matcher.deep_copy(), self.tokens, self.table, self.hints)
-        # before it is encoded in fewer tokens
+        # The search counts tokens before the completion is encoded in fewer tokens.
         cost = None if most is None else COSTLY * most + COSTLY
         return search.find(most_nodes, NARROW, cost), search.num_nodes
 
     def written(self, matcher: Matcher, end: Ids) -> list[int] | None:
-        """Return a completion in tokens that are allowed here; None if it does not complete."""
+        """Return a completion, encoded in tokens that the matcher allows at its position.
+
+        Return None if the text does not complete the answer. The matcher's position is restored.
+        """
         if not self.completes(matcher, end):
             return None
         ids = Speller(matcher, self.tokens).rewritten(end)
@@ -101,8 +108,9 @@ class Closer:
         return bool(matcher.validate_tokens(whole) == len(whole) if end else matcher.is_accepting())
 
     def behind(self, end: Ids, token_id: int) -> list[Ids]:
-        """Return candidates for a completion after a token: the known one without a written
-        part.
+        """Return candidates for a completion after a token, given the completion ``end`` before it.
+
+        They are ``end`` without parts that the token may have written already, and ``end`` itself.
         """
         text, said = text_of(self.tokens, end), self.tokens.texts[token_id]
         found = [end[1:]] if end and end[0] == token_id else []
@@ -112,11 +120,14 @@ class Closer:
                 if part and text.startswith(part, at) and at + len(part) < len(text):
                     found.append(self._without(end, at + len(part)))
         if said and len(said) < len(text):
-            found.append(self._without(end, len(said)))  # a text whose length is limited
+            found.append(self._without(end, len(said)))  # the length of the text may be limited
         return [*found, end]
 
     def _without(self, end: Ids, num_bytes: int) -> Ids:
-        """Return a completion without its first bytes, at most up to a special token."""
+        """Return a completion without its first ``num_bytes`` bytes.
+
+        If a special token comes earlier, the completion begins with it.
+        """
         ids, texts = list(end), self.tokens.texts
         while ids and num_bytes > 0 and texts[ids[0]]:
             text = texts[ids.pop(0)]
@@ -127,5 +138,5 @@ class Closer:
 
 
 def _first_mark(text: bytes) -> int:
-    """Return the index of the first byte with a meaning inside a string, or the length."""
+    """Return the index of the first quotation mark or backslash, else the length of the text."""
     return next((index for index, byte in enumerate(text) if byte in MARKS), len(text))

@@ -1,7 +1,7 @@
-"""Bounds on how many tokens the completion of an answer may grow by after a single token.
+"""Bounds on the number of tokens by which one token may lengthen the completion of an answer.
 
-A token may begin a value that takes hundreds of tokens, such as an object with many required
-properties after a comma. The closer judges tokens early enough that any such value still fits.
+A token may begin a value that takes hundreds of tokens: after a comma, for example, an object with
+many required properties. Tokens are judged early enough that any such value still fits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from ..schemas.walk import json_blocks, resolve
 
 LEAST_GROWTH = 8
-FRAME = 32  # tokens around a call, besides the texts of its rule
+FRAME = 32  # number of tokens around a call, in addition to the texts of its rules
 MOST = 2**16
 OF_NUMBER = 12
 ENOUGH = 2.0  # minimum number of characters per token of a key or listed value
@@ -23,7 +23,9 @@ _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"')
 
 
 def growth_of(field: str, source: str, least_text: Callable[[str], int]) -> int:
-    """Return a bound, valid in most cases, on the growth of the shortest completion, in tokens.
+    """Return by how many tokens one token may lengthen the shortest completion.
+
+    The bound is an estimate that holds in most cases.
 
     ``least_text``: returns the length of the shortest JSON of a schema without objects and lists.
     """
@@ -38,7 +40,7 @@ def growth_of(field: str, source: str, least_text: Callable[[str], int]) -> int:
 
 
 def _of_grammar(source: str, least_text: Callable[[str], int]) -> int:
-    """Return the size of the largest schema, or of the largest set of rules of one tool."""
+    """Return a bound for a grammar, from its largest schema and the largest rules of one tool."""
     totals: dict[str, float] = defaultdict(float)
     most, rest, end = LEAST_GROWTH, [], 0
     for schema, begin, after in json_blocks(source):
@@ -54,7 +56,7 @@ def _of_grammar(source: str, least_text: Callable[[str], int]) -> int:
 
 
 class _Sizes:
-    """Upper bounds on the tokens of the shortest value of each schema in a document."""
+    """Upper bounds on the number of tokens of the shortest value of each schema in a document."""
 
     def __init__(self, root: object, least_text: Callable[[str], int]) -> None:
         self._root = root

@@ -1,4 +1,4 @@
-"""Hints from a grammar's schemas about its completions: short values, and their endings."""
+"""Hints from a grammar's schemas about its completions: short values, and the ends of values."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .token_table import TokenTable
 Ids = Sequence[int]
 Schema = Mapping[str, object]
 MAX_LEAVES = 48  # maximum number of schemas per grammar for which a short value is searched
-MAX_VALUES = 512  # maximum number of short values and their endings
+MAX_VALUES = 512  # maximum number of short values and ends of values
 MAX_MARKS = 48
-MAX_SUFFIXES = 40  # per value
+MAX_SUFFIXES = 40  # maximum number of suffixes per value
 LEAF_NODES, WIDE_NODES = 500, 200
-NUM_KEPT = 2048  # cached short values, which schemas share
+NUM_KEPT = 2048  # number of cached short values, which several schemas may share
 MAX_NUMBER = 1e15
-MAX_SAMPLES = 4  # texts per pattern
+MAX_SAMPLES = 4  # maximum number of texts per pattern
 OF_TEXT = ("pattern", "format", "minLength", "maxLength")
 OF_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LAZY = re.compile(r"^\w+\[lazy\]: /\(\?s:\.\*\)((?:\\.|[^\\/])+)/$", re.MULTILINE)
@@ -52,7 +52,7 @@ class HintFinder:
         self.short_text = lru_cache(NUM_KEPT)(self._short_text)
 
     def hints(self, field: str, source: str) -> Hints:
-        """Return the hints for a grammar by its source."""
+        """Return the hints for a grammar. ``field``: its kind; ``source``: its text."""
         leaves = (leaf for schema in schemas_of(field, source) for leaf in _leaves(schema))
         texts: set[bytes] = set()
         for leaf in islice(leaves, MAX_LEAVES):
@@ -79,7 +79,7 @@ class HintFinder:
         return ids if text_of(self._tokens, ids) == text else []
 
     def _short_text(self, leaf: str) -> bytes:
-        """Return the shortest JSON of a small schema that a short search finds, or b""."""
+        """Return the shortest JSON that a short search finds for a small schema, else b""."""
         schema = json.loads(leaf)
         parts = dict.fromkeys(part for text in _guesses(schema) for part in _parts(text))
         values = [ids for text in parts if (ids := self._spelt(text))]
@@ -103,7 +103,7 @@ class HintFinder:
         return [] if quote is None else [[quote]]
 
     def _marks(self, field: str, source: str) -> Iterator[Ids]:
-        """Yield the endings of a free text: a quotation mark, and marks in the grammar."""
+        """Yield the texts that may end a free text: a quotation mark, and marks in the grammar."""
         yield from self._text_ends()
         if field != "grammar":
             return
@@ -114,7 +114,7 @@ class HintFinder:
 
 
 def _leaves(schema: object) -> Iterator[Schema | bytes]:
-    """Yield schemas of restricted strings and numbers, and the shortest of listed values."""
+    """Yield the schemas of restricted strings and numbers, and the shortest value of each enum."""
     for each in walk(schema):
         values = each.get("enum")
         if isinstance(values, list) and len(values) > 1:
@@ -159,7 +159,7 @@ def _anchored(schema: Schema) -> Iterator[Schema]:
 
 
 def _guesses(leaf: Schema | bytes) -> list[bytes]:
-    """Return values that the schema may allow: numbers near its bounds, texts of its pattern."""
+    """Return values that the schema may allow: numbers near its bounds, texts for its pattern."""
     if isinstance(leaf, bytes):
         return []
     if not isinstance(pattern := leaf.get("pattern"), str):
@@ -168,6 +168,6 @@ def _guesses(leaf: Schema | bytes) -> list[bytes]:
 
 
 def _parts(text: bytes) -> Iterator[bytes]:
-    """Yield a text and its endings."""
+    """Yield a text and its suffixes."""
     yield text
     yield from (text[at:] for at in range(max(1, len(text) - MAX_SUFFIXES), len(text) - 1))

@@ -1,4 +1,4 @@
-"""Find tokens that come too late: after them the answer cannot be completed within its limit."""
+"""Find late tokens: tokens after which the answer cannot be completed within its limit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from .protocols import Matcher
 from .spelling import text_of
 
 Ids = Sequence[int]
-# node limits of searches after one token, and of all searches at one position
+# maximum number of nodes of a search after one token, and of all searches at one position
 TOKEN_NODES, PLACE_NODES = 60, 160
 FEW = 256  # up to this number of allowed tokens, each is tried; above, groups are sampled
 FEWER = 64  # number of tokens of a group to try if some of its samples are too late
-NUM_ENDS = 4  # shortest and longest tokens of a group to sample
-NUM_FREE = 3  # samples of an unrestricted text
-NUM_FIRSTS = 12  # samples with different first bytes
+NUM_ENDS = 4  # number of the shortest and of the longest tokens of a group to sample
+NUM_FREE = 3  # number of tokens to sample if any text may follow
+NUM_FIRSTS = 12  # number of tokens with different first bytes to sample
 NUM_BYTES = 3  # maximum number of tokens to complete a character
-TIGHT = 4  # with fewer spare tokens, samples are not representative
-ROOMY = 32  # with this many more spare tokens than the longest hint, plain text is harmless
-NUM_KNOWN = 8  # completions to try after every token
+TIGHT = 4  # with fewer spare tokens than this, samples are not representative
+ROOMY = 32  # with this many more spare tokens than the longest hint, text without marks is allowed
+NUM_KNOWN = 8  # maximum number of known completions to try after every token
 
 
 class Narrowing:
-    """Judges the tokens at one position. The matcher's position is restored.
+    """Finds the late tokens at one position. The matcher's position is restored.
 
-    ``end``: the shortest known completion here. ``most``: maximum number of tokens after the next
-    one. ``known``: completions found at the previous position, then the ones found here.
+    ``end``: the shortest known completion from this position. ``most``: maximum number of tokens
+    after the next one. ``known``: completions that were found at the previous position; those found
+    here are added.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Narrowing:
         self.known = known
 
     def late(self, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Return the tokens of a mask [vocab] after which every known completion is too long."""
+        """Return the late tokens among those that ``mask`` [vocab] allows."""
         allowed, is_free = np.flatnonzero(mask), self._table.is_free(mask)
         if not self._end and is_free:  # free text, which may be truncated anywhere
             return self._late(allowed[self._closer.may_end_words[allowed]])
@@ -65,7 +66,10 @@ class Narrowing:
         return np.concatenate(banned)
 
     def _late_groups(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return late tokens with marks. Of tokens with equal marks, only the longest is tried."""
+        """Return the late tokens among tokens with a quotation mark or backslash.
+
+        Of the tokens with the same text from the mark on, only the longest is tried.
+        """
         groups = self._table.groups[token_ids]
         by_length = np.lexsort((self._table.lengths[token_ids], groups))
         last = by_length[np.flatnonzero(np.diff(groups[by_length], append=0))]
@@ -74,12 +78,12 @@ class Narrowing:
         return found
 
     def _late_plain(self, token_ids: NDArray[np.int64], *, is_free: bool) -> NDArray[np.int64]:
-        """Return late tokens without marks."""
+        """Return the late tokens among tokens without quotation marks and backslashes."""
         if self._spare > ROOMY + self._closer.longest_hint:
             return token_ids[:0]
         if is_free and self._spare >= TIGHT:
             some = token_ids[:: max(1, len(token_ids) // NUM_FREE)]
-        else:  # a pattern may require other completions after some of its texts
+        else:  # after some texts, a pattern may require other completions
             some = self._some(token_ids)
         if (is_free or self._spare >= TIGHT) and not len(self._late(some)):
             return token_ids[:0]
@@ -89,13 +93,13 @@ class Narrowing:
         return np.concatenate([self._late(token_ids[tried]), token_ids[~tried]])
 
     def _beginnings(self) -> list[int]:
-        """Return the tokens that begin the completion's text."""
+        """Return the tokens whose text is a prefix of the completion's text."""
         text = text_of(self._closer.tokens, self._end)
         found = (self._closer.tokens.id_of(text[:length]) for length in range(1, len(text) + 1))
         return [token_id for token_id in found if token_id is not None]
 
     def _some(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the shortest and longest tokens, and some with different first bytes."""
+        """Return a sample: the shortest and the longest tokens, and some by their first bytes."""
         lengths, firsts = self._table.lengths[token_ids], self._table.firsts[token_ids]
         by_length = token_ids[np.argsort(lengths, kind="stable")]
         _, places = np.unique(firsts, return_index=True)
@@ -109,7 +113,7 @@ class Narrowing:
         return np.array(late, dtype=np.int64)
 
     def _is_in_time(self, token_id: int) -> bool:
-        """Whether the answer can be completed in time after this token."""
+        """Whether the answer can be completed within its limit after this token."""
         if self._matcher.is_error() or self._matcher.try_consume_tokens([token_id]) != 1:
             return False
         try:
@@ -129,14 +133,14 @@ class Narrowing:
         return self._closer.completes(self._matcher, end)
 
     def _fits(self, end: Ids) -> bool:
-        """Whether a completion is short enough in the tokens that are allowed here."""
+        """Whether a completion has at most ``most`` tokens, encoded in tokens that are allowed."""
         if len(end) < self._most:
             return True  # another encoding may take one more token
         written = self._closer.written(self._matcher, end) if len(end) == self._most else None
         return written is not None and len(written) <= self._most
 
     def _has_new_end(self) -> bool:
-        """Whether a search finds a completion that is short enough."""
+        """Whether a search finds a completion of at most ``most`` tokens."""
         if self._nodes_left <= 0 or self._most <= 0:
             return False
         most_nodes = min(TOKEN_NODES, self._nodes_left)

@@ -11,11 +11,14 @@ MAX_CHARS, MAX_DEPTH = 2000, 32
 
 
 class _NoSampleError(Exception):
-    """Raised for an invalid expression or one with look-around."""
+    """Raised for a pattern that is invalid or has unsupported syntax, such as look-around."""
 
 
 def samples(pattern: str) -> list[str]:
-    """Return a text for each alternative, shortest first; empty for look-around."""
+    """Return a text for each alternative of a pattern, shortest first.
+
+    The list is empty for unsupported syntax, such as look-around.
+    """
     reader = _Reader(pattern)
     try:
         found = reader.alternatives(0)
@@ -49,7 +52,7 @@ class _Reader:
         return text
 
     def alternatives(self, depth: int) -> list[str]:
-        """Return a text of each branch, up to the end of the group."""
+        """Return a text for each branch, up to the end of the group."""
         if depth > MAX_DEPTH:
             raise _NoSampleError
         found = [self._sequence(depth)]
@@ -133,7 +136,7 @@ class _Reader:
         return self._escape(in_set=True) if char == "\\" else char
 
     def _times(self) -> int:
-        """Return the minimum number of repetitions."""
+        """Return the minimum number of repetitions, which the next characters specify."""
         times = 1
         while (char := self._peek()) and char in "*+?{":
             if char == "{":
@@ -147,7 +150,7 @@ class _Reader:
                 times *= char == "+"
                 self.at += 1
                 if self._peek() and self._peek() in "?+":
-                    self.at += 1  # lazy or possessive
+                    self.at += 1  # the mark of a lazy or possessive repetition
                 continue
         return times
 

@@ -2,9 +2,9 @@
 
 A node of the search is the text written since its start. Nodes are expanded in order of their
 length in tokens. Of similar nodes, with the same position in the answer and the same allowed
-tokens, only some are expanded, since the content of a value seldom affects what may follow it. An
-object with a hundred required properties thus takes some hundred nodes, and a string with a pattern
-some tens. The effort is limited in nodes and not in time, so equal states have equal results.
+tokens, only some are expanded, since the content of a value seldom affects what may follow it. Thus
+an object with a hundred required properties takes a few hundred nodes, and a string with a pattern
+a few dozen. The effort is limited in nodes and not in time, so equal states have equal results.
 """
 
 from __future__ import annotations
@@ -20,38 +20,40 @@ from .spelling import Speller, text_of
 from .token_table import Allowed, TokenTable
 
 Ids = Sequence[int]
-NUM_ENDS = 3  # completions to compare: fewer bytes are not always fewer tokens
-NUM_MORE = 24  # nodes to expand after the first completion
+NUM_ENDS = 3  # number of completions to compare: fewer bytes are not always fewer tokens
+NUM_MORE = 24  # number of nodes to expand after the first completion
 OPENING, CLOSING = b"[{(", b"]})"
 COMMA, COLON, QUOTE = b',:"'
 STRUCTURE = frozenset(b'[{(]}),"')
 ENDS_OF_VALUES, BETWEEN_VALUES = b'}])"<', b",\n"
 OF_NUMBERS = b"0123456789.eE+-"
-BEHIND_VALUES = frozenset(b",:]}) \n\r\t")  # a value or its key is followed by one of them
+BEHIND_VALUES = frozenset(b",:]}) \n\r\t")  # bytes that may follow a value or a key
 # first bytes of values and keys, including blanks
 BEGINNINGS = frozenset(b'"{[-0123456789tfn \n\r\t')
 LINE_BREAK, BLANKS = b"\n"[0], frozenset(b" \n\r\t")
 BOTH_BLANKS = frozenset(b" \n")  # allowed between JSON elements and never inside a string
-LAYOUT = BEGINNINGS | BEHIND_VALUES  # other bytes that may be allowed there
-BLANK_COST = 1024  # tokens that an unnecessary blank counts for, when nodes are ordered
+LAYOUT = BEGINNINGS | BEHIND_VALUES  # all bytes that may be allowed between JSON elements
+BLANK_COST = 1024  # cost of an unnecessary blank in tokens, when nodes are ordered
 DIGITS, LETTERS, CAPITALS = range(0x30, 0x3A), range(0x61, 0x7B), range(0x41, 0x5B)
 KINDS = (DIGITS, LETTERS, CAPITALS)
-SAME = frozenset(b"0123456789anzANZ")  # representatives of a kind, if the whole kind is allowed
-HIGH = 0x80  # bytes from here on are parts of a character
+SAME = frozenset(b"0123456789anzANZ")  # bytes to try if all digits, letters or capitals are allowed
+HIGH = 0x80  # the first byte value that is part of a character of several bytes
 OTHERS = frozenset(range(HIGH)).difference(*KINDS)
 ESCAPE = b"\\"[0]
 OBJECT, WORD = b"{"[0], frozenset(b"w")
 WORDS = bytes(0x77 if chr(byte).isalnum() or byte >= HIGH else byte for byte in range(256))
-MOST_SHAPE = 8  # number of bytes of a shape that are compared
+MOST_SHAPE = 8  # maximum number of bytes of a shape
 
 
 class Place(NamedTuple):
     """The position of a node in the answer, relative to the start of the search.
 
-    ``stack``: open brackets, each with the number of commas after it or a hash of its key; the
-    first entry stands for brackets opened before. ``forced``: the last forced text with structure,
-    such as a key. ``run``: tokens since then, or since the last bracket or comma. ``shape``: the
-    text written there, with each word reduced to one letter.
+    ``stack``: open brackets, each with the number of commas after it, or with a hash of the present
+    key; the first entry stands for brackets that were open before the search. ``num_closed``:
+    number of brackets from before the search that were closed. ``forced``: the last forced text
+    with a bracket, comma or quotation mark, such as a key. ``run``: number of tokens since the last
+    bracket, comma or quotation mark. ``shape``: the end of the text since then, in which each word
+    is replaced by one letter and a repeated character is written once.
     """
 
     stack: tuple[tuple[int, int], ...] = ((0, 0),)
@@ -79,7 +81,7 @@ class Place(NamedTuple):
                 bracket, num_commas = stack[-1]
                 stack[-1] = (bracket, num_commas + 1)
         if is_forced and COLON in text and stack[-1][0] == OBJECT:
-            # After a key, earlier properties do not matter; inside its value, the key does.
+            # The text that may follow depends on the present key, but not on earlier properties.
             stack[-1] = (OBJECT, zlib.crc32(text))
         return Place(tuple(stack), num_closed, text if is_forced else self.forced)
 
@@ -92,10 +94,11 @@ def _shape(shape: bytes, text: bytes) -> bytes:
 
 
 class Node(NamedTuple):
-    """Tokens that were written, their cost, and their position.
+    """A node of the search: the tokens written so far, their number, and their position.
 
-    ``parent``: the previous node. ``allowed``: a hash of the tokens allowed there. ``step``: the
-    last tokens. ``num_blanks``: blanks that were chosen although other tokens were allowed.
+    ``parent``: number of the node before. ``allowed``: a hash of the tokens that were allowed after
+    the parent. ``step``: the tokens that were added to the parent. ``shape``: the shape at the
+    parent. ``num_blanks``: number of blanks that were chosen although other tokens were allowed.
     """
 
     cost: int
@@ -112,8 +115,8 @@ class Hints(NamedTuple):
     """Texts worth trying that the allowed tokens do not suggest.
 
     ``marks``: texts that may end a free text, such as the end of reasoning. ``values``: short
-    values of the grammar's schemas and their endings, shortest first. ``named``: tokens with text
-    that the grammar refers to by number.
+    values for the grammar's schemas and ends of such values, shortest first. ``named``: tokens with
+    text that the grammar refers to by number.
     """
 
     marks: Sequence[Ids] = ()
@@ -122,9 +125,10 @@ class Hints(NamedTuple):
 
 
 class Width(NamedTuple):
-    """The number of similar nodes to expand, of one shape and of all shapes.
+    """The maximum number of similar nodes to expand, of one shape and of all shapes together.
 
-    ``learns``: steps that once led to the same tokens are treated as equal from then on.
+    ``learns``: whether steps that have once led to the same allowed tokens are treated as equal
+    from then on.
     """
 
     one_shape: int
@@ -137,22 +141,23 @@ WIDE = Width(24, 192, False)
 
 
 class EndSearch:
-    """One search. It consumes its matcher."""
+    """A search from the position of ``matcher``, which it changes."""
 
     def __init__(self, matcher: Matcher, tokens: Tokens, table: TokenTable, hints: Hints) -> None:
         self._matcher = matcher
         self._tokens = tokens
         self._table = table
         self._hints = hints
-        self._path: tuple[int, ...] = ()  # the matcher's position
-        self.num_nodes = 0  # nodes expanded so far
+        self._path: tuple[int, ...] = ()  # tokens that the matcher has consumed
+        self.num_nodes = 0  # number of nodes expanded so far
 
     def find(
         self, most_nodes: int, width: Width = NARROW, most: int | None = None
     ) -> list[int] | None:
-        """Return the shortest completion found within ``most_nodes`` nodes, None without one.
+        """Return the shortest completion that is found; None if none is found.
 
-        ``most``: maximum number of its tokens, if given.
+        ``most_nodes``: maximum number of nodes to expand. ``most``: maximum number of tokens of a
+        node.
         """
         self._begin(width)
         ends: list[list[int]] = []
@@ -175,7 +180,7 @@ class EndSearch:
         self._heap: list[tuple[int, int, Node]] = []
         self._alike: Counter[tuple[Place, int]] = Counter()
         self._closed: set[int] = set()  # nodes with a child after which the value may end
-        # by hash of the allowed tokens, then by step: hash of the resulting state
+        # hash of the state after a step, by the hash of the allowed tokens and by the step
         self._led: dict[int, dict[tuple[int, ...], int]] = {}
         self._num_pushed = 0
         self._push(Node(0, (), Place(), -1, 0, (), b""))
@@ -190,7 +195,10 @@ class EndSearch:
         heappush(self._heap, (price, order, node))
 
     def _take_up(self, node: Node, order: int) -> list[int] | None:
-        """Push the successors of a node. Return the completion, if the node is one."""
+        """Push the successors of a node.
+
+        If the answer is complete at the node, return the completion instead.
+        """
         if not self._goto(node.path) or (along := self._along(node)) is None:
             return None
         is_last = along.cost == node.cost
@@ -205,7 +213,7 @@ class EndSearch:
         led = zlib.crc32(text_of(self._tokens, along.path[len(node.path) :]), number)
         self._led.setdefault(node.allowed, {})[node.step] = led
         allowed, place = self._table.allowed(bits), along.place
-        if led == node.allowed:  # nothing has changed
+        if led == node.allowed:  # the step has not changed the allowed tokens
             place = place._replace(shape=node.shape)
         if not self._is_new(place, led, node.parent):
             return None
@@ -233,7 +241,7 @@ class EndSearch:
         return None
 
     def _is_new(self, place: Place, number: int, parent: int) -> bool:
-        """Whether few enough similar nodes were met that this one should be expanded."""
+        """Count a node, and return whether few enough similar nodes were counted to expand it."""
         kinds = (place, self._width.one_shape), (place._replace(shape=b"*"), self._width.all_shapes)
         siblings = Place(run=parent, shape=b"siblings"), self._width.one_shape
         is_new = True
@@ -243,7 +251,7 @@ class EndSearch:
         return is_new
 
     def _unlike(self, number: int, steps: Iterator[Ids]) -> Iterator[Ids]:
-        """Yield the steps except ones that are known to lead to the same state as others."""
+        """Yield the steps, except those known to lead to the same state as steps before them."""
         known = self._led.get(number, {}) if self._width.learns else {}
         counts: Counter[int] = Counter()
         for ids in steps:
@@ -278,7 +286,7 @@ class EndSearch:
         return count == len(ids)
 
     def _along(self, node: Node) -> Node | None:
-        """Follow forced tokens as far as possible. Return the node there, None on failure."""
+        """Follow forced tokens as far as possible. Return the node after them; None on failure."""
         while not self._matcher.is_accepting():
             ids = self._forced()
             if not ids:
@@ -290,7 +298,10 @@ class EndSearch:
         return None if self._matcher.is_error() else node
 
     def _forced(self) -> Ids:
-        """Return the tokens that must follow, or tokens that spell the bytes that must."""
+        """Return the tokens that must follow.
+
+        If the grammar forces bytes, they are tokens that spell these bytes.
+        """
         ids: Ids = self._tokens.spell(self._matcher.compute_ff_bytes())
         if ids and self._matcher.validate_tokens(list(ids)) == len(ids):
             return ids
@@ -306,7 +317,10 @@ class EndSearch:
     # -- what may follow --------------------------------------------------------------------------
 
     def _value_ends(self, allowed: Allowed) -> Iterator[Ids]:
-        """Yield tokens that end a text, a value or a list, which no other choice can beat."""
+        """Yield the tokens that end a text, a value or a list.
+
+        If there are any, no other tokens lead to a shorter completion.
+        """
         if allowed.is_free:
             yield from (ids for ids in self._hints.marks if self._leads(ids, is_free=True))
             return
@@ -324,7 +338,7 @@ class EndSearch:
             yield from self._special(allowed)
 
     def _hinted(self, allowed: Allowed) -> Iterator[Ids]:
-        """Yield the first hint that makes a complete value here, or completes one."""
+        """Yield the first hint that is a whole value here, or the end of the present value."""
         firsts = allowed.by_byte
         for ids in self._hints.values:
             is_possible = self._table.firsts[ids[0]] in firsts
@@ -348,7 +362,10 @@ class EndSearch:
                 self._matcher.rollback(num)
 
     def _is_behind(self, *, is_free: bool, is_sure: bool) -> bool:
-        """Whether a free text or value has ended here. ``is_sure``: any forced text proves it."""
+        """Whether a free text or a value has just ended.
+
+        If ``is_sure``, any text that is forced to follow shows that it has ended.
+        """
         forced = self._matcher.compute_ff_bytes()
         if forced:
             return is_free or is_sure or forced[0] in BEHIND_VALUES
@@ -374,7 +391,7 @@ class EndSearch:
             yield from ([found[b]] for b in some if len(some) < len(kind) or b in SAME)
         others = [byte for byte in found if byte in OTHERS]
         if self._width.learns and any(kinds.values()) and ESCAPE in others:
-            others.remove(ESCAPE)  # the backslash would take several characters for one
+            others.remove(ESCAPE)  # an escape sequence writes one character with several
         yield from ([found[byte]] for byte in others)
         high = [token_id for byte, token_id in found.items() if byte >= HIGH]
         if high and len(high) == len(found):
@@ -393,5 +410,5 @@ class EndSearch:
 
 
 def _has_layout(found: Collection[int]) -> bool:
-    """Whether exactly the bytes that JSON allows between elements are allowed, with blanks."""
+    """Whether blanks are allowed, and no bytes other than those between JSON elements."""
     return BOTH_BLANKS.issubset(found) and LAYOUT.issuperset(found)

@@ -1,4 +1,7 @@
-"""Encoding a text in tokens that a grammar allows: the tokenizer's own for forced text."""
+"""Encoding of texts in tokens that a grammar allows.
+
+Text that the grammar forces is encoded as the tokenizer encodes it.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from .protocols import Matcher, Tokens
 
 Ids = Sequence[int]
-# bytes of a forced text per query, of which only the first 256 use the tokenizer's tokens
+# maximum number of bytes of a forced text that are taken with one query
 AT_ONCE = 128
 
 
 class Speller:
-    """Encodes texts with a matcher, which is after the encoded text then."""
+    """Encodes texts in tokens that a matcher allows. The matcher consumes these tokens."""
 
     def __init__(self, matcher: Matcher, tokens: Tokens) -> None:
         self._matcher = matcher
         self._tokens = tokens
 
     def rewritten(self, ids: Ids) -> list[int]:
-        """Return the same text in few tokens; truncated where the grammar rejects it."""
+        """Return the text of ``ids`` in few tokens. It ends where the grammar rejects the rest."""
         written: list[int] = []
         for piece in self._pieces(ids):
             rest = piece if isinstance(piece, bytes) else b""
@@ -34,7 +37,7 @@ class Speller:
         return written
 
     def _pieces(self, ids: Ids) -> Iterator[bytes | int]:
-        """Yield texts, and the special tokens between them."""
+        """Yield the texts between special tokens, and the ids of the special tokens."""
         text = b""
         for token_id in ids:
             if self._tokens.texts[token_id]:
@@ -66,5 +69,5 @@ class Speller:
 
 
 def text_of(tokens: Tokens, ids: Iterable[int]) -> bytes:
-    """Return the bytes of the given tokens. Special tokens have none."""
+    """Return the bytes of the given tokens. Special tokens have no bytes."""
     return b"".join(tokens.texts[token_id] for token_id in ids)

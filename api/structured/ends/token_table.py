@@ -12,13 +12,14 @@ from .protocols import Tokens
 
 MARKS = frozenset(b'"\\')  # bytes with a meaning inside a JSON string
 NO_BYTE = 256
-FREE = b"qQ <!;"  # if all of them may follow, any text may
+FREE = b"qQ <!;"  # bytes that are all allowed only if text is unrestricted
 
 
 class TokenTable:
-    """Arrays over a vocabulary by token id. `bytes` and `byte_ids`: tokens of one byte.
+    """Arrays with properties of the tokens of a vocabulary, by token id.
 
-    ``longer``: tokens whose first byte is not a token itself, shortest first.
+    ``bytes`` and ``byte_ids``: the bytes that are tokens by themselves, and their ids. ``longer``:
+    the tokens whose first byte is not a token by itself, shortest first.
     """
 
     def __init__(self, tokens: Tokens) -> None:
@@ -43,7 +44,7 @@ class TokenTable:
         return ids[np.lexsort((ids, self.lengths[ids]))]
 
     def is_free(self, mask: NDArray[np.bool_]) -> bool:
-        """Whether any text may follow, according to a mask [vocab]."""
+        """Whether a mask [vocab] allows unrestricted text."""
         return len(self.free) > 0 and bool(mask[self.free].all())
 
     def allowed(self, bits: bytes) -> Allowed:
@@ -68,7 +69,7 @@ class Allowed:
 
     @cached_property
     def by_byte(self) -> dict[int, int]:
-        """The shortest allowed token by first byte: usually the byte itself."""
+        """The shortest allowed token for each first byte: usually the token of that byte alone."""
         table = self._table
         is_allowed = self._among(table.byte_ids)
         found = dict(
@@ -79,7 +80,7 @@ class Allowed:
         return found
 
     def _add_longer(self, found: dict[int, int]) -> None:
-        """Add tokens for first bytes that are not tokens themselves."""
+        """Add tokens for first bytes that are not tokens by themselves."""
         table = self._table
         for token_id in table.longer[self._among(table.longer)].tolist():
             found.setdefault(int(table.firsts[token_id]), token_id)
@@ -92,15 +93,16 @@ class Allowed:
 
     @cached_property
     def is_free(self) -> bool:
-        """Whether any text may follow."""
+        """Whether unrestricted text is allowed."""
         free = self._table.free
         return len(free) > 0 and bool(self._among(free).all())
 
 
 def _groups(texts: Sequence[bytes], special: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a group number for tokens with the same meaning in a string; 0 for plain text.
+    """Return the group number of each token [vocab].
 
-    Tokens are grouped by their text from the first mark on. A special token is a group of its own.
+    Tokens without a quotation mark and backslash are in group 0. Other tokens are in the same group
+    if their texts from the first such mark on are equal. Each special token has its own group.
     """
     numbers: dict[bytes, int] = {b"": 0}
     groups = np.zeros(len(texts), dtype=np.int64)
@@ -113,7 +115,10 @@ def _groups(texts: Sequence[bytes], special: NDArray[np.int64]) -> NDArray[np.in
 
 
 def _by_length(texts: Sequence[bytes], fits: Callable[[bytes], bool]) -> list[int]:
-    """Return a token of each length from two bytes on whose text fits, longest first."""
+    """Return a token of each length of at least two bytes, longest first.
+
+    ``fits``: whether the text of a token may be used.
+    """
     found: dict[int, int] = {}
     for token_id, text in enumerate(texts):
         if len(text) > 1 and fits(text):
@@ -126,7 +131,7 @@ def _is_letters(text: bytes) -> bool:
 
 
 def _is_utf8(text: bytes) -> bool:
-    """Whether a token begins and ends between characters."""
+    """Whether the bytes of a token are whole characters in UTF-8."""
     if text.isascii():
         return True
     try:

@@ -11,16 +11,19 @@ from .regexes import NotRegularError, translated
 from .walk import Compiles
 
 Schema = Mapping[str, object]
-FORMATS = frozenset(  # supported by the grammar library
+FORMATS = frozenset(  # formats that the grammar library supports
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
-MAX_TRIALS = 50  # pairs of patterns to compare per document
+MAX_TRIALS = 50  # maximum number of pairs of patterns to compare per document
 ALL_TYPES = frozenset(("null", "boolean", "number", "string", "array", "object"))
 MAX_DEPTH = 6
 
 
 class Disjoint:
-    """Compares schemas of one document. Values are assumed to exist unless excluded."""
+    """Finds out which schemas of one document exclude each other.
+
+    Schemas are assumed to have a common value unless the opposite is shown.
+    """
 
     def __init__(self, references: References, compiles: Compiles) -> None:
         self._references = references
@@ -44,7 +47,7 @@ class Disjoint:
         )
 
     def _parts(self, schema: Schema, depth: int = 0) -> Iterator[Schema]:
-        """Yield schemas that must all match: the schema, and the targets of allOf and $ref."""
+        """Yield the schemas that a value must match: the schema, its allOf and its $ref."""
         yield schema
         if depth > MAX_DEPTH:
             return
@@ -63,7 +66,7 @@ class Disjoint:
                     yield found
 
     def _are_alone(self, first: Schema, second: Schema, depth: int) -> bool:
-        """Whether the schemas' own keywords exclude each other."""
+        """Whether two schemas exclude each other by their own keywords, without nested schemas."""
         if not (_types(first) & _types(second)):
             return True
         ours, theirs = _values(first), _values(second)
@@ -77,7 +80,7 @@ class Disjoint:
         return _types(first) & _types(second) == {"string"} and self._texts_apart(first, second)
 
     def _texts_apart(self, first: Schema, second: Schema) -> bool:
-        """Whether no text matches both patterns, so that their conjunction does not compile."""
+        """Whether no text matches both schemas: each compiles alone, but not both together."""
         parts = [_of_text(first), _of_text(second)]
         self._num_trials += 1
         if not all(parts) or self._num_trials > MAX_TRIALS:
@@ -97,7 +100,7 @@ class Disjoint:
 
 
 def _of_text(schema: Schema) -> dict[str, object]:
-    """Return a schema's restrictions on a text in the grammar library's form."""
+    """Return a schema's keywords for text, in the form that the grammar library supports."""
     found = {key: schema[key] for key in ("minLength", "maxLength") if key in schema}
     if schema.get("format") in FORMATS:
         found["format"] = schema["format"]
@@ -126,7 +129,7 @@ def _type_of(value: object) -> str:
 
 
 def _values(schema: Schema) -> set[str] | None:
-    """Return the listed values as text, None without a list."""
+    """Return the values of ``enum`` or ``const`` as JSON; None if the schema has neither."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list):
         return None
@@ -139,7 +142,7 @@ def _normal(value: object) -> object:
 
 
 def _may_be(value: object, schema: Schema) -> bool:
-    """Whether a value may match a schema, judged by its simple keywords."""
+    """Whether a value may match a schema, judged by the type, the pattern and the bounds."""
     if _type_of(value) not in _types(schema):
         return False
     if schema.get("type") == "integer" and isinstance(value, float) and not value.is_integer():

@@ -14,7 +14,7 @@ from .walk import Compiles, Path, subschemas
 
 MAX_TRIALS = 300
 DEFS = "$defs"
-KEYS = (  # ordered: the first ones are dropped first
+KEYS = (  # keywords to leave out, in this order
     "pattern", "format", "multipleOf", "maxLength", "minLength", "minimum", "maximum",
     "exclusiveMinimum", "exclusiveMaximum", "maxItems", "minItems", "minProperties",
     "maxProperties", "patternProperties", "enum", "const", "allOf", "anyOf", "prefixItems",
@@ -24,7 +24,10 @@ KEYS = (  # ordered: the first ones are dropped first
 
 @dataclass(slots=True)
 class Mender:
-    """Mends one document. ``references``: the author's name of each of its ``$defs``."""
+    """Leaves out the parts of one document that do not compile.
+
+    ``references``: for each of its ``$defs``, the name that the author gave it.
+    """
 
     compiles: Compiles
     references: Mapping[str, str]
@@ -33,18 +36,18 @@ class Mender:
     _num_trials: int = 0
 
     def mend(self, document: object) -> object:
-        """Return a document that compiles and is close to this one."""
+        """Return a document that compiles and is as similar to ``document`` as possible."""
         if not isinstance(document, Mapping):
             return document if self._problem(document) is None else True
         defs = document.get(DEFS)
         real: dict[str, object] = dict(defs) if isinstance(defs, Mapping) else {}
         root: object = {key: value for key, value in document.items() if key != DEFS}
-        self._defs = dict.fromkeys(real, True)  # first each one separately
+        self._defs = dict.fromkeys(real, True)  # first without the schemas that are referred to
         for name in real:
             real[name] = self._mended(real[name], (self.references.get(name, name),))
         root = self._mended(root, ())
         self._defs = real
-        for name in real:  # then with its references
+        for name in real:  # then with these schemas
             real[name] = self._mended(real[name], (self.references.get(name, name),))
         root = self._mended(root, ())
         if self._problem(root) is not None:
@@ -82,14 +85,17 @@ class Mender:
         return self._typed(mended, path, problem)
 
     def _typed(self, schema: object, path: Path, problem: str) -> object:
-        """Return only the type of a schema, or a schema that accepts everything."""
+        """Return a schema with only the type of ``schema``.
+
+        If that does not compile, return a schema that accepts everything.
+        """
         self.losses.append(Loss(path, problem))
         kept = {"type": schema["type"]} if isinstance(schema, Mapping) and "type" in schema else {}
         return kept if self._problem(kept) is None else True
 
 
 def _put(schema: dict[str, object], path: Path, value: object) -> None:
-    """Replace a part of a schema. Its container is copied."""
+    """Replace the part of a schema at ``path``. The container of the part is copied."""
     key, *rest = path
     if not rest:
         schema[str(key)] = value

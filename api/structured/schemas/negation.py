@@ -1,4 +1,4 @@
-"""Schemas that accept the values which another schema rejects."""
+"""Schemas that accept values that another schema rejects."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Negation:
         self._references = references
 
     def of(self, schema: object, depth: int = 0) -> list[object] | None:
-        """Return schemas of which one matches a value only if ``schema`` does not; None: unknown.
+        """Return schemas that match only values that ``schema`` rejects; None if unknown.
 
-        Some values may match neither.
+        Some values that ``schema`` rejects may match none of them.
         """
         if isinstance(schema, bool):
             return [] if schema else [True]

@@ -1,4 +1,7 @@
-"""Bounds of numbers in the form that the grammar library supports, never wider than given."""
+"""Bounds of numbers in the form that the grammar library supports.
+
+They never allow a number that the schema forbids.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Limit = tuple[float, bool]  # the limit, and whether it is excluded
 
 
 def bounds(schema: Mapping[str, object], *, is_integer: bool) -> dict[str, float]:
-    """Return the bounds of a schema, written in any draft."""
+    """Return the bounds of a schema in the library's form. ``schema`` may be of any draft."""
     low = _limit(schema, "minimum", "exclusiveMinimum", max)
     high = _limit(schema, "maximum", "exclusiveMaximum", min)
     return _of_integers(low, high) if is_integer else _of_numbers(low, high)
@@ -53,7 +56,7 @@ def _of_integers(low: Limit | None, high: Limit | None) -> dict[str, float]:
 
 
 def _exact(value: int, *, up: bool) -> int:
-    """Return the next integer that a float can represent."""
+    """Return the nearest integer that a float can represent exactly, rounded ``up`` or down."""
     number = float(value)
     if abs(value) > EXACT and (number < value if up else number > value):
         number = math.nextafter(number, math.inf if up else -math.inf)
@@ -74,9 +77,9 @@ def _of_numbers(low: Limit | None, high: Limit | None) -> dict[str, float]:
 
 
 def _move_whole(found: dict[str, float], low: float, high: float) -> None:
-    """Move an excluded integer limit slightly inwards, since the library would include it.
+    """Move an excluded integer limit slightly inwards if the limits are less than 1 apart.
 
-    This happens if both limits are within the same unit.
+    The library would include such a limit.
     """
     if "exclusiveMinimum" in found and low >= 0 and low == int(low) and low < high < low + 1:
         del found["exclusiveMinimum"]
@@ -87,7 +90,7 @@ def _move_whole(found: dict[str, float], low: float, high: float) -> None:
 
 
 def _between(low: float, high: float) -> float:
-    """Return a short number between two numbers."""
+    """Return a number between two numbers, with few decimals."""
     for decimals in range(1, MOST_DECIMALS):
         value = round(low + 10.0**-decimals, decimals)
         if low < value < high:

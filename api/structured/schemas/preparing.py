@@ -1,6 +1,7 @@
 """Preparation of a caller's JSON schema: unsupported keywords are replaced or left out.
 
-The schema itself contains the strictness, under `OPTIONS`, like the grammar library's options.
+Options for the preparation, such as the strictness, are stored in the schema itself under the key
+`OPTIONS`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .walk import Compiles, json_blocks
 
 logger = logging.getLogger(__name__)
 OPTIONS = "x-foretoken"
-MAX_TOLD = 4  # losses reported per line
+MAX_TOLD = 4  # maximum number of keywords that a warning lists
 Strictness = Literal["strict", "exact", "loose"]
 """The treatment of an unsupported keyword.
 
@@ -32,21 +33,29 @@ def with_options(
 ) -> dict[str, object]:
     """Return a schema with options for its preparation.
 
-    ``param``: the field that it comes from; ``name``: the part of the field; both for errors.
+    ``param``: the field of the request that the schema comes from; ``name``: the part of the field,
+    such as the name of a tool. Errors name both.
     """
     return {OPTIONS: {"strictness": strictness, "param": param, "name": name}, **schema}
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prepared schema, and whether duplicate keys must not count in it."""
+    """A prepared schema.
+
+    ``counts_keys``: whether the schema requires a number of properties, so that duplicate keys must
+    be rejected.
+    """
 
     schema: object
     counts_keys: bool = False
 
 
 class Preparer:
-    """Prepares schemas. ``form``: returns options of the grammar library for a schema."""
+    """Prepares schemas for the grammar library.
+
+    ``form`` returns the library's options for the JSON of a schema.
+    """
 
     def __init__(self, compiles: Compiles, form: Callable[[str], Mapping[str, object]]) -> None:
         self._compiles = compiles
@@ -74,9 +83,9 @@ class Preparer:
         return Prepared(document, rewriter.counts_keys)
 
     def grammar(self, text: str, param: str) -> tuple[str, bool]:
-        """Return the text of a grammar in which schemas with options are prepared.
+        """Return the text of a grammar in which the schemas with options are prepared.
 
-        Also return whether duplicate keys must not count in any of them.
+        Also return whether one of them requires a number of properties (`Prepared.counts_keys`).
         """
         parts, counts_keys, end = [], False, 0
         for schema, begin, after in json_blocks(text):
@@ -114,7 +123,10 @@ class _Options:
 
 
 def _settle(losses: list[Loss], options: _Options) -> None:
-    """Raise `InvalidRequest` for losses that are not acceptable; log the others in one line."""
+    """Raise `InvalidRequest` if a keyword that must be enforced was left out.
+
+    Other keywords that were left out are logged in one line.
+    """
     for loss in losses:
         is_refused = not loss.is_annotation or options.strictness == "strict"
         if options.strictness != "loose" and is_refused:

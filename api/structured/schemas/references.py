@@ -29,7 +29,7 @@ class References:
                 self._named.setdefault(f"#{name}", schema)
 
     def target(self, reference: object) -> object:
-        """Return the schema, or None if the document has none."""
+        """Return the schema that a reference refers to; None if the document has no such schema."""
         if not isinstance(reference, str):
             return None
         if reference in self._named:

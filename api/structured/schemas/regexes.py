@@ -1,7 +1,7 @@
-"""Translation of JSON schema patterns, which are ECMAScript's, for the grammar library.
+"""Translation of the patterns of JSON schemas from ECMAScript's syntax to Rust's.
 
-The library supports Rust's syntax without look-around. Equivalent syntax is rewritten. A look-ahead
-at the beginning of a pattern becomes an additional pattern.
+The grammar library supports Rust's syntax without look-around. Syntax that has an equivalent is
+rewritten. A look-ahead at the beginning of a pattern becomes an additional pattern.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-MAX_PATTERN = 10_000  # characters
+MAX_PATTERN = 10_000  # maximum length of a pattern in characters
 _SURROGATES = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _PART = re.compile(
     r"(?P<code>\\[xupP]\{[^}]*\})|\\c(?P<control>[A-Za-z])|\\(?P<edge>[AzZ])|(?P<any>\[\^\])|(?P<set>\[)"
@@ -18,7 +18,7 @@ _PART = re.compile(
     re.DOTALL,
 )
 _IN_SET = re.compile(r"\\[xupP]\{[^}]*\}|\\.|\[:\^?\w+:\]|.", re.DOTALL)
-_DOUBLE = "&-~"  # doubled, each is an operator in a Rust character set
+_DOUBLE = "&-~"  # two of the same are an operator in a Rust character set
 _META = frozenset(r"\.+*?()|[]{}^$")
 _NOT_BLANK = frozenset((r"\s*$", r"^\s*$", r"\s*\Z"))
 _NOT_EMPTY = frozenset(("$", "^$"))
@@ -76,7 +76,7 @@ def _checked(part: str) -> str:
 
 
 def _set(pattern: str, at: int) -> tuple[str, int]:
-    """Return a character set from after its bracket, and the index of its end."""
+    """Return the character set whose opening bracket is before ``at``, and the index after it."""
     text = "[^" if pattern.startswith("^", at) else "["
     at += len(text) - 1
     last = ""
@@ -95,9 +95,10 @@ def _set(pattern: str, at: int) -> tuple[str, int]:
 
 
 def split_looks(pattern: str) -> tuple[list[str], list[str]]:
-    """Return equivalent patterns without leading look-aheads, and unsupported look-aheads.
+    """Return patterns that together replace a pattern with leading look-aheads.
 
-    Only look-aheads directly after ``^`` are split off.
+    Also return the look-aheads that are not supported. Only look-aheads directly after ``^`` are
+    split off.
     """
     patterns: list[str] = []
     lost: list[str] = []
@@ -119,7 +120,10 @@ def split_looks(pattern: str) -> tuple[list[str], list[str]]:
 
 
 def _group_end(text: str) -> int:
-    """Return the index of the bracket that closes the first group. Raises `NotRegularError`."""
+    """Return the index of the bracket that closes the first group.
+
+    Raises `NotRegularError` if the group is not closed.
+    """
     depth, at = 0, 0
     while at < len(text):
         if text[at] == "\\":
@@ -135,12 +139,12 @@ def _group_end(text: str) -> int:
 
 
 def none_of(texts: Sequence[str]) -> str:
-    """Return a pattern for all texts except these."""
+    """Return a pattern that matches all texts except these."""
     return f"^(?:{_others(sorted(set(texts)))})$"
 
 
 def _others(texts: list[str]) -> str:
-    """Return a pattern for all texts except these, as a tree of common prefixes."""
+    """Return a pattern that matches all texts except these, as a tree of their common prefixes."""
     by_first: dict[str, list[str]] = {}
     for text in texts:
         if text:

@@ -25,20 +25,20 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 WITHOUT_IF = ("draft-03", "draft-04", "draft-05", "draft-06")
 MAX_BRANCHES = 64
-MAX_UNIQUE = 6  # listed values of which all subsets are enumerated
+MAX_UNIQUE = 6  # maximum number of listed values of which all subsets are enumerated
 MAX_EXACT = 2**53  # largest integer up to which floats are exact
 MAX_MULTIPLE = 20_000
-MAX_REFERENCES = 8  # length of a chain of references
-MAX_SCHEMAS = 50_000  # schemas per document
+MAX_REFERENCES = 8  # maximum length of a chain of references
+MAX_SCHEMAS = 50_000  # maximum number of schemas per document
 REF = "$ref"
 OVERLAP = "oneOf is supported only where its branches exclude each other; use anyOf"
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A keyword that is not enforced, with its path and the reason.
+    """A keyword that is not enforced, with its path in the schema and the reason.
 
-    ``is_annotation``: JSON schema validators need not enforce it either.
+    ``is_annotation``: JSON schema validators need not enforce the keyword either.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class Rewriter:
     root: object
     compiles: Compiles
     losses: list[Loss] = field(default_factory=list)
-    counts_keys: bool = False  # whether duplicate keys must not count
+    counts_keys: bool = False  # whether duplicate keys must be rejected, since keys are counted
     _references: References = field(init=False)
     _disjoint: Disjoint = field(init=False)
     _negation: Negation = field(init=False)
@@ -74,7 +74,7 @@ class Rewriter:
         self._negation = Negation(self._references)
 
     def document(self) -> object:
-        """Return the whole document. Raises RecursionError for deep nesting."""
+        """Return the whole rewritten document. Raises RecursionError for deep nesting."""
         root = self.schema(self.root, ())
         while self._left:
             name, target = self._left.pop()
@@ -85,7 +85,7 @@ class Rewriter:
 
     @property
     def references(self) -> dict[str, str]:
-        """The author's names of schemas that others refer to, by new name."""
+        """The author's names of the schemas in ``$defs``, by their new names."""
         return self._called
 
     def schema(self, schema: object, path: Path) -> object:
@@ -122,7 +122,7 @@ class Rewriter:
         return isinstance(schema, Mapping) and schema.get("type") == name
 
     def refer(self, reference: object, path: Path) -> object:
-        """Return a rewritten reference to the same schema."""
+        """Return a reference to the rewritten form of the schema that ``reference`` refers to."""
         target = self._references.target(reference)
         if target is None:
             self._lose(path, f"{json.dumps(reference)} refers to nothing in this schema")
@@ -138,7 +138,10 @@ class Rewriter:
 
 
 class _One:
-    """One schema that is being rewritten: its own keywords, and additional schemas to match."""
+    """One schema that is being rewritten.
+
+    ``_out`` has its keywords; ``_also`` has additional schemas that a value must match.
+    """
 
     def __init__(self, rewriter: Rewriter, schema: Schema, path: Path) -> None:
         self._all = rewriter
@@ -148,7 +151,7 @@ class _One:
         self._also: list[object] = []
 
     def written(self) -> object:
-        """Return the schema in supported keywords."""
+        """Return the schema, written with supported keywords."""
         for key, value in self._schema.items():
             if (write := _KEYWORDS.get(key)) is not None:
                 write(self, key, value)
@@ -172,12 +175,12 @@ class _One:
         return found if isinstance(found, Mapping) else {}
 
     def _typed(self, schema: Schema) -> Schema:
-        """Return an additional schema with the present type, which compiles faster."""
+        """Return an additional schema with the type of this schema, since it compiles faster."""
         name = self._schema.get("type")
         return {"type": name, **schema} if isinstance(name, str) else schema
 
     def _either(self, branches: Sequence[object]) -> None:
-        """Require that one of the branches matches as well."""
+        """Require that a value also matches one of the branches."""
         if len(branches) == 1:
             self._also.append(branches[0])
         elif not any(each is True for each in branches):
@@ -264,7 +267,7 @@ class _One:
         self._also.append({"anyOf": inner})
 
     def _alone(self, index: int, schemas: Sequence[object]) -> list[object] | None:
-        """Return schemas for values that match this branch only; None if unknown."""
+        """Return schemas for values that match only the branch at ``index``; None if unknown."""
         schema, parts = schemas[index], []
         for place, other in enumerate(schemas):
             if place == index or self._apart(schema, other):
@@ -394,7 +397,7 @@ class _One:
         if least != 1 or "maxContains" in self._schema or "prefixItems" in self._schema:
             self._lose(key, "only one item that it holds for can be asked for")
             return
-        first = self._inner(value, key)  # any position would be as good
+        first = self._inner(value, key)  # required of the first item; any other item would do
         self._also.append(self._typed({"prefixItems": [first], "minItems": 1}))
 
     def _unevaluated(self, key: str, value: object) -> None:
@@ -428,7 +431,7 @@ class _One:
         self._out[key] = self._names(key)
 
     def _key_names(self, key: str, value: object) -> None:
-        """Restrict the keys by a pattern or a list."""
+        """Restrict the names of properties by a pattern or a list."""
         if value is True or (isinstance(value, Mapping) and not set(value) - _SAYS_TEXT):
             return
         schema = value if isinstance(value, Mapping) else {}
@@ -455,7 +458,7 @@ class _One:
             )  # fmt: skip
 
     def _key_pattern(self, key: str, schema: Schema) -> str | None:
-        """Return the pattern of a schema for keys, None if unsupported."""
+        """Return the pattern of a schema for property names; None if it is not supported."""
         told = set(schema) - _SAYS_TEXT
         try:
             if told == {"pattern"} and isinstance(schema["pattern"], str):
@@ -470,7 +473,7 @@ class _One:
         return None
 
     def _least_keys(self, key: str, value: object) -> None:
-        """Require a minimum number of properties, named or others."""
+        """Require a minimum number of properties, whether the schema names them or not."""
         required, named = self._names("required"), self._named("properties")
         if not isinstance(value, int) or value <= len(set(required)):
             return
@@ -494,7 +497,7 @@ class _One:
         self._either(branches)
 
     def _most_keys(self, key: str, value: object) -> None:
-        """Allow a maximum number of properties, named or others."""
+        """Allow a maximum number of properties, whether the schema names them or not."""
         required, named = self._names("required"), self._named("properties")
         if not isinstance(value, int):
             return
@@ -523,12 +526,12 @@ class _One:
         self._either(branches)
 
     def _has_others(self) -> bool:
-        """Whether properties that are not named are allowed."""
+        """Whether properties are allowed that the schema does not name."""
         others = self._schema.get("additionalProperties", True)
         return others is not False or bool(self._named("patternProperties"))
 
     def _dependent(self, key: str, value: object) -> None:
-        """Let a property require others, or a whole schema."""
+        """Require other properties, or a match of another schema, if a property is present."""
         found = value if isinstance(value, Mapping) else {}
         for name, wanted in found.items():
             absent = self._typed({"properties": {name: False}})
@@ -548,7 +551,7 @@ def _may_match(pattern: str, name: str) -> bool:
 
 
 def _is_exact(value: object) -> bool:
-    """Whether a value can be represented exactly."""
+    """Whether no number in a value is larger than `MAX_EXACT`."""
     if isinstance(value, list):
         return all(map(_is_exact, value))
     if isinstance(value, Mapping):

@@ -47,14 +47,14 @@ def walk(schema: object) -> Iterator[Mapping[str, object]]:
 
 
 def schemas_of(field: str, source: str) -> list[object]:
-    """Return the JSON schemas of a source: itself, or the ones inside a grammar."""
+    """Return the JSON schemas of a source: the source itself, or those inside a grammar."""
     if field == "json_schema":
         return [json.loads(source)]
     return [schema for schema, _, _ in json_blocks(source)] if field == "grammar" else []
 
 
 def json_blocks(text: str) -> Iterator[tuple[object, int, int]]:
-    """Yield the schemas in the text of a grammar, each with begin and end of its JSON."""
+    """Yield the schemas in a grammar's text, each with the start and the end of its JSON."""
     end = 0
     while (at := text.find(JSON_BLOCK, end)) >= 0:
         begin = end = at + len(JSON_BLOCK)
