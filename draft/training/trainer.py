@@ -76,7 +76,11 @@ class Trainer:
         options: TrainOptions,
         folder: Path,
     ) -> None:
-        """Make or resume a run. Raises `InvalidRequest` without answers or without a checkpoint."""
+        """Start a run, or resume one.
+
+        Raises `InvalidRequest` if the data contains no answers, or if there is no checkpoint to
+        resume.
+        """
         self._target, self._options, self._folder = target, options, folder
         max_len = min(MAX_LEN, target.config.max_model_len)
         train, held = split(conversation.cut(max_len) for conversation in found)
@@ -172,7 +176,7 @@ class Trainer:
         return loss.item()
 
     def _rate(self) -> float:
-        """Return the share of the peak learning rate: warm-up, constant, linear decay to zero."""
+        """Return the learning rate as a share of its peak: warm-up, constant, linear decay to 0."""
         done = self.done
         return max(0.0, min(done / WARM_UP + 0.02, (1 - done) / (1 - DECAY_FROM), 1.0))
 
@@ -196,7 +200,7 @@ class Trainer:
     # -- state ----------------------------------------------------------------------------------
 
     def save_state(self) -> None:
-        """Write a checkpoint from which a run resumes bit by bit."""
+        """Write a checkpoint from which the run can be resumed with identical results."""
         state = {
             "options": asdict(self._options) | {"resume": False},
             "module": self.student.module.state_dict(),
@@ -236,7 +240,10 @@ class Trainer:
 
     @contextmanager
     def _stopping_gently(self) -> Iterator[None]:
-        """Handle Ctrl-C: the first ends the loop after the current batch, the second at once."""
+        """Handle Ctrl-C: the first one ends the loop after the current batch.
+
+        The second one raises KeyboardInterrupt.
+        """
 
         def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as signals are
             if self._stopped:
@@ -276,7 +283,8 @@ class Trainer:
     def _report(self) -> Outcome:
         """Measure the draft, fit its gap models, and write the report.
 
-        The draft is written again if it is no worse than the best check or the budget is spent.
+        The draft is written again if it is no worse than the best one so far, or if the budget is
+        spent.
         """
         outcome = Outcome(self.progress, self._stopped)
         gaps: dict[str, object] = {}
