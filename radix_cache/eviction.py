@@ -62,7 +62,10 @@ class NamespaceQuota:
             (self._over_quota.add if count > self.quota else self._over_quota.discard)(namespace)
 
     def use(self, namespace: str | None, num_evicted: int) -> None:
-        """Record a use of the namespace, made after ``num_evicted`` evicted pages. O(1)."""
+        """Record that a request uses the namespace. O(1).
+
+        ``num_evicted``: number of pages evicted so far.
+        """
         if self.quota is not None:
             self._used[namespace] = num_evicted
             self._used.move_to_end(namespace)

@@ -30,10 +30,16 @@ class CacheObserver(Protocol):
     """
 
     def stored(self, node: Node, first: int) -> None:
-        """Note pages that have just joined the tree. The node's earlier pages were in it before."""
+        """Handle pages that have just joined the tree.
+
+        The earlier pages of the node were in the tree before.
+        """
 
     def dropped(self, node: Node, first: int, cause: Cause) -> None:
-        """Note pages that are about to leave the tree; the node still has them during the call."""
+        """Handle pages that are about to leave the tree.
+
+        The node still has the pages during the call.
+        """
 
 
 ITEM_SIZE = array("q").itemsize
@@ -188,7 +194,7 @@ class LockHandle:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Loss of cached pages: the cause, and the time on the clock of `PrefixCache.tick`."""
+    """The loss of cached pages: its cause, and its time on the clock of `PrefixCache.tick`."""
 
     cause: LossCause
     time: float  # seconds

@@ -45,7 +45,7 @@ class PinnedPrefix:
 
 
 class ByAge(Generic[Item]):
-    """Items grouped by namespace, least recently used first. Every operation is O(1)."""
+    """Items grouped by namespace, least recently used first; `use` and `remove` are O(1)."""
 
     def __init__(self) -> None:
         self.all: OrderedDict[Item, None] = OrderedDict()
@@ -145,8 +145,8 @@ class PinnedPrefixes:
     def keep(self, match: Match, ttl: float, session: str | None = None) -> None:
         """Pin a match of at most ``quota`` pages, or prolong its pin.
 
-        A pin for a ``session`` replaces the pins of earlier turns that it continues. It never
-        removes a pin that a request asked for; if those leave no room in the quota, the new pin
+        A pin for a ``session`` replaces the pins of earlier turns that it continues. No pin that a
+        request asked for is removed for it; if the quota has no room beside them, the new pin
         itself is removed.
 
         O(depth) without removals. A removal takes O(namespaces), or O(log namespaces) if the
@@ -181,13 +181,16 @@ class PinnedPrefixes:
         return self._asked if pinned.is_asked else self._unasked
 
     def _ask(self, pinned: PinnedPrefix) -> None:
-        """Mark a pin as requested by a request and as the most recently used."""
+        """Mark a pin as one that a request asked for, and as the most recently used."""
         self._ages(pinned).remove(pinned.namespace, pinned)
         pinned.is_asked = True
         self._ages(pinned).use(pinned.namespace, pinned)
 
     def _move(self, session: Session, pinned: PinnedPrefix) -> None:
-        """Add a pin to a session, and remove the pins of its earlier turns from the session."""
+        """Add a pin to a session, and remove the pins of earlier turns that it continues.
+
+        The oldest pins are removed, too, if the session has more than `MAX_CONVERSATIONS`.
+        """
         known = self._sessions.get(session, [])
         others = [each for each in known if each is not pinned and not _goes_on(pinned, each)]
         kept = [*others[1 - MAX_CONVERSATIONS :], pinned]

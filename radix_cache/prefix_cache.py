@@ -106,12 +106,12 @@ class PrefixCache:
         return self._num_resumable(match) * self.page_size
 
     def _num_resumable(self, match: Match) -> int:
-        """Return the number of pages of a match from which a request can resume."""
+        """Return how many leading pages of a match a request can resume from."""
         page_ids = match.page_ids
         return len(page_ids) if self.states is None else self.states.num_resumable(page_ids)
 
     def _resumable(self, match: Match, tokens: array[int]) -> Match:
-        """Return the part of a match of ``tokens`` from which a request can resume."""
+        """Return the part of a match of ``tokens`` that a request can resume from."""
         num_pages = self._num_resumable(match)
         if num_pages == len(match.page_ids):
             return match
@@ -279,7 +279,7 @@ class PrefixCache:
             lease.state.num_recomputed = max(0, lease.num_found_tokens - position)
 
     def part_state(self, lease: KVLease) -> None:
-        """Free the slot and the log of a lease that will compute no more steps. O(1)."""
+        """Free the slot and the log of a lease that will compute no step. O(1)."""
         state, lease.state = lease.state, None
         if self.states is not None and state is not None:
             self.states.give_back(state)
@@ -376,9 +376,9 @@ class PrefixCache:
     ) -> int:
         """Pin the first ``num_tokens`` for ``ttl`` seconds, beginning with the last `tick`.
 
-        Each hit begins the time anew. Only whole pages are pinned, as far as they are cached and
-        the namespace's quota allows it. Returns the number of pinned tokens. Older pins are removed
-        if the quotas require it. O(num_tokens + depth), plus the time of `PinnedPrefixes.keep`.
+        Each hit restarts this time. Only whole pages are pinned, as far as they are cached and the
+        namespace's quota allows it. Returns the number of pinned tokens. Older pins are removed if
+        the quotas require it. O(num_tokens + depth), plus the time of `PinnedPrefixes.keep`.
         """
         match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens:

@@ -94,9 +94,9 @@ class CostCurve:
 def _with_tail(measured: Mapping[int, float]) -> tuple[FloatArray, FloatArray]:
     """Return the knots of a curve, in rows, and the seconds of a pass at each knot.
 
-    The measured numbers of rows are knots, and all larger powers of two up to 2**17. A disturbance
-    can only make a pass slower. So if a pass of fewer rows took longer than a pass of more rows,
-    the shorter time is used for both.
+    The knots are the measured numbers of rows and all larger powers of two up to 2**17. A
+    disturbance can only make a pass slower. So if a pass of fewer rows took longer than a pass of
+    more rows, the shorter time is used for both.
     """
     knots = np.array(sorted(measured), dtype=np.float64)
     found = np.array([measured[int(knot)] for knot in knots])

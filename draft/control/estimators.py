@@ -150,7 +150,7 @@ class AcceptanceModel:
         curve.count(num_hits, missed)
 
     def _adjustment(self, request_id: str, source: str) -> _Adjustment:
-        """Return the adjustment of a request for a source; create it on first use."""
+        """Return the record of a source's hazard for one request; create it on first use."""
         by_source = self._adjustments.setdefault(request_id, {})
         adjustment = by_source.get(source)
         if adjustment is None:
@@ -158,7 +158,7 @@ class AcceptanceModel:
         return adjustment
 
     def forget(self, request_id: str) -> None:
-        """Drop a request's adjustments; the curves remain."""
+        """Drop the hazards of a request; the curves of the sources remain."""
         self._adjustments.pop(request_id, None)
 
 

@@ -278,7 +278,7 @@ def _segments(pool: KVPool, requests: Sequence[tuple[int, int]], vocab_size: int
 def _drafting(index: int, start: int, num_rows: int) -> SegmentState:
     """Return the state of a request for a timed pass of ``num_rows`` rows.
 
-    All rows after the first are draft tokens, or none is if they exceed the room for drafts.
+    All rows after the first are draft tokens, unless they are more than one request may draft.
     """
     num_drafts = num_rows - 1 if num_rows - 1 <= DRAFT_ROOM else 0
     return SegmentState(index, index, start + num_rows - num_drafts)

@@ -1,7 +1,8 @@
-"""Proposer for Gemma 4's assistants: core/model/drafting/assistant.py. It drafts level by level.
+"""Proposer for Gemma 4's assistants, whose network is in core/model/drafting/assistant.py.
 
-A feature is the output of the target's final norm. Drafts have no KV: each token is computed from
-its own feature and the target's KV only, so a tree costs as much as chains of as many tokens.
+It drafts level by level. A feature is the output of the target's final norm. Drafts have no KV:
+each token is computed from its own feature and the target's KV only, so a tree costs as much as
+chains of as many tokens.
 """
 
 from __future__ import annotations

@@ -276,9 +276,10 @@ class _Pairs:
         return cls(head, markov)
 
     def added(self, unary: Tensor, rows: Sequence[int], before: Sequence[int]) -> Tensor:
-        """Return the logits in ``rows`` [n] of ``unary`` [.., draft_vocab] plus the Markov bias.
+        """Return the rows of ``unary`` plus the Markov head's bias, [n, draft_vocab].
 
-        ``before`` [n]: the target's id of the token before each row's token.
+        ``unary`` [.., draft_vocab]: logits without the bias. ``rows`` [n]: rows to take. ``before``
+        [n]: the target's id of the token before each row's token.
         """
         ids = self._known[np.array(before)]
         found = self._rows[ids]

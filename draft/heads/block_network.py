@@ -216,7 +216,7 @@ class BlockHead(BlockFrame):
             nn.init.zeros_(self.markov_head.markov_w2.weight)
 
     def frame(self) -> BlockFrame:
-        """Return a view of the head without its layers, which shares its other modules."""
+        """Return a view of the head without its layers; all other modules are shared."""
         return without(self, "layers", BlockFrame)
 
     def context(self, taps: Tensor, positions: Tensor) -> list[KeysValues]:

@@ -74,9 +74,9 @@ class BlockStudent(Student):
 
 
 def _draw_anchors(rows: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw anchors in answers, at most ``most`` in all.
+    """Draw random positions in answers as anchors, at most ``most`` in all.
 
-    Returns positions ``[b, n]``, and whether each is in an answer; the others are padding.
+    Returns positions ``[b, n]``, and whether each one was drawn; the others are padding.
     """
     is_answer = rows >= 0
     counts = is_answer.sum(dim=1)

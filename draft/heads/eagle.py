@@ -62,7 +62,7 @@ _LEAST_LAYERS = 8  # number of a target's layers below which the default boundar
 
 
 def _is_plain_eagle(values: Mapping[str, Any], folder: Path) -> bool:
-    """Whether a config belongs to an EAGLE-3 head, although it names the architecture of a plain model.
+    """Whether a config that names the architecture of a plain model belongs to an EAGLE-3 head.
 
     Early heads have such a config. It has a draft vocabulary, which plain models lack.
     """
@@ -277,7 +277,7 @@ class EaglePass(HeadPass):
         rows: Sequence[PassRows],
         draws: SamplingPlan | None = None,
     ) -> LayersOutput:
-        """Return the hidden states of columns: after the final norm, and in ``taps`` before it.
+        """Return the hidden states of columns after the final norm; ``taps`` has those before it.
 
         ``features`` [n, hidden]: features of the preceding positions. The output may have more rows
         than there are columns.

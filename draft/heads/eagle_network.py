@@ -161,7 +161,7 @@ class EagleHead(EagleFrame):
         init_weights(self)
 
     def frame(self) -> EagleFrame:
-        """Return a view of the head without its layer, which shares its other modules."""
+        """Return a view of the head without its layer; all other modules are shared."""
         return without(self, "midlayer", EagleFrame)
 
     def context(self, features: Tensor, token_ids: Tensor, positions: Tensor) -> KeysValues:

@@ -159,7 +159,7 @@ class _Group:
         """Return the number of best nodes with the highest net gain, and that gain in tokens.
 
         ``worths`` is in descending order. All numbers of nodes are compared, because the net gain
-        may have several maxima: the price of rows rises by leaps.
+        may have several maxima: the price of rows rises in steps.
         """
         net = worths.cumsum() - self._prices[1 : len(worths) + 1]
         if not len(net) or net.max() <= 0.0:

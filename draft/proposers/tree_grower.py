@@ -212,7 +212,7 @@ class TreeGrower(ABC):
 def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[DraftedRow]:
     """Return the rows with which the token after each node is sampled.
 
-    ``num_ahead``: number of draft tokens before the sampled one that only the device knows.
+    ``num_ahead``: number of draft tokens before the sampled one whose ids are still on the device.
     """
     return [
         DraftedRow(tree.scheduled.tokens, tree.scheduled.sampling, tree.tail(node), (), num_ahead)
@@ -229,7 +229,7 @@ def _without_scores(found: Sequence[Best]) -> list[Best]:
 
 
 def _drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:
-    """Convert each sampled token to a list of one candidate without score; none after an error."""
+    """Convert each sampled token to one candidate without a score, or to none after an error."""
     return [Best((each.token_id,) if each.error is None else (), ()) for each in choices]
 
 
@@ -288,7 +288,7 @@ class DecoderGrower(TreeGrower):
     def _grow_ahead(self, first: Opened) -> None:
         """Launch all passes of the chains; each reads the previous pass's tokens on the device.
 
-        The host reads the results only after the last launch, so it never delays a pass.
+        The host reads the results only after the last launch, so that reading never delays a pass.
         """
         passes = [first]
         while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.most_levels]:

@@ -1,11 +1,11 @@
-"""TreeGrowth: a draft tree that a model grows, from the nodes with the highest survival on.
+"""TreeGrowth: a draft tree that a model grows, expanding the likeliest nodes first.
 
 The *survival* of a node is the probability that it and all nodes before it on its path are
 accepted. A `GapModel` estimates the probability of each of the best tokens after a node.
 
 A tree may begin with looked-up tokens. If the drafter guesses the same token, the higher survival
-counts. If it guesses other tokens, the likelier of the two sides keeps its survival, and the other
-side shares the probability that is left.
+counts. If it guesses other tokens, the likelier guess keeps its survival, and the other guess gets
+only the probability that is left.
 """
 
 from __future__ import annotations

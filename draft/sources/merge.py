@@ -79,7 +79,7 @@ class GuessTree:
         return Draft(token_ids, sources, survival=self.trunk.survival[:count].tolist())
 
     def add(self, guess: Guess, survival: Survival) -> None:
-        """Add a guess that is less promising than the trunk; ``survival`` [number of its tokens]."""
+        """Add a guess that is less promising than the trunk, with the survival of its tokens."""
         path, at = self.trunk, 0
         while True:
             here = at - path.start
@@ -142,7 +142,7 @@ def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> GuessTree:
 def _laid_out(trunk: GuessPath, kept: dict[int, int]) -> Draft:
     """Return a draft of the first tokens of each path, depth first.
 
-    ``kept``: number of tokens to take, by the `id` of the path.
+    ``kept``: maps the `id` of each path to the number of its tokens to take.
     """
     token_ids, sources, parents = array("q"), list[str](), list[int]()
     survival = list[float]()

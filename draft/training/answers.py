@@ -29,7 +29,7 @@ STEP_TOKENS = 512  # token budget of a step, prompts included
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """Options for generating answers; the prompts take turns with ``temperatures``."""
+    """Options for generating answers; the prompts cycle through ``temperatures``."""
 
     max_tokens: int = 384
     num_running: int = 96  # number of requests that are decoded together

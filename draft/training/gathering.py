@@ -96,7 +96,10 @@ def _generate(
 
 @contextmanager
 def _showing(total: int, done: int) -> Iterator[Callable[[Record], None]]:
-    """Show on a terminal how many of ``total`` prompts are answered, beginning with ``done``."""
+    """Show on a terminal how many of ``total`` prompts are answered.
+
+    ``done``: number of prompts that have an answer at the start.
+    """
     with status_line() as show:
         began, count = time.monotonic(), 0
 

@@ -120,7 +120,10 @@ class Recorder(Generic[T]):
             self.num_left_out += 1
 
     def close(self) -> None:
-        """Write all queued answers and end the thread. Blocks; idempotent."""
+        """Write all queued answers and end the thread.
+
+        Blocks until the answers are written. Further calls do nothing.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -189,7 +192,7 @@ class TrafficRecorder(Recorder[_Finished]):
         )
 
     def line(self, kept: _Finished, namespace: str) -> bytes:
-        """Return the line of a `Record`."""
+        """Return the request as a `Record`, encoded as a line of JSON."""
         return write_line(
             Record(
                 v=VERSION,

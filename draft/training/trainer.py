@@ -1,4 +1,4 @@
-"""Trainer: trains a draft within a budget, writes checkpoints and a log, keeps the best draft."""
+"""Trainer: trains a draft within a budget, with checkpoints and a log, and keeps the best draft."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STATE, LOG, REPORT, PLOT = "state.pt", "log.jsonl", "report.json", "curves.png"
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of a run, which are saved with weights, moments and the generator."""
+    """Counters of a training run, which its checkpoints contain."""
 
     step: int = 0
     tokens: int = 0
@@ -132,7 +132,7 @@ class Trainer:
     # -- the loop -------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Train until the budget is spent or Ctrl-C; leave the best draft in the folder."""
+        """Train until the budget is spent or Ctrl-C is pressed; leave the best draft on disk."""
         with self._stopping_gently(), self._showing() as show:
             saved = logged = time.monotonic()
             losses: list[float] = []

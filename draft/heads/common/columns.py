@@ -27,8 +27,8 @@ from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
 class Columns(NamedTuple):
     """The results of a pass over columns.
 
-    ``scored``: logits of the next token of each column. ``features`` [n, hidden]: the head's
-    substitutes for the target's features at the same positions.
+    ``scored``: logits of the next token of each column. ``features`` [n, hidden]: features that the
+    head computed, to be used instead of the target's.
     """
 
     scored: Scored

@@ -1,8 +1,9 @@
-"""The files of heads: config.json and tensors, and the parts of them that kinds have in common.
+"""The files of heads: reads, checks and writes the parts that are common to all kinds of heads.
 
-Dialects differ in the names of keys and tensors; docs/heads.md lists them. The config declares
-everything that a head computes. An unexpected or missing tensor or an unknown norm flag raises
-`ModelLoadError`, because such a head would silently draft badly.
+A head has a config.json and tensors. Dialects differ in the names of keys and tensors;
+docs/heads.md lists them. The config declares everything that a head computes. An unexpected or
+missing tensor or an unknown norm flag raises `ModelLoadError`, because such a head would silently
+draft badly.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from .layers import TapConfig
 class Span:
     """The positions of one request that have head KV, or wait for it.
 
-    Positions from ``start`` to ``stop`` have head KV, and so have earlier pages that are ready.
-    Positions from ``stop`` on may wait to be written.
+    All positions from ``start`` to ``stop`` have head KV. Earlier positions have it if their page
+    is marked as ready. Positions from ``stop`` on may wait to be written.
     """
 
     start: int = 0

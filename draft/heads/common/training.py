@@ -1,4 +1,4 @@
-"""The interface of a kind of draft to training: a `Recipe` makes a draft, a `Student` learns.
+"""Interface of the kinds of drafts for training: a `Recipe` makes drafts, a `Student` is trained.
 
 The training loop, the teacher and the data are in draft/training; kinds do not depend on them.
 """
@@ -111,7 +111,10 @@ def next_values(values: Tensor, anchors: Tensor, depth: int, fill: int) -> Tenso
 
 
 def next_rows(rows: Tensor, anchors: Tensor, depth: int) -> Tensor:
-    """Return the row of ``p`` for each anchor and the positions after it, [b, n, depth], or -1."""
+    """Return the indices of the target's distributions at each anchor and after it.
+
+    The shape is [b, n, depth]; positions without a distribution have -1.
+    """
     return next_values(rows, anchors, depth, -1)
 
 
