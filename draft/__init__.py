@@ -1,1 +1,1 @@
-"""Drafting: look-up sources, proposers, and the controller that decides how much is drafted."""
+"""Drafting: sources of draft tokens, proposers, and the controller of draft sizes."""

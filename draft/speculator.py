@@ -45,10 +45,11 @@ DECIDE_SHARE = 0.02  # share of a step's time above which deciding lets fruitles
 class DraftSpeculator(Speculator):
     """Plans drafts for all requests of an engine.
 
-    ``depth``: "auto" lets the controller decide, a number fixes the depth; a request may override
-    it. ``overlaps``: the engine launches a step without drafts before it has read the tokens of the
-    preceding step, so fruitless look-ups back off even if they are cheap. ``proposer``: the traits
-    of the draft model or trained head that drafts in the model thread; None without one.
+    ``depth``: "auto" lets the controller decide, and a number fixes the length of drafts; a request
+    may override it. ``overlaps``: whether the engine launches a step without drafts before it has
+    read the tokens of the preceding step. If so, look-ups that find nothing are paused even if they
+    are cheap. ``proposer``: the traits of the draft model or trained head that drafts in the model
+    thread; None without one.
     """
 
     def __init__(
@@ -98,7 +99,10 @@ class DraftSpeculator(Speculator):
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
     ) -> Sequence[DraftPlan]:
-        """Plan requests with a fixed depth first; the controller shares the rest of the budget."""
+        """Plan drafts for requests with a fixed depth; let the controller plan the others.
+
+        The controller gets the rest of ``budget``, which limits the rows that all drafts add.
+        """
         self._proposer_use = _ProposerUse()
         plans = [NO_DRAFT_PLAN] * len(requests)
         share = budget // max(1, len(requests))
@@ -140,8 +144,8 @@ class DraftSpeculator(Speculator):
     def _fixed(self, state: DraftState, depth: int) -> DraftPlan:
         """Plan a chain of ``depth`` tokens: the likeliest guess, or the proposer's if it is better.
 
-        After the proposer is lost, only look-ups remain, and they may find nothing for many steps.
-        They back off if the engine launches steps without drafts ahead.
+        If the proposer was dropped after failures, only look-ups remain, and they may find nothing
+        for many steps. Then they are paused, if the engine launches steps without drafts ahead.
         """
         if depth < 1 or self._finds_nothing(state.request, 0):
             return NO_DRAFT_PLAN
@@ -198,9 +202,10 @@ class DraftSpeculator(Speculator):
     def _proposer_nodes(
         self, states: Sequence[DraftState], limits: Sequence[int], *, is_busy: bool
     ) -> tuple[Survival, Survival]:
-        """Return the expected accepted tokens of the b-th best node, and how likely it exists.
+        """Return two probabilities for the proposer's best nodes of each request.
 
-        Both are [num_requests, most], and [num_requests, 0] without a proposer.
+        The first: that the 1st, 2nd, ... best node exists and is accepted. The second: that it
+        exists. Both are [num_requests, most], and [num_requests, 0] without a proposer.
         """
         if self._proposer is None:
             return (none := np.zeros((len(states), 0))), none
@@ -224,7 +229,7 @@ class DraftSpeculator(Speculator):
     def _allocate(
         self, states: Sequence[DraftState], limits: Sequence[int], candidates: StepCandidates
     ) -> Sequence[DraftPlan]:
-        """Return the controller's draft for each request; fruitless look-ups may back off."""
+        """Return the controller's draft for each request; pause look-ups that find nothing."""
         allocation = self.controller.allocate(candidates)
         may_back_off = self._overlaps or self._is_deciding_dear(candidates.num_decodes)
         num_lookup, depths = allocation.num_lookup.tolist(), allocation.num_proposer.tolist()
@@ -276,7 +281,7 @@ class DraftSpeculator(Speculator):
             )
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """Learn the cost of a step that took ``seconds``; drop the proposer if the step lost it."""
+        """Learn the cost of a step that took ``seconds``; give up a proposer that failed in it."""
         self._num_steps += 1
         if output.lost_proposer and self._proposer is not None:
             self._proposer, self._lost_proposer, self._uses_proposer = None, True, False
@@ -313,7 +318,7 @@ class DraftSpeculator(Speculator):
     def join(self, request: Request) -> None:
         """Register a request that may draft.
 
-        While the proposer is in use, cached pages hold its KV, too: a prefix hit counts for it.
+        If the proposer is in use, cached pages include its KV, so it has the KV of a prefix hit.
         """
         if self._depth(request) == 0:
             return
@@ -341,7 +346,10 @@ class DraftSpeculator(Speculator):
             source.flush(*namespaces)
 
     def drafters(self) -> Mapping[str, bool]:
-        """Return whether each source is still in use, by name, and the proposer if one was set."""
+        """Return whether each source is still in use, by name, and whether the proposer is.
+
+        Without a proposer, there is no entry for it.
+        """
         working = {source.name: source.works for source in self._sources}
         if self._proposer is not None or self._lost_proposer:
             working[PROPOSER] = not self._lost_proposer
@@ -379,9 +387,9 @@ class _TreePrices:
         return cls(tuple(rows.tolist()), of_each, keys.tolist(), tuple(passes.tolist()))
 
     def plan(self, known: GuessTree | None, most: int, request: int) -> DraftPlan:
-        """Plan a tree of at most ``most`` nodes for request number ``request``.
+        """Plan a tree of at most ``most`` nodes for the request with the index ``request``.
 
-        It begins with the looked-up nodes that are worth their rows.
+        The tree begins with the looked-up nodes that are worth their rows.
         """
         draft = NO_DRAFT
         if known is not None:

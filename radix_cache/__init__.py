@@ -1,6 +1,6 @@
 """Ownership of KV pages: a radix tree of cached prefixes, and the accounting of pages.
 
-The package knows no model, tensor or text: token ids go in, page ids come out.
+The package works with token ids and page ids only; it knows no model, tensor or text.
 """
 
 from .attached import StateSlots

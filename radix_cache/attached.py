@@ -1,8 +1,8 @@
-"""State slots: whether a slot of the recurrent states is free, kept by a page, or leased.
+"""State slots, for models with recurrent states: each is free, lent, or keeps the state of a page.
 
-A model with recurrent states resumes from a cached prefix only where the state at the end of one of
-its pages was kept. So a page of the tree may have a slot attached. Slots are few and large; states
-are evicted by rank, then least recently used first.
+A model with recurrent states can resume from a cached prefix only at the end of a page whose state
+was kept. So a page of the tree may have a slot with that state. Slots are few and large. Kept
+states are evicted by rank; within a rank, the least recently used state is evicted first.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ NOTHING_PINNED: Collection[int] = frozenset()
 
 
 class StateSlots:
-    """Owner of all slots: each is free, or belongs to one page, one lease or one load.
+    """All state slots; each one is free or is owned by a page, a lease or a load from a tier.
 
     ``counters[slot]`` grows whenever the slot leaves its page. A kept state never changes, so a
-    copy is whole if the counter has the same value before and after the copying. Any thread may
-    read ``counters``; everything else belongs to the scheduler's thread. ``on_attached`` is called
-    with each state that was kept.
+    copy is valid if the counter has the same value before and after copying. Any thread may read
+    ``counters``; everything else belongs to the scheduler's thread. ``on_attached`` is called with
+    each state that was kept.
 
-    ``num_logs``: number of requests that can run at a time; each has a log of the rows since its
-    state's position. ``interval``: prompt tokens between two states that are always kept; 0: none
-    is. As an observer of the tree, it frees the slot of a page that leaves the tree. Raises
-    ValueError for less than two slots: a request needs one in addition to the state from which it
-    resumes.
+    ``num_logs``: maximum number of running requests; each has a log of the rows since its state's
+    position. ``interval``: number of prompt tokens after which a state is always kept; 0 for no
+    such states. As an observer of the tree, this object frees the slot of a page that leaves the
+    tree. Raises ValueError for fewer than two slots: a request needs one in addition to the state
+    from which it resumes.
     """
 
     def __init__(self, num_slots: int, num_logs: int, *, interval: int = 0) -> None:
@@ -73,14 +73,14 @@ class StateSlots:
     # -- leases
 
     def num_resumable(self, page_ids: array[int]) -> int:
-        """Count the first pages after which a request can resume. O(pages)."""
+        """Return the number of pages up to the last page with a kept state. O(pages)."""
         for index in range(len(page_ids) - 1, -1, -1):
             if page_ids[index] in self.attached:
                 return index + 1
         return 0
 
     def has_room(self, page_ids: array[int]) -> bool:
-        """Whether `lend` succeeds for a request that resumes after these pages. O(slots)."""
+        """Whether a request that resumes after these pages can get a slot and a log. O(slots)."""
         source = self.attached[page_ids[-1]] if page_ids else None
         is_free = any(kept.num_readers == 0 and kept is not source for kept in self._states())
         return bool(self._free_logs) and (bool(self._free) or is_free)
@@ -88,7 +88,7 @@ class StateSlots:
     def lend(self, page_ids: array[int], pinned: Collection[int] = NOTHING_PINNED) -> StateLease:
         """Lend a slot and a log to a request that resumes after these pages.
 
-        Raises RuntimeError where `has_room` is False. O(slots).
+        Raises RuntimeError if `has_room` is False. O(slots).
         """
         if not self.has_room(page_ids):
             raise RuntimeError("no state slot is free: check `would_fit` before `acquire`")
@@ -101,12 +101,12 @@ class StateSlots:
         return StateLease(slot, self._free_logs.pop(), source)
 
     def take(self, rank: StateRank | None, pinned: Collection[int] = NOTHING_PINNED) -> int | None:
-        """Return a slot for a state of this rank or for a request (None), else None.
+        """Return a slot for a new state, or None if no slot can be freed.
 
-        A request outranks every kept state. Kept states of at most that rank are evicted: the
-        lowest rank first, then the least recently used. States of ``pinned`` pages are evicted
-        last, and for requests alone. Returns None if no slot can be freed. O(log slots), and
-        O(slots) where many states are pinned or being copied.
+        ``rank``: rank of the new state; None if a request needs the slot. Kept states of at most
+        this rank may be evicted, and states of any rank for a request: the lowest rank first, then
+        the least recently used. States of ``pinned`` pages are evicted only for a request, after
+        all others. O(log slots), and O(slots) if many states are pinned or being copied.
         """
         if self._free:
             return self._free.pop()
@@ -122,19 +122,19 @@ class StateSlots:
         return None if last is None or rank is not None else self._evict(last)
 
     def settle(self, lease: StateLease, position: int) -> None:
-        """Note that a step of the lease was computed and its state stands at ``position``. O(1)."""
+        """Record that a step of the lease moved its state to ``position``. O(1)."""
         self._forget_source(lease)
         lease.position = position
         self.num_recomputed_tokens += lease.num_recomputed
         lease.num_recomputed = 0
 
     def give_back(self, lease: StateLease) -> None:
-        """End a lease that still owns its slot; its slot and its log are free again. O(1)."""
+        """End a lease that still owns its slot; free the slot and the log. O(1)."""
         self._free.append(lease.slot)
         self.end(lease)
 
     def end(self, lease: StateLease) -> None:
-        """End a lease whose slot was attached. O(1)."""
+        """End a lease whose slot now belongs to a page; free the log. O(1)."""
         self._forget_source(lease)
         self._free.extend(slot for _, slot, _ in lease.keeps)
         lease.keeps = []
@@ -148,14 +148,17 @@ class StateSlots:
     # -- states from tiers
 
     def begin_load(self, pinned: Collection[int] = NOTHING_PINNED) -> int | None:
-        """Return a slot into which a kept state can be read, or None. O(slots)."""
+        """Return a slot into which a kept state can be loaded, or None. O(slots)."""
         slot = self.take(StateRank.USED, pinned)
         if slot is not None:
             self.loading.add(slot)
         return slot
 
     def end_load(self, slot: int, page_id: int | None) -> None:
-        """Attach the state that was read into a slot to its page, or free the slot. O(log n)."""
+        """Attach the state that was loaded into a slot to its page; without a page, free the slot.
+
+        O(log n).
+        """
         self.loading.remove(slot)
         if page_id is None:
             self._free.append(slot)
@@ -163,7 +166,10 @@ class StateSlots:
             self.attach(page_id, slot, StateRank.USED)
 
     def move_on(self, lease: StateLease, page_id: int) -> None:
-        """Let a lease resume from the state at this page before its first step. O(log n)."""
+        """Let a lease resume from the state of this page; it must not have computed a step.
+
+        O(log n).
+        """
         self._forget_source(lease)
         lease.source = self.attached[page_id]
         lease.source.num_readers += 1
@@ -172,7 +178,7 @@ class StateSlots:
     # -- kept states
 
     def attach(self, page_id: int, slot: int, rank: StateRank) -> None:
-        """Attach a lease's slot to a page of the tree, or free it if the page has one. O(log n)."""
+        """Give a slot with a state to a page; free the slot if the page has a state. O(log n)."""
         kept = self.attached.get(page_id)
         if kept is None:
             kept = KeptState(page_id, slot, rank, 0)
@@ -186,7 +192,7 @@ class StateSlots:
             self._file(kept)
 
     def stored(self, node: Node, first: int) -> None:
-        """Do nothing: pages join the tree without a state."""
+        """Do nothing: a page that joins the tree has no state yet."""
 
     def dropped(self, node: Node, first: int, cause: Cause) -> None:  # noqa: ARG002
         """Free the slots of pages that leave the tree. O(pages)."""
@@ -218,7 +224,7 @@ class StateSlots:
         self._by_rank[kept.rank, kept.last_used] = kept
 
     def check(self) -> None:
-        """Assert that every kept state is filed once, under its page and its rank. O(slots)."""
+        """Assert that the index by rank contains every kept state exactly once. O(slots)."""
         filed = list(self._by_rank.items())
         assert len(filed) == len(self.attached), "a kept state is not filed, or twice"
         for key, kept in filed:

@@ -1,8 +1,8 @@
 """Checks of the invariants of a cache and its radix tree.
 
 An AssertionError states the broken invariant as a sentence. A large tree takes a while, so every
-function yields between steps of some microseconds: its caller may do other work or stop there. The
-cache must not change until the last step.
+function is a generator that yields after each few microseconds: its caller may do other work
+between steps, or stop. The cache must not change until the last step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run(steps: Steps) -> None:
 
 
 def gather(nodes: Iterable[Node], into: list[Node]) -> Steps:
-    """List the nodes. O(nodes)."""
+    """Append all nodes to a list. O(nodes)."""
     for node in nodes:
         into.append(node)
         yield
@@ -58,7 +58,7 @@ def check_owned(nodes: Sequence[Node], owned: NamespaceQuota) -> Steps:
 
 
 def check_links(nodes: Sequence[Node], roots: Mapping[str | None, Node], page_size: int) -> Steps:
-    """Check that parents and children refer to each other, by the right page. O(nodes)."""
+    """Assert that parents and children refer to each other, with the right keys. O(nodes)."""
     for node in nodes:
         if node.parent is None:
             _check_root(node, roots)
@@ -105,7 +105,7 @@ def check_locks(nodes: Sequence[Node], locks: Set[LockHandle]) -> Steps:
 
 
 def check_leaves(nodes: Sequence[Node], index: EvictionIndex, clock: int) -> Steps:
-    """Assert that the index holds exactly the unlocked leaves, ranks unique. O(n log n)."""
+    """Assert that the index contains exactly the unlocked leaves, with unique ranks. O(n log n)."""
     num_leaves, unlocked, ticks = 0, set[Node](), set[int]()
     for node in nodes:
         if node.parent is not None and not node.children:
@@ -126,7 +126,7 @@ def check_leaves(nodes: Sequence[Node], index: EvictionIndex, clock: int) -> Ste
 def check_owners(
     free: array[int], nodes: Iterable[Node], leases: Iterable[KVLease], num_pages: int
 ) -> Steps:
-    """Assert that every page is free, a node's, or private to one lease. O(pages)."""
+    """Assert that every page is free, owned by a node, or private to one lease. O(pages)."""
     owned, count = set[int](), 0
     own = (lease.page_ids[lease.num_shared_pages :] for lease in leases)
     for page_ids in (*_pieces(free), *own):
@@ -157,7 +157,7 @@ def check_lease(lease: KVLease, page_size: int) -> None:
 
 
 def check_states(states: StateSlots, nodes: Iterable[Node], leases: Iterable[KVLease]) -> Steps:
-    """Assert that slots and logs have one owner each, and every lease a log. O(pages)."""
+    """Assert that each slot and log has one owner, and that each lease has a log. O(pages)."""
     states.check()
     yield
     missing = set(states.attached)

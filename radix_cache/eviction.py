@@ -1,8 +1,8 @@
-"""Eviction of cached pages: the order, each namespace's quota, and a log of evicted pages.
+"""Eviction of cached pages: their order, the quota of namespaces, and a log of evicted pages.
 
 Unlocked leaves are evicted least recently used first. A leaf's rank is its ``last_used``, which
 changes only while the node is locked, and a locked node is not in the index. So an entry never has
-to move: a lock removes the leaf, an unlock adds it again.
+to move: locking a leaf removes it from the index, and unlocking adds it again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SLACK = 64  # outdated ranks of a namespace, in addition to its valid ones, befo
 class NamespaceQuota:
     """Page counts of namespaces, compared with a quota.
 
-    The pages of a namespace that owns more than ``quota`` are evicted first. So no namespace can
-    evict the pages of one that keeps to its quota, and a namespace that is alone in the tree may
-    own all pages. At most ``pool / quota`` namespaces are over quota at a time.
+    The pages of namespaces that own more than ``quota`` are evicted first. So no namespace can
+    evict the pages of one within its quota, and a namespace that is alone in the tree may own all
+    pages. At most ``pool / quota`` namespaces are over quota at a time.
 
-    A namespace that keeps to its quota is protected only while it is used: otherwise tenants that
-    are gone would hold most of the pool forever. A namespace is idle if no request used it while
-    ``idle_after`` pages were evicted; its pages are evicted before the pages of namespaces over
-    quota.
+    A namespace within its quota is protected only while it is used; otherwise tenants that are gone
+    would hold most of the pool forever. A namespace is idle if no request used it while
+    ``idle_after`` pages were evicted. The pages of idle namespaces are evicted even before the
+    pages of namespaces over quota.
     """
 
     def __init__(self, quota: int | None, idle_after: float = math.inf) -> None:
@@ -62,13 +62,19 @@ class NamespaceQuota:
             (self._over_quota.add if count > self.quota else self._over_quota.discard)(namespace)
 
     def use(self, namespace: str | None, num_evicted: int) -> None:
-        """Note that a request uses the namespace after ``num_evicted`` evicted pages. O(1)."""
+        """Record that a request uses the namespace. O(1).
+
+        ``num_evicted``: number of pages evicted so far.
+        """
         if self.quota is not None:
             self._used[namespace] = num_evicted
             self._used.move_to_end(namespace)
 
     def most_idle(self, num_evicted: int) -> tuple[str | None, ...]:
-        """Return the longest idle namespace in a tuple, which is empty if none is idle. O(1)."""
+        """Return the namespace that has been idle for the longest time.
+
+        The result is a tuple of one name, or an empty tuple if no namespace is idle. O(1).
+        """
         for namespace, used in self._used.items():
             return (namespace,) if num_evicted - used > self.idle_after else ()
         return ()
@@ -89,7 +95,7 @@ class NamespaceQuota:
 
 
 class _Ranks:
-    """Ranks of the leaves of one namespace, as a heap that may hold outdated ones."""
+    """A heap of the ranks of one namespace's leaves; it may contain ranks of removed leaves."""
 
     __slots__ = ("heap", "most")
 
@@ -98,14 +104,20 @@ class _Ranks:
         self.most = 2 * len(ranks) + SLACK
 
     def add(self, rank: int, filed: Mapping[int, object]) -> None:
-        """Add a rank; at `most` entries, drop those no longer ``filed``. O(log n) on average."""
+        """Add a rank; if the heap is full, remove the ranks of removed leaves. O(log n) on average.
+
+        ``filed``: the leaves of the index by rank.
+        """
         heapq.heappush(self.heap, rank)
         if len(self.heap) > self.most:
             self.heap = sorted(each for each in set(self.heap) if each in filed)
             self.most = 2 * len(self.heap) + SLACK
 
     def lowest(self, filed: Mapping[int, object]) -> int | None:
-        """Return the lowest rank that is still filed, or None. O(log n) for each outdated rank."""
+        """Return the lowest rank of a leaf in the index, or None. O(log n) per removed leaf.
+
+        ``filed``: the leaves of the index by rank.
+        """
         while self.heap and self.heap[0] not in filed:
             heapq.heappop(self.heap)
         return self.heap[0] if self.heap else None
@@ -135,10 +147,12 @@ class EvictionIndex:
     def take(
         self, missing: int, owned: NamespaceQuota, num_evicted: int
     ) -> tuple[Node | None, int, bool]:
-        """Remove the next leaf to evict; return it, its pages to evict, and whether by quota.
+        """Remove the next leaf to evict from the index.
 
-        At most ``missing`` pages are evicted. ``num_evicted``: pages evicted so far, which decides
-        whether a namespace is idle. O(log n), and O(namespaces over quota).
+        Returns the leaf, the maximum number of its pages to evict, and whether it is evicted
+        because its namespace is over quota. ``missing``: maximum number of pages to evict.
+        ``num_evicted``: number of pages evicted so far, which determines whether a namespace is
+        idle. O(log n + namespaces over quota).
         """
         if beyond := owned.over_quota():
             if (leaf := self._idle_leaf(owned, num_evicted)) is not None:
@@ -160,7 +174,10 @@ class EvictionIndex:
         return None
 
     def first_of(self, namespaces: Iterable[str | None]) -> Node | None:
-        """Return the next leaf to evict in some namespaces, or None. O(log n) each; O(n) once."""
+        """Return the next leaf to evict in some namespaces, or None.
+
+        O(log n) for each namespace; the first call takes O(n).
+        """
         if self._ranks is None:
             self._ranks = self._sorted_out()
         known = (self._ranks[name] for name in namespaces if name in self._ranks)
@@ -187,9 +204,9 @@ class EvictionIndex:
         return iter(self._leaves.values())
 
     def checks(self) -> Iterator[None]:
-        """Assert that every leaf is under its present rank and in its namespace's ranks.
+        """Assert that each leaf is indexed under its rank, and its rank under its namespace.
 
-        Runs in steps, O(n) in all.
+        Yields after each step; O(n) for all steps.
         """
         known = {name: set(each.heap) for name, each in (self._ranks or {}).items()}
         for rank, leaf in self._leaves.items():
@@ -207,11 +224,11 @@ class EvictionIndex:
 
 
 class EvictionLog:
-    """Log of the last `MAX_EVICTIONS` evictions, by the position where each began.
+    """A log of the last `MAX_EVICTIONS` evictions, by the page at which each one began.
 
-    The key of a position is the tokens of its page and of the page before it, so that noting an
-    eviction need not walk to the root; equal pairs of pages at different depths share a key. A
-    later eviction at the same position replaces an earlier one.
+    The key of a page consists of its tokens and the tokens of the page before it, so that logging
+    an eviction does not need the whole prefix. Equal pairs of pages in different prefixes share a
+    key. A later eviction with the same key replaces an earlier one.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -220,7 +237,7 @@ class EvictionLog:
         self._evictions: OrderedDict[tuple[str | None, int], Eviction] = OrderedDict()
 
     def dropped(self, node: Node, first: int, cause: Cause) -> None:
-        """Record that ``node.page_ids[first:]`` leave the tree; it is an `OnDropped`."""
+        """Record that ``node.page_ids[first:]`` leave the tree; the tree calls this method."""
         key = (node.namespace, hash(node.boundary_tokens(first, self._page_size)))
         self._evictions[key] = Eviction(cause, self.now)
         self._evictions.move_to_end(key)
@@ -228,7 +245,7 @@ class EvictionLog:
             self._evictions.popitem(last=False)
 
     def find(self, namespace: str | None, tokens: array[int], num_cached: int) -> Eviction | None:
-        """Return how the page after ``num_cached`` tokens was lost, or None if unknown. O(1)."""
+        """Return how the page after ``num_cached`` tokens was lost; None if unknown. O(1)."""
         stop = num_cached + self._page_size
         if stop > len(tokens):
             return None

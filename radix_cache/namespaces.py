@@ -1,4 +1,4 @@
-"""Namespaces of a flush."""
+"""The namespaces that a flush empties."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 
 class FlushedNamespaces:
-    """Set of the namespaces to flush, maybe thousands; all if no name is given.
+    """The set of namespaces to flush; without any name, it contains all namespaces.
 
     A namespace that begins with a NUL is also in a group: a flush that names the part before its
-    last NUL drops the whole group. Each look-up is O(1).
+    last NUL drops the whole group. Each look-up is O(1), whatever the number of names.
     """
 
     def __init__(self, named: Iterable[str | None]) -> None:

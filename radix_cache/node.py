@@ -22,26 +22,33 @@ OnDropped = Callable[["Node", int, Cause], None]
 
 
 class CacheObserver(Protocol):
-    """Observer of the pages that join and leave the tree, each time ``node.page_ids[first:]``.
+    """An observer of the pages that join or leave the tree.
 
-    Called on the tree's thread, in the order of the events. Pages never change while they are in
-    the tree. An observer must not change the tree and must not raise.
+    Each call is about the pages ``node.page_ids[first:]``. The tree's thread makes the calls, in
+    the order of the events. Pages never change while they are in the tree. An observer must not
+    change the tree and must not raise.
     """
 
     def stored(self, node: Node, first: int) -> None:
-        """Note pages that have just joined the tree. The node's earlier pages were in it before."""
+        """Handle pages that have just joined the tree.
+
+        The earlier pages of the node were in the tree before.
+        """
 
     def dropped(self, node: Node, first: int, cause: Cause) -> None:
-        """Note pages that are about to leave the tree; the node still has them during the call."""
+        """Handle pages that are about to leave the tree.
+
+        The node still has the pages during the call.
+        """
 
 
 ITEM_SIZE = array("q").itemsize
 
 
 def token_bytes(tokens: array[int], limit: int | None = None) -> bytes:
-    """Return the bytes of the first ``limit`` tokens (of all by default), for a memcmp.
+    """Return the bytes of the first ``limit`` tokens, by default of all.
 
-    Raises TypeError when ``tokens`` is not an ``array("q")``. O(len).
+    Raises TypeError if ``tokens`` is not an ``array("q")``. O(len).
     """
     if not isinstance(tokens, array) or tokens.typecode != "q":
         raise TypeError('tokens must be an array("q")')
@@ -56,7 +63,7 @@ def _no_ids() -> array[int]:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Edge of the tree and the position at its end.
+    """An edge of the tree and the position at its end.
 
     A root is a node without tokens. A node has at least as many locks as each of its children, so
     every node below an unlocked one is unlocked.
@@ -73,10 +80,10 @@ class Node:
     last_used: int = 0  # tick of the last lock or unlock; nodes with equal ticks lie on one path
 
     def common_pages(self, data: bytes, start: int) -> int:
-        """Count the leading pages equal to ``data`` (bytes of tokens) from byte ``start`` on.
+        """Return how many leading pages equal ``data`` (bytes of tokens) from byte ``start`` on.
 
-        One memory comparison if all are equal, else a bisection that compares each half once:
-        O(len).
+        One memory comparison is enough if all are equal; otherwise a bisection compares every page
+        at most once. O(len).
         """
         if data.startswith(self.key, start):
             return len(self.page_ids)
@@ -131,7 +138,7 @@ class Node:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether a lease or a transfer holds it; pins alone yield when pages are needed."""
+        """Whether a lease or a transfer holds the node; pins alone do not count."""
         return self.ref_count > self.pins
 
     def path(self) -> list[Node]:
@@ -150,9 +157,9 @@ class Node:
 
 
 class Match(NamedTuple):
-    """Longest cached prefix of some tokens, in whole pages.
+    """The longest cached prefix of some tokens, in whole pages.
 
-    A match holds no lock. It can be locked until the tree next cuts or drops a node.
+    A match holds no lock. It can be locked until a node of the tree is cut or dropped.
     """
 
     num_tokens: int  # a multiple of the page size
@@ -174,9 +181,9 @@ class Match(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LockHandle:
-    """Lock that holds every page from the root to the end of ``node`` until unlocked.
+    """A lock that holds every page from the root to the end of ``node`` until it is released.
 
-    A split leaves the lower half in place, so a lock stays valid.
+    If a node is split, the lower half remains the same object, so ``node`` stays valid.
     """
 
     node: Node  # the deepest node held
@@ -187,7 +194,7 @@ class LockHandle:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Loss of cached pages: the cause, and the time on the clock of `PrefixCache.tick`."""
+    """The loss of cached pages: its cause, and its time on the clock of `PrefixCache.tick`."""
 
     cause: LossCause
     time: float  # seconds
@@ -202,7 +209,7 @@ class StateRank(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class KeptState:
-    """Recurrent state kept for the end of a page."""
+    """The recurrent state at the end of a page, kept for later requests."""
 
     page_id: int  # owned by a node of the tree
     slot: int  # owned by `StateSlots.attached`
@@ -213,7 +220,7 @@ class KeptState:
 
 @dataclass(slots=True, eq=False)
 class StateLease:
-    """Slot and log of one request, and the page ends whose states it keeps."""
+    """The state slot and the log of one request, and the page ends whose states are to be kept."""
 
     slot: int  # owned by this lease
     log: int  # owned by this lease
@@ -229,7 +236,7 @@ class StateLease:
     keeps: list[tuple[int, int, StateRank]] = field(default_factory=list)
 
     def want(self, position: int, rank: StateRank = StateRank.USED) -> None:
-        """Request that the state at this page end is kept once a step passes it. O(wanted)."""
+        """Request that the state at the end of a page is kept when a step passes it. O(wanted)."""
         at = bisect_left(self.wanted, (position, StateRank.GRID))
         if at < len(self.wanted) and self.wanted[at][0] == position:
             self.wanted[at] = position, max(rank, self.wanted[at][1])
@@ -239,7 +246,7 @@ class StateLease:
 
 @dataclass(slots=True, eq=False)
 class KVLease:
-    """Pages that one request may use, from `PrefixCache.acquire` to `PrefixCache.release`."""
+    """The pages that one request may use, from `PrefixCache.acquire` to `PrefixCache.release`."""
 
     page_ids: array[int]  # page table: num_shared_pages owned by the tree, then pages of this lease
     lock: LockHandle  # holds the shared pages; owned by this lease

@@ -1,10 +1,10 @@
-"""Pins: locks of the tree with a time to live, held by no lease.
+"""Pins: locks of the tree with a time to live, independent of leases.
 
-A pinned prefix ranks between cached pages and pages in use: eviction passes over it, and it yields
-only if a request could not be served otherwise. Pins never exceed their quotas.
+Eviction takes pinned pages after all other cached pages, and only if a request could not be served
+otherwise. Pins never exceed their quotas.
 
-A request may ask for a pin. A *session* gets one for the last turn of each of its conversations
-without asking; these pins yield before the others do.
+A request may ask for a pin. A *session* gets a pin for the last turn of each of its conversations
+automatically; pins of sessions are removed before those that requests asked for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Session: TypeAlias = tuple[str | None, str]
 
 @dataclass(slots=True, eq=False)
 class PinnedPrefix:
-    """Prefix that one pin keeps."""
+    """A pin and the prefix that it keeps in the cache."""
 
     lock: LockHandle  # owned by `PinnedPrefixes`
     ttl: float  # seconds after the last hit
@@ -40,12 +40,12 @@ class PinnedPrefix:
 
     @property
     def namespace(self) -> str | None:
-        """Namespace of its pages."""
+        """The namespace of the pinned pages."""
         return self.lock.node.namespace
 
 
 class ByAge(Generic[Item]):
-    """Items grouped by namespace, least recently used first. Every operation is O(1)."""
+    """Items grouped by namespace, least recently used first; `use` and `remove` are O(1)."""
 
     def __init__(self) -> None:
         self.all: OrderedDict[Item, None] = OrderedDict()
@@ -72,7 +72,10 @@ class ByAge(Generic[Item]):
 
 
 class PageCounts:
-    """Page counts of namespaces; iteration yields the names with pages, largest count first."""
+    """The numbers of pages of namespaces.
+
+    Iteration yields the names of namespaces that have pages, the one with the most pages first.
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[str | None, tuple[int, int]] = {}  # (pages, unique number)
@@ -86,7 +89,7 @@ class PageCounts:
         yield from reversed(self._names.values())
 
     def add(self, namespace: str | None, num_pages: int) -> None:
-        """Add pages to a namespace's count, or subtract them (negative). O(log n)."""
+        """Add ``num_pages``, which may be negative, to a namespace's count. O(log n)."""
         size = self._sizes.pop(namespace, None)
         if size is None:
             self._num_made += 1
@@ -100,16 +103,16 @@ class PageCounts:
 
 
 class PinnedPrefixes:
-    """Pins of a tree, at most one for each prefix.
+    """The pins of a tree, at most one for each prefix.
 
-    ``quota``: pages that one namespace may pin; all namespaces together may pin twice as many, but
-    at most ``num_pages``. Beyond that, the oldest pin of the namespace that exceeds its quota, or
-    of the namespace with the most pinned pages, is removed. The age of a pin counts from its last
-    hit. Pages under several pins count once.
+    ``quota``: maximum number of pages that one namespace may pin. All namespaces together may pin
+    twice as many, but at most ``num_pages``. If a limit is exceeded, the oldest pin is removed: of
+    the namespace over its quota, or else of the namespace with the most pinned pages. The age of a
+    pin counts from its last hit. Pages under several pins count once.
 
-    The number of sessions is at most the number of pages that may be pinned, since many sessions
-    may share one prompt. Beyond that, the oldest session of the namespace with the most sessions
-    ends.
+    The number of sessions is at most the number of pages that may be pinned, because many sessions
+    may share one prompt. If there are more, the oldest session of the namespace with the most
+    sessions ends.
     """
 
     def __init__(self, tree: RadixTree, *, quota: int, num_pages: int) -> None:
@@ -142,12 +145,13 @@ class PinnedPrefixes:
     def keep(self, match: Match, ttl: float, session: str | None = None) -> None:
         """Pin a match of at most ``quota`` pages, or prolong its pin.
 
-        A pin for a ``session`` replaces the pin of the session's turn before. It never removes a
-        pin that a request asked for: if the quota has no room beside these, the new pin itself is
-        removed.
+        A pin for a ``session`` replaces the pins of earlier turns that it continues. No pin that a
+        request asked for is removed for it; if the quota has no room beside them, the new pin
+        itself is removed.
 
-        O(depth). Each removal adds O(namespaces), or O(log namespaces) if the namespace with the
-        most pages has a removable pin, and the pins under longer ones that it passes over.
+        O(depth) without removals. A removal takes O(namespaces), or O(log namespaces) if the
+        namespace with the most pages has a pin that can be removed. Pins under longer pins are
+        passed over, which takes O(1) each.
         """
         pinned = self._pinned(match, ttl)
         if session is None:
@@ -157,7 +161,7 @@ class PinnedPrefixes:
         self._shrink(pinned)
 
     def _pinned(self, match: Match, ttl: float) -> PinnedPrefix:
-        """Return the pin of a match; make one if it has none."""
+        """Return the pin of a match, with a new time to live; make a pin if it has no pin."""
         before = self._tree.num_pinned_pages
         lock = self._tree.lock(match, is_pin=True)
         known = self._pins.get(lock.node)
@@ -177,13 +181,16 @@ class PinnedPrefixes:
         return self._asked if pinned.is_asked else self._unasked
 
     def _ask(self, pinned: PinnedPrefix) -> None:
-        """Note that a request asked for a pin and used it now."""
+        """Mark a pin as one that a request asked for, and as the most recently used."""
         self._ages(pinned).remove(pinned.namespace, pinned)
         pinned.is_asked = True
         self._ages(pinned).use(pinned.namespace, pinned)
 
     def _move(self, session: Session, pinned: PinnedPrefix) -> None:
-        """Add a pin to a session, and remove the pins of its earlier turns from the session."""
+        """Add a pin to a session, and remove the pins of earlier turns that it continues.
+
+        The oldest pins are removed, too, if the session has more than `MAX_CONVERSATIONS`.
+        """
         known = self._sessions.get(session, [])
         others = [each for each in known if each is not pinned and not _goes_on(pinned, each)]
         kept = [*others[1 - MAX_CONVERSATIONS :], pinned]
@@ -199,8 +206,8 @@ class PinnedPrefixes:
     def _end_a_session(self) -> None:
         """End the oldest session of the namespace with the most sessions. O(namespaces).
 
-        Its pins that have no other use are removed. A caller that invents session names so ends its
-        own sessions, not another namespace's.
+        Pins that only this session uses are removed. A caller that makes up many session names
+        loses its own sessions, not the sessions of other namespaces.
         """
         most = max(self._session_ages.of.values(), key=len)
         session = next(iter(most))
@@ -209,7 +216,7 @@ class PinnedPrefixes:
                 self._give_way(each)
 
     def _forget(self, session: Session) -> list[PinnedPrefix]:
-        """Remove a session and return its pins, which still list it."""
+        """Remove a session and return its pins; the pins still contain the session."""
         self._session_ages.remove(session[0], session)
         return self._sessions.pop(session)
 
@@ -219,7 +226,7 @@ class PinnedPrefixes:
         return not pinned.sessions and not pinned.is_asked
 
     def touch(self, node: Node) -> None:
-        """Renew the pins on the path to ``node``, which a request hit. O(depth) with pins."""
+        """Renew the pins on the path to ``node``, which a request hit. O(depth)."""
         if self._pins:
             for passed in node.path():
                 if passed.pins and (pinned := self._pins.get(passed)) is not None:
@@ -232,16 +239,17 @@ class PinnedPrefixes:
             self._drop(self._due.peekitem(0)[1])
 
     def evict_pin(self) -> None:
-        """Remove the oldest pin that makes pages evictable. Raises StopIteration without one.
+        """Remove the oldest pin whose removal makes pages evictable.
 
-        A pin that a request asked for is removed only if no pin of a session qualifies. O(1), and
-        O(1) for each older pin that requests read or that is under a longer pin.
+        Pins of sessions are removed before those that requests asked for. Raises StopIteration if
+        there is no such pin. Pins whose pages are borrowed, or that are under a longer pin, are
+        passed over in O(1) each.
         """
         pins = chain(self._unasked.all, self._asked.all)
         self._give_way(next(pin for pin in pins if pin.lock.node.ref_count == 1))
 
     def drop(self, *namespaces: str | None) -> None:
-        """Remove all pins of some namespaces, by default of all. O(pins)."""
+        """Remove all pins of some namespaces, by default of all namespaces. O(pins)."""
         flushed = FlushedNamespaces(namespaces)
         for pinned in list(self._pins.values()):
             if pinned.namespace in flushed:
@@ -254,9 +262,9 @@ class PinnedPrefixes:
                 self._drop(pinned)
 
     def last_pages(self, among: Container[int]) -> set[int]:
-        """Return the last page of each pin that is ``among`` these pages.
+        """Return, for each pin, its last page that is in ``among``.
 
-        A pin without such a page adds none. O(pins), and O(pages passed without a find).
+        Pins without such a page are left out. O(pins + pages searched).
         """
         found: set[int] = set()
         passed: set[Node] = set()
@@ -337,7 +345,7 @@ class PinnedPrefixes:
         self._drop(pinned)
 
     def _shrink(self, newest: PinnedPrefix) -> None:
-        """Remove older pins until the quotas hold; the newest one if no other is removable."""
+        """Remove pins until the quotas hold: older ones if possible, otherwise the newest."""
         own = newest.namespace
         while self._num_pages[own] > self.quota:
             self._give_way(self._first_to_go([own], newest))
@@ -345,7 +353,11 @@ class PinnedPrefixes:
             self._give_way(self._first_to_go(self._num_pages, newest))
 
     def _first_to_go(self, namespaces: Iterable[str | None], newest: PinnedPrefix) -> PinnedPrefix:
-        """Return the pin to remove: pins of sessions first, then the oldest; else the newest."""
+        """Return the next pin to remove: the oldest pin of a session, then the oldest other pin.
+
+        Pins that requests asked for are removed only for another such pin. If no older pin can be
+        removed, the newest pin is returned.
+        """
         ranks = [self._unasked] if not newest.is_asked else [self._unasked, self._asked]
         others = (
             pin for ages in ranks if ages.of for name in namespaces for pin in ages.of.get(name, ())
@@ -356,9 +368,10 @@ class PinnedPrefixes:
 
 
 def _goes_on(now: PinnedPrefix, before: PinnedPrefix) -> bool:
-    """Whether a turn continues an earlier one: it shares at least half of its pages.
+    """Whether a turn continues an earlier one: it shares at least half of the earlier pages.
 
-    Not all, because chat templates drop reasoning and agents shorten results.
+    A continuation need not share all pages, because chat templates drop reasoning and agents
+    shorten results.
     """
     paths = zip(now.lock.node.path(), before.lock.node.path(), strict=False)
     shared = sum(len(mine.page_ids) for mine, theirs in paths if mine is theirs)

@@ -1,4 +1,4 @@
-"""Accounting of KV pages: each belongs to the free list, to one tree node, or to one lease."""
+"""Accounting of KV pages: each page belongs to the free list, to one tree node, or to one lease."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ class PrefixCache:
     """Lends KV pages to requests and keeps their computed KV for later requests.
 
     Four methods move pages: `acquire` borrows the longest cached prefix, `extend` adds private
-    pages, `publish` gives finished pages to the tree, `release` ends the lease. `pin` protects
-    cached pages from eviction for a time, `tick` sets the time. ``pin_quota`` is the share of the
-    pool that one namespace may pin; all namespaces together may pin twice as much. The last turn of
-    a session stays pinned for ``session_ttl`` seconds; 0: it is not pinned. Pages of a namespace
-    that owns more than ``cache_quota`` of the pool are evicted before the pages of others. Pages of
-    an idle namespace, which no request used while three times the pool was evicted, are evicted
-    even earlier. Raises ValueError for bad sizes.
+    pages, `publish` gives finished pages to the tree, and `release` ends the lease. `pin` protects
+    cached pages from eviction for a time, and `tick` sets the current time.
 
-    ``states``: slots for recurrent states, for a model that has them. Its requests resume only
-    where the state at a page's end is kept, so the prefix that `match_len`, `would_fit` and
-    `acquire` find ends at the last such page.
+    ``pin_quota``: share of the pool that one namespace may pin; all namespaces together may pin
+    twice as much. ``session_ttl``: seconds for which the last turn of a session stays pinned; 0 for
+    no pins. ``cache_quota``: share of the pool above which the pages of a namespace are evicted
+    before other pages. A namespace is idle if no request used it while three times the pool was
+    evicted; its pages are evicted even earlier. Raises ValueError for invalid sizes.
+
+    ``states``: slots for recurrent states, for a model that has them. Its requests can resume only
+    at the end of a page whose state was kept, so `match_len`, `would_fit` and `acquire` find a
+    prefix only up to the last such page.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class PrefixCache:
 
     @property
     def num_evictable_pages(self) -> int:
-        """Number of cached pages without a lock. O(1)."""
+        """Number of cached pages that no lock holds. O(1)."""
         return self.tree.num_pages - self.tree.num_locked_pages
 
     @property
@@ -88,12 +89,12 @@ class PrefixCache:
 
     @property
     def num_available_pages(self) -> int:
-        """Number of pages that `extend` can use: free, evictable, or held by pins alone. O(1)."""
+        """Number of pages that `extend` can use: free, evictable, or held by pins only. O(1)."""
         return self.num_free_pages + self.num_evictable_pages + self.tree.num_yielding_pages
 
     @property
     def usage(self) -> float:
-        """Share of the pool in use, 0 to 1; pages that can be freed do not count."""
+        """Share of the pool that is in use, 0 to 1; available pages do not count."""
         return 1 - self.num_available_pages / self.num_total_pages
 
     def match_len(
@@ -105,12 +106,12 @@ class PrefixCache:
         return self._num_resumable(match) * self.page_size
 
     def _num_resumable(self, match: Match) -> int:
-        """Count the pages of a match after which a request can resume."""
+        """Return how many leading pages of a match a request can resume from."""
         page_ids = match.page_ids
         return len(page_ids) if self.states is None else self.states.num_resumable(page_ids)
 
     def _resumable(self, match: Match, tokens: array[int]) -> Match:
-        """Return the part of a match of ``tokens`` after which a request can resume."""
+        """Return the part of a match of ``tokens`` that a request can resume from."""
         num_pages = self._num_resumable(match)
         if num_pages == len(match.page_ids):
             return match
@@ -128,8 +129,8 @@ class PrefixCache:
     ) -> bool:
         """Whether `acquire` and then `extend` to ``upto`` would leave ``slack`` pages available.
 
-        Pages of the match count once: as borrowed, no longer as evictable. Pins do not count
-        against it, because they yield. Changes nothing. O(len + depth), and O(slots) for models
+        Cached pages that the request would borrow no longer count as available. Pages that only
+        pins hold are available. The cache is not changed. O(len + depth), and O(slots) for models
         with recurrent states, which need an available slot, too.
         """
         limit = _borrowable(len(tokens), limit)
@@ -151,12 +152,10 @@ class PrefixCache:
     ) -> KVLease:
         """Borrow the longest cached prefix, in whole pages, of at most ``limit`` tokens.
 
-        ``is_first=False`` leaves the hit counters unchanged: a preempted request finds its own
-        pages.
-
         The last token is never borrowed, because its logits must be computed. Pins on the path are
-        renewed. Raises RuntimeError if the model has states and no slot is available. O(len + depth
-        + log n).
+        renewed. ``is_first=False`` leaves the hit counters unchanged, for a preempted request,
+        which finds its own pages. Raises RuntimeError if the model has states and no slot is
+        available. O(len + depth + log n).
         """
         limit = _borrowable(len(tokens), limit)
         found = self.tree.match(tokens, namespace=namespace, limit=limit)
@@ -181,18 +180,20 @@ class PrefixCache:
         return self.states.lend(match.page_ids, self.pinned_states())
 
     def pinned_states(self) -> Collection[int]:
-        """Return the last page with a state of each pin; empty while slots are free.
+        """Return, for each pin, its last page that has a state; nothing while slots are free.
 
-        The next requests of pins resume from these states. O(pins), as `PinnedPrefixes.last_pages`.
+        Later requests for the pinned prefixes resume from these states. It takes as long as
+        `PinnedPrefixes.last_pages`.
         """
         if self.states is None or self.states.num_free:
             return NOTHING_PINNED
         return self.pins.last_pages(self.states.attached)
 
     def _note_found(self, lease: KVLease, num_found: int) -> None:
-        """Note how many tokens were found: more than are borrowed if no state was kept.
+        """Record the number of cached tokens; it exceeds the borrowed ones if a state is missing.
 
-        One page is the usual loss, because a state is kept before the last token of its request.
+        Losing one page is normal, because a request's last state is kept before its last token. A
+        larger loss is recorded as an eviction.
         """
         lease.num_found_tokens = num_found
         if lease.state is None:
@@ -204,11 +205,11 @@ class PrefixCache:
     # -- states of a lease, of models that have them
 
     def keep_states(self, lease: KVLease, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """Return (position, slot) of the wanted page ends in the rows ``[start, stop)``.
+        """Return (position, slot) of the states to keep in a step over the rows ``[start, stop)``.
 
-        The positions ascend; an end at ``stop`` is included. The lease owns the slots until the
-        step is published. A page end is skipped if no slot can be freed. O(page ends * log slots),
-        and the time of `pinned_states`.
+        These are the states at the wanted page ends after ``start`` and up to ``stop``, in
+        ascending order. The lease owns the slots until the step is published. A page end is skipped
+        if no slot can be freed. O(page ends * log slots), plus the time of `pinned_states`.
         """
         state = lease.state
         if self.states is None or state is None:
@@ -222,15 +223,15 @@ class PrefixCache:
         return tuple((position, slot) for position, slot, _ in state.keeps)
 
     def settle_state(self, lease: KVLease, stop: int) -> None:
-        """Note the state's position after a step that computed the rows up to ``stop``. O(1).
+        """Record the state's position after a step that computed the rows up to ``stop``. O(1).
 
-        The state stands at the last page end before the step's last row.
+        The position is the last page end before the step's last row.
         """
         if self.states is not None and lease.state is not None:
             self.states.settle(lease.state, (stop - 1) // self.page_size * self.page_size)
 
     def void_state(self, lease: KVLease) -> None:
-        """Mark the lease's state as void, because a step failed half way. O(1)."""
+        """Mark the lease's state as invalid, because a step failed. O(1)."""
         if self.states is not None and lease.state is not None:
             self.states.settle(lease.state, 0)
 
@@ -259,13 +260,15 @@ class PrefixCache:
     # -- states from tiers
 
     def begin_state_load(self) -> int | None:
-        """Return a slot to read a state into, or None; `end_state_load` takes it back."""
+        """Return a slot into which a state can be loaded, or None; `end_state_load` must follow."""
         return None if self.states is None else self.states.begin_load(self.pinned_states())
 
     def end_state_load(self, slot: int, lease: KVLease | None = None, position: int = 0) -> None:
-        """Free a slot, or with a lease keep its state and let the lease resume from it.
+        """End the loading of a state.
 
-        The state stands at ``position``, to which the lease's pages were published. O(log slots).
+        Without a lease, the slot is freed. With a lease, the state is kept for the page that ends
+        at ``position``, and the lease resumes from it; the page must have been published. O(log
+        slots).
         """
         if self.states is None:
             return
@@ -276,7 +279,7 @@ class PrefixCache:
             lease.state.num_recomputed = max(0, lease.num_found_tokens - position)
 
     def part_state(self, lease: KVLease) -> None:
-        """Free the slot and the log of a lease that will not compute a step. O(1)."""
+        """Free the slot and the log of a lease that will compute no step. O(1)."""
         state, lease.state = lease.state, None
         if self.states is not None and state is not None:
             self.states.give_back(state)
@@ -286,10 +289,10 @@ class PrefixCache:
     def extend(self, lease: KVLease, upto: int, *, evict: bool = True) -> bool:
         """Extend the page table to position ``upto`` (exclusive), completely or not at all.
 
-        Returns False, without a change, if the pages do not fit. With ``evict=False`` only free
-        pages are taken: drafts never evict cached pages. Pins yield when no other page is left.
-        Raises ValueError for a released lease. O(pages added + log n per leaf evicted); each pin
-        that yields adds the pins that it passes over.
+        Returns False, without a change, if there are not enough pages. With ``evict=False`` only
+        free pages are taken, because drafts must not evict cached pages. Pins are removed if no
+        other page is left. Raises ValueError for a released lease. O(pages added + log n per
+        evicted leaf), plus the time of `PinnedPrefixes.evict_pin` for each removed pin.
         """
         lease.require_live()
         needed = -(-upto // self.page_size) - len(lease.page_ids)
@@ -314,8 +317,8 @@ class PrefixCache:
     def shrink(self, lease: KVLease, upto: int) -> None:
         """Free private pages that positions below ``upto`` do not need.
 
-        Drafts borrow pages in advance; if kept, these would cause evictions later. Raises
-        ValueError for a released lease. O(pages freed).
+        Drafts get pages in advance; if the lease kept unused ones, other pages would be evicted
+        later. Raises ValueError for a released lease. O(pages freed).
         """
         lease.require_live()
         keep = max(lease.num_shared_pages, -(-upto // self.page_size))
@@ -323,12 +326,12 @@ class PrefixCache:
         del lease.page_ids[keep:]
 
     def publish(self, lease: KVLease, tokens: array[int], num_computed: int) -> range:
-        """Give the whole pages of ``tokens[:num_computed]`` to the tree; they stay borrowed.
+        """Give the whole pages of ``tokens[:num_computed]`` to the tree, and borrow them.
 
         If the tree has the same prefix already, the lease adopts the tree's pages and frees its own
         copies. Returns the positions that were not cached before. Raises ValueError for a released
-        lease, or if ``num_computed`` exceeds the tokens or the page table. O(new pages + nodes they
-        pass).
+        lease, or if ``num_computed`` exceeds the tokens or the page table. O(new pages + nodes
+        passed).
         """
         lease.require_live()
         if not 0 <= num_computed <= min(len(tokens), len(lease.page_ids) * self.page_size):
@@ -350,10 +353,9 @@ class PrefixCache:
     ) -> range:
         """End a lease: publish its computed pages, free the rest, unlock the borrowed pages.
 
-        With ``keep=False`` nothing more is published: KV of a failed request (NaN, say) must not
-        reach others. Returns the positions that were not cached before. Raises ValueError for a
-        released lease, or if ``num_computed`` exceeds the tokens or the page table. O(new pages +
-        depth + log n).
+        With ``keep=False`` nothing is published, because the KV of a failed request may be invalid.
+        Returns the positions that were not cached before. Raises ValueError for a released lease,
+        or if ``num_computed`` exceeds the tokens or the page table. O(new pages + depth + log n).
         """
         lease.require_live()
         written = self.publish(lease, tokens, num_computed) if keep else range(0)
@@ -372,11 +374,11 @@ class PrefixCache:
         ttl: float,
         namespace: str | None = None,
     ) -> int:
-        """Pin the first ``num_tokens`` for ``ttl`` seconds after the last `tick` or later hit.
+        """Pin the first ``num_tokens`` for ``ttl`` seconds, beginning with the last `tick`.
 
-        Only whole pages are pinned, as far as they are cached and the namespace's quota allows;
-        returns how many tokens are. Older pins are removed if the quotas require it. O(num_tokens +
-        depth), and the time of `PinnedPrefixes.keep`.
+        Each hit restarts this time. Only whole pages are pinned, as far as they are cached and the
+        namespace's quota allows it. Returns the number of pinned tokens. Older pins are removed if
+        the quotas require it. O(num_tokens + depth), plus the time of `PinnedPrefixes.keep`.
         """
         match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens:
@@ -388,9 +390,9 @@ class PrefixCache:
     ) -> None:
         """Pin the first ``num_tokens`` as a session's last turn, for `session_ttl` seconds.
 
-        Only whole cached pages within the namespace's quota are pinned. The pin of the turn before
-        ends, even before its time. A pin that a request asked for is never removed. O(num_tokens +
-        depth), and the time of `PinnedPrefixes.keep`.
+        Only whole cached pages within the namespace's quota are pinned. Pins of the session's
+        earlier turns that this turn continues are removed. A pin that a request asked for is never
+        removed. O(num_tokens + depth), plus the time of `PinnedPrefixes.keep`.
         """
         match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens and self.session_ttl:
@@ -414,22 +416,22 @@ class PrefixCache:
     def take_newly_allocated_pages(self) -> array[int]:
         """Return the pages allocated since the last call, each once.
 
-        The content of other pools under these page ids is void. Call it before the step that writes
-        them.
+        In other KV pools that use the same page ids, their content is now invalid. This method must
+        be called before the step that writes the pages.
         """
         fresh = array("q", dict.fromkeys(self._newly_allocated))
         self._newly_allocated = array("q")
         return fresh
 
     def return_newly_allocated_pages(self, page_ids: array[int]) -> None:
-        """Put back the pages of a step that was not computed: the next call returns them again."""
+        """Put back the new pages of a step that failed, so that the next call returns them."""
         self._newly_allocated = page_ids + self._newly_allocated
 
     def flush(self, *namespaces: str | None) -> int:
-        """Drop cached pages that no lease borrows, in these namespaces, by default in all.
+        """Drop cached pages that no lease borrows, in some namespaces, by default in all.
 
-        ``flush(None)`` empties the shared default only. Pins are removed, too. Returns how many
-        pages became free. O(leaves + nodes dropped + pins).
+        ``flush(None)`` empties the shared default namespace only. Pins are removed, too. Returns
+        how many pages became free. O(leaves + nodes dropped + pins).
         """
         self.pins.drop(*namespaces)
         freed = self.tree.flush(*namespaces)
@@ -437,11 +439,11 @@ class PrefixCache:
         return len(freed)
 
     def flush_prefix(self, tokens: array[int], *, namespace: str | None = None) -> int:
-        """Drop unborrowed pages after the whole pages of ``tokens``, pinned or not.
+        """Drop all cached continuations of ``tokens``, pinned or not, except borrowed pages.
 
-        The pages of ``tokens`` are dropped as well, up to the last branch to another prefix.
-        Returns how many pages became free. Raises ValueError for less than a page of tokens. O(len
-        + nodes below).
+        The pages of ``tokens`` are dropped as well, from the last branch to another prefix on.
+        Returns how many pages became free. Raises ValueError if the tokens do not fill a page.
+        O(len + nodes below).
         """
         limit = len(tokens) // self.page_size * self.page_size
         if not limit:
@@ -455,11 +457,17 @@ class PrefixCache:
         return len(freed)
 
     def check(self, leases: Iterable[KVLease]) -> None:
-        """Assert that every page has exactly one owner; ``leases`` are all live ones. O(pages)."""
+        """Assert that every page has exactly one owner. O(pages).
+
+        ``leases``: all live leases.
+        """
         audit.run(self.checks(leases))
 
     def checks(self, leases: Iterable[KVLease]) -> audit.Steps:
-        """Run `check` in steps. No lease may move pages and ``tree.version`` must not change."""
+        """Run `check` in steps.
+
+        Between the steps, no lease may gain or lose pages, and ``tree.version`` must not change.
+        """
         leases = list(leases)
         locks = [*(lease.lock for lease in leases), *self.pins.locks(), *self.transfers.locks()]
         yield from self.tree.checks(locks)

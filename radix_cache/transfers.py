@@ -1,7 +1,8 @@
 """Transfers: locks of the tree that keep pages for another process while it reads them.
 
-A pin would yield when pages are needed, and the reader would get their new content. So a transfer
-locks its pages as a lease does. It ends when the reader has the pages, or after a time limit.
+A pin would be removed when pages are needed, and the other process would read the new content of
+the pages. So a transfer locks its pages as a lease does. It ends when the reader has the pages, or
+after a time limit.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ NAME_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class HeldPages:
-    """First pages of a prompt, held for one reader.
+    """The first pages of a prompt, held for one reader.
 
-    Pages never change while they are held. `TransferLocks.words` has the number ``nonce`` at
-    ``slot`` for exactly this time: a reader that finds it there after its reading has read the
-    right pages.
+    Pages never change while they are held. During this time, and only then,
+    ``TransferLocks.words[slot]`` is ``nonce``. A reader checks this after it has read the pages: if
+    the word is still ``nonce``, it has read the right content.
     """
 
     name: str  # random, so that other processes cannot guess it
@@ -47,9 +48,9 @@ class _Transfer:
 
 
 class TransferLocks:
-    """Locks of the pages of a tree that are held for other processes.
+    """Locks on pages of a tree that are held for other processes.
 
-    ``max_pages``: largest number of pages held; a page of several transfers counts once for each.
+    ``max_pages``: maximum number of pages held; a page of several transfers counts once for each.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class TransferLocks:
     ) -> HeldPages | None:
         """Hold the cached pages of the first ``num_tokens`` for `SECONDS`.
 
-        Returns None if no whole page of them is cached, or if there is no room for them and for
-        ``num_spare`` more pages. O(num_tokens + depth).
+        Returns None if not even one whole page is cached, or if the limit has no room for the pages
+        and ``num_spare`` more. O(num_tokens + depth).
         """
         match = self._tree.match(tokens, namespace=namespace, limit=num_tokens)
         count = len(match.page_ids)
@@ -103,11 +104,11 @@ class TransferLocks:
         return pages
 
     def is_held(self, name: str) -> bool:
-        """Whether a transfer has not ended."""
+        """Whether the transfer still holds its pages."""
         return name in self._held
 
     def renew(self, name: str) -> None:
-        """Extend a transfer to `SECONDS` from now; ignore an unknown name.
+        """Extend a transfer to `SECONDS` from now; ignore a transfer that has ended.
 
         A transfer lasts at most `MAX_SECONDS` from its beginning.
         """

@@ -23,13 +23,16 @@ from .node import (
 
 
 class RadixTree:
-    """Cached prefixes and their pages, one tree for each namespace.
+    """Cached prefixes and their pages, with one tree for each namespace.
 
-    `match` finds a prefix and changes nothing. `lock` holds a match, `unlock` releases it; both
-    refresh its recency. `insert_below` extends the prefix that a lock holds. `evict` takes unlocked
-    leaves least recently used first; leaves of namespaces that own more than ``quota`` pages come
-    first, unless there is only one namespace or another was not used while ``idle_after`` pages
-    were evicted. Raises ValueError for a page size below one token.
+    `match` finds a prefix and changes nothing. `lock` holds a match, and `unlock` releases it; both
+    refresh its recency. `insert_below` extends the prefix that a lock holds. `evict` removes
+    unlocked leaves, least recently used first.
+
+    ``quota``: number of pages above which the leaves of a namespace are evicted before others, if
+    there are several namespaces. ``idle_after``: number of evicted pages after which an unused
+    namespace is idle; leaves of idle namespaces are evicted even earlier. Raises ValueError for a
+    page size below one token.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class RadixTree:
 
     @property
     def version(self) -> int:
-        """Number that changes whenever the tree does."""
+        """A number that changes whenever the tree changes."""
         return self._clock + self.epoch
 
     def match(
@@ -75,8 +78,8 @@ class RadixTree:
     ) -> Match:
         """Return the longest cached prefix within ``limit`` tokens, in whole pages.
 
-        Recency does not change: a scheduler may look at requests that it does not admit.
-        O(len(tokens) + depth), at memcmp speed.
+        Recency does not change, because a scheduler may look at requests that it does not admit.
+        O(len(tokens) + depth), at the speed of memory comparisons.
         """
         data, size = token_bytes(tokens, limit), self._page_bytes
         node, start, taken, page_ids = self._roots.get(namespace), 0, 0, array("q")
@@ -128,8 +131,9 @@ class RadixTree:
     ) -> array[int]:
         """Insert pages below the namespace's root, without a lasting lock. O(len(tokens) + log n).
 
-        Returns the page ids that the tree already had for the first tokens, as `insert_below` does.
-        Without ``page_ids``, for a tree of tokens alone, the id of every page is 0.
+        Returns the page ids that the tree already had for the first tokens; the caller still owns
+        its own pages for these tokens. Without ``page_ids``, for a tree of tokens only, the id of
+        every page is 0.
         """
         if page_ids is None:
             page_ids = array("q", bytes(ITEM_SIZE * (len(tokens) // self.page_size)))
@@ -163,10 +167,10 @@ class RadixTree:
         """Drop up to ``num_pages`` unlocked pages and return their ids.
 
         Fewer are dropped only if no more are unlocked. Leaves are evicted least recently used
-        first. While namespaces are over quota, leaves of idle namespaces come first, then their own
-        until they keep to it. The last leaf loses only its tail, as far as needed: the front of a
-        prefix is worth more than its end. O(log n) per leaf, O(1) per page, O(namespaces over
-        quota) for both.
+        first. If some namespaces are over quota, leaves of idle namespaces come first, then leaves
+        of the namespaces over quota until they are within it. The last leaf loses only as many
+        pages from its end as needed, because the front of a prefix is more likely to be used again.
+        O(log n + namespaces over quota) per leaf, O(1) per page.
         """
         freed = array("q")
         while (missing := num_pages - len(freed)) > 0:
@@ -181,7 +185,7 @@ class RadixTree:
         return freed
 
     def flush(self, *namespaces: str | None) -> array[int]:
-        """Drop every unlocked node of some namespaces, by default of all; return its pages.
+        """Drop every unlocked node of some namespaces, by default of all; return the pages.
 
         O(leaves + nodes dropped).
         """
@@ -189,16 +193,16 @@ class RadixTree:
         return self._drop_upwards([leaf for leaf in self._index if leaf.namespace in flushed])
 
     def flush_below(self, match: Match) -> array[int]:
-        """Drop every unlocked node that goes through the end of ``match``; return its pages.
+        """Drop every unlocked node that goes through the end of ``match``; return the pages.
 
-        Pages above the end are dropped as well, up to the first node with other children or a lock.
-        O(nodes below).
+        Pages before that end are dropped as well, back to the nearest node with other children or a
+        lock. O(nodes below).
         """
         nodes = [] if match.node is None else match.node.below()
         return self._drop_upwards([node for node in nodes if not node.children])
 
     def roots(self) -> Iterator[Node]:
-        """Iterate over the roots of all namespaces, nodes without tokens. O(namespaces)."""
+        """Iterate over the roots of all namespaces; roots have no tokens. O(namespaces)."""
         return iter(self._roots.values())
 
     def nodes(self) -> Iterator[Node]:
@@ -210,7 +214,7 @@ class RadixTree:
         audit.run(self.checks())
 
     def checks(self, locks: Iterable[LockHandle] | None = None) -> audit.Steps:
-        """Run `check` in steps; ``locks``, if given, must be all live locks."""
+        """Run `check` in steps; ``locks``, if given, must be the set of all live locks."""
         if locks is not None:
             assert set(locks) == self._locks, "the live locks are not those of the live leases"
         nodes: list[Node] = []
@@ -259,10 +263,10 @@ class RadixTree:
             on_stored(lock.node, first)
 
     def _split(self, lower: Node, num_pages: int) -> Node:
-        """Split a node after ``num_pages``; return a new node above it, which has the front.
+        """Split a node after ``num_pages``; return the new node, which has the front part.
 
-        The node itself stays the lower half, so locks, children and the eviction index still refer
-        to the right end. The caller locks the upper half at once.
+        The old node keeps the rest, so that locks, children and the eviction index still refer to
+        the end that they mean. The caller must lock the new node at once.
         """
         upper = lower.cut_front(num_pages, self.page_size)
         upper.link(self.page_size)
@@ -275,7 +279,7 @@ class RadixTree:
     # -- counts
 
     def _count(self, node: Node, sign: int = 1) -> None:
-        """Add a node's pages to the counts, or subtract them (-1) before the node changes."""
+        """Add a node's pages to the counts; with ``sign=-1`` subtract them, before a change."""
         count = sign * len(node.page_ids)
         self.num_pages += count
         if node.ref_count:
@@ -321,7 +325,7 @@ class RadixTree:
             self._index.add(node)
 
     def _drop_upwards(self, leaves: Iterable[Node]) -> array[int]:
-        """Drop leaves, then their parents while they are unlocked leaves; return the pages."""
+        """Drop unlocked leaves, then parents that become unlocked leaves; return the pages."""
         freed = array("q")
         for node in leaves:
             while node.parent is not None and not node.ref_count and not node.children:
@@ -331,7 +335,7 @@ class RadixTree:
         return freed
 
     def _drop(self, leaf: Node, cause: Cause) -> array[int]:
-        """Remove a leaf that is not in the index from the tree; return its pages."""
+        """Drop a leaf that is no longer in the eviction index; return its pages."""
         for on_dropped in self._on_dropped:
             on_dropped(leaf, 0, cause)
         parent = leaf.unlink(self.page_size)
@@ -343,7 +347,7 @@ class RadixTree:
         return leaf.page_ids
 
     def _trim(self, leaf: Node, num_pages: int) -> array[int]:
-        """Remove the last pages of a leaf that is not in the index, and add it to the index."""
+        """Remove the last pages of a leaf that is no longer in the eviction index; add it again."""
         first = len(leaf.page_ids) - num_pages
         for on_dropped in self._on_dropped:
             on_dropped(leaf, first, "evicted")

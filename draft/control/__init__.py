@@ -1,1 +1,1 @@
-"""Control of draft sizes: compares the measured survival of draft tokens with measured prices."""
+"""Control of draft sizes, from acceptance rates of draft tokens and the costs of verifying them."""

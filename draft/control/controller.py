@@ -1,28 +1,30 @@
-"""Controller: decides how much each request drafts in a step.
+"""Controller: decides how many tokens are drafted for each request in a step.
 
-If the engine yields r tokens per second (`CostModel.rate`), drafting a set D of tokens gains, in
-tokens,
+If the engine yields r tokens per second (`CostModel.rate`), drafting a set D of tokens has the
+expected net gain, in tokens,
 
     net_gain(D) = sum of s_i  -  r * (c(n + |D|) - c(n))  -  sum of r * k * l_i  -  r * overhead
 
     s_i         survival: the probability that token i and all tokens before it on its path are
-                accepted; `lookup` for looked-up tokens, `expected_accepted` for the b-th best node
-                of a proposer
+                accepted; the value is in `lookup` for tokens that a source looked up, and in
+                `expected_accepted` for the nodes of a proposer
     c(n)        seconds of a pass of n rows; `CostModel.row_seconds` returns the differences
-    k, l_i      seconds per key that a row attends to, and the context length of token i's request
-    overhead    seconds of the host in a step with drafts
+    k           seconds that a row takes for each key that it attends to
+    l_i         context length of the request that token i is drafted for
+    overhead    seconds that the host needs for the drafts of a step
 
-If a proposer drafts, two prices are subtracted as well: r * the seconds of its passes, and a price
-for computing the KV that it lacks (``catch_up_price``). Its b-th node costs a row only as often as
-the draft has such a node (`node_probability`).
+If a proposer drafts, two more prices are subtracted: r * the seconds of the proposer's passes, and
+the price of computing the KV that the proposer lacks (``catch_up_price``). A draft may have fewer
+nodes than planned, so the price of a row is multiplied by the probability that its node exists
+(`node_probability`).
 
 `allocate` chooses the D with the largest net_gain, which may be empty. Survival never rises along a
 path, so D is a prefix of all tokens sorted by s_i - r * k * l_i. estimators.py estimates s_i,
 cost_model.py measures seconds, and docs/speculation-internals.md explains the formula.
 
-The `Controller` keeps the state from step to step. It probes a proposer that does not pay at
-intervals, within a time budget. Look-ups need no probes: each guess is scored against the committed
-tokens, verified or not.
+The `Controller` keeps the state from step to step. If drafting with the proposer does not pay, the
+controller still probes it from time to time, within a time budget. Looked-up guesses need no
+probes, because each one is compared with the committed tokens even if it was not verified.
 """
 
 from __future__ import annotations
@@ -51,15 +53,17 @@ FIRST_PROBE, LAST_PROBE = 32, 1024  # minimum and maximum number of steps betwee
 class StepCandidates:
     """The drafts that a step could verify.
 
+    F and D are the maximum numbers of looked-up tokens and of proposed nodes per request.
     ``lookup`` [num_requests, F]: survival of the nodes of each looked-up draft, in descending
-    order, padded with 0. ``expected_accepted`` [num_requests, D]: accepted tokens that the
-    proposer's b-th best node would bring; 0 if it may not draft. ``node_probability``
-    [num_requests, D]: probability that the draft has a b-th node. ``passes_per_node``: passes of
-    the proposer per node. ``num_uncached_draft_tokens`` [num_requests]: tokens whose KV the
-    proposer lacks. ``budget``: rows that all drafts together may add. ``num_prefill``: prompt
-    tokens of other requests in the same pass. ``num_others``: other requests that decode in the
-    step. ``tokens_per_pass``: draft tokens that one pass of the proposer yields. ``context_lens``
-    [num_requests]: context length of each request in tokens.
+    order, padded with 0. ``expected_accepted`` [num_requests, D]: probability that the proposer's
+    1st, 2nd, ... best node exists and is accepted; 0 if the proposer may not draft for the request.
+    ``node_probability`` [num_requests, D]: probability that the proposer's draft has at least 1, 2,
+    ... nodes. ``passes_per_node``: passes of the proposer per node. ``num_uncached_draft_tokens``
+    [num_requests]: tokens whose KV the proposer lacks. ``budget``: maximum number of rows that all
+    drafts together may add. ``num_prefill``: prompt tokens of other requests in the same pass.
+    ``num_others``: other requests that decode in the step. ``tokens_per_pass``: draft tokens that
+    one pass of the proposer yields. ``context_lens`` [num_requests]: context length of each request
+    in tokens.
     """
 
     lookup: FloatArray
@@ -80,16 +84,16 @@ class StepCandidates:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the target's pass without drafts."""
+        """Number of rows that the target's pass has without drafts."""
         return self.num_decodes + self.num_prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Number of draft tokens of each request: nodes of its looked-up draft, or of the proposer.
+    """The number of draft tokens of each request, from a looked-up draft or from the proposer.
 
-    The proposer's draft includes the looked-up one. ``net_gain``: expected tokens minus the price
-    of the drafts. The prices are in tokens, and None if the proposer does not draft.
+    A draft of the proposer includes the looked-up one. ``net_gain``: expected tokens minus the
+    price of the drafts. All prices are in tokens; they are None if the proposer does not draft.
     ``row_prices``: price of 1, 2, ... rows of the proposer's drafts, in addition to the rows of
     looked-up drafts. ``key_prices``: additional price of a row of each request, for the keys it
     attends to. ``pass_prices``: price of one more pass of the proposer with 1, 2, ... rows.
@@ -109,9 +113,9 @@ class Allocation:
 
 
 class ProbeScheduler:
-    """Decides when a proposer that is not in use drafts one token of one request.
+    """Decides in which steps a proposer that is not in use drafts one token, as a probe.
 
-    An accepted probe is soon followed by another one; a rejected probe doubles the interval.
+    If the token is accepted, the interval to the next probe becomes shorter; if not, it doubles.
     """
 
     def __init__(self) -> None:
@@ -120,7 +124,7 @@ class ProbeScheduler:
         self._saved_s = 0.0  # unused budget for probes, in seconds
 
     def idle(self, seconds: float) -> None:
-        """Record a step of ``seconds`` without the proposer."""
+        """Record a step that took ``seconds`` and in which the proposer did not draft."""
         self._num_idle += 1
         self._saved_s += PROBE_SHARE * seconds
 
@@ -153,7 +157,7 @@ class Controller:
         self._num_drafted = 0  # draft tokens since `describe` was called
 
     def allocate(self, candidates: StepCandidates) -> Allocation:
-        """Return the drafts of the next step; no drafts before the target's pass was measured."""
+        """Return the drafts of the next step; none until a pass of the target has been measured."""
         self._probe_s = 0.0
         if not self.costs.is_ready:
             none = np.zeros(len(candidates.lookup), dtype=np.int64)
@@ -173,7 +177,10 @@ class Controller:
         return self._probe_s > 0.0
 
     def _with_probe(self, candidates: StepCandidates, chosen: Allocation) -> Allocation:
-        """Return ``chosen`` with a probe, if one is due, for the request with least missing KV."""
+        """Add a probe to ``chosen``, if one is due.
+
+        The request for which the proposer lacks the least KV gets the probe.
+        """
         may = candidates.expected_accepted[:, 0] > 0.0
         row = int(np.where(may, candidates.num_uncached_draft_tokens, 1 << 40).argmin())
         cost_s = float(self.costs.draft_pass(1 + int(candidates.num_uncached_draft_tokens[row])))
@@ -185,9 +192,10 @@ class Controller:
         return Allocation(num_lookup, depths, chosen.net_gain)
 
     def observe(self, seconds: float, *, num_drafted: int, num_hits: int) -> None:
-        """Record a step of ``seconds``.
+        """Record a step that took ``seconds``.
 
-        The proposer drafted ``num_drafted`` tokens in it, of which ``num_hits`` were accepted.
+        The proposer drafted ``num_drafted`` tokens in the step, and ``num_hits`` of them were
+        accepted.
         """
         if num_drafted or self._probe_s:
             is_probe = self._probe_s > 0.0
@@ -205,7 +213,8 @@ class Controller:
     def describe(self) -> dict[str, float]:
         """Return statistics since the last call, for the log.
 
-        These are the share of each kind of step, the mean number of rows drafted per step, and the
+        The statistics are the shares of steps without drafts, with looked-up drafts only, with
+        drafts of the proposer, and with a probe; the mean number of draft tokens per step; and the
         price of a row in tokens.
         """
         steps = max(1, self._num_steps.total())
@@ -232,9 +241,9 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
     A row's price in tokens is its seconds times ``rate``. A row attends to the whole context of its
     request, so rows of long requests cost more. The tokens of all drafts are sorted by survival
     minus the price of their keys, and the prefix with the highest net gain is taken. Survival never
-    rises along a path, so a prefix contains a prefix of each chain and a subtree of each tree.
-    Every number of passes of the proposer is tried; at each, a request takes the better of its two
-    drafts.
+    rises along a path, so a prefix contains a prefix of each chain and a subtree of each tree. For
+    every possible number of the proposer's passes, each request gets the better of its looked-up
+    draft and the proposer's draft.
 
     O(P * n log n) for n = num_requests * width tokens that could be drafted and P passes.
     """
@@ -266,8 +275,8 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
 class _Prices:
     """Prices of rows, in tokens.
 
-    ``rows`` [most + 1]: price of 0, 1, ... rows of any requests together. ``keys`` [num_requests]:
-    additional price of a row of each request, for the keys it attends to.
+    ``rows`` [most + 1]: price of 0, 1, ... rows, whichever requests they belong to. ``keys``
+    [num_requests]: additional price of a row of each request, for the keys it attends to.
     """
 
     rows: FloatArray
@@ -292,11 +301,11 @@ class _Prefix:
 def _best_prefix(
     survival: FloatArray, num_rows: FloatArray, budget: int, prices: _Prices, overhead: float
 ) -> _Prefix:
-    """Return the prefix with the highest net gain of all tokens, sorted by gain per row.
+    """Sort all draft tokens by gain per row, and return the prefix with the highest net gain.
 
     ``survival`` [num_requests, width]: survival of each token. ``num_rows`` [num_requests, width]:
-    rows that each token is expected to take, above 0. ``overhead``: price of drafting at all, in
-    tokens.
+    number of rows that each token is expected to take, above 0. ``overhead``: price of drafting,
+    independent of the number of draft tokens, in tokens.
     """
     num_requests, width = survival.shape
     gains = survival - prices.keys[:, None] * num_rows
@@ -319,8 +328,9 @@ def _best_prefix(
 def _may_pay(candidates: StepCandidates, costs: CostModel, rate: float) -> bool:
     """Whether a pass of the proposer could bring more than it costs, if rows cost nothing.
 
-    The estimate takes each node to be as good as the best node of its request. It takes a tenth of
-    the time of `_best_with_proposer`, which rarely finds a paying draft for a fast target.
+    All nodes of a request are assumed to be as good as its best node. This check takes a tenth of
+    the time of `_best_with_proposer`, which rarely finds a draft worth its price if the target is
+    fast.
     """
     nodes = candidates.expected_accepted
     if not nodes.size:
@@ -333,7 +343,7 @@ def _may_pay(candidates: StepCandidates, costs: CostModel, rate: float) -> bool:
 def _best_with_proposer(
     candidates: StepCandidates, costs: CostModel, rate: float, prices: _Prices
 ) -> Allocation:
-    """Return the best allocation over all numbers of passes of the proposer."""
+    """Return the allocation with the highest net gain for any number of the proposer's passes."""
     lookup, nodes = candidates.lookup, candidates.expected_accepted
     uncached = candidates.num_uncached_draft_tokens
     num_requests, num_depths = nodes.shape
@@ -378,11 +388,11 @@ def _best_with_proposer(
 
 
 def _num_passes(candidates: StepCandidates, depth: int) -> int:
-    """Return the number of passes in which the proposer yields ``depth`` nodes."""
+    """Return the number of passes that the proposer needs for ``depth`` nodes of each request."""
     return max(1, ceil(candidates.passes_per_node * depth / candidates.tokens_per_pass))
 
 
 def _last_depths(candidates: StepCandidates, num_depths: int) -> list[int]:
-    """Return the maximum number of nodes for each number of passes; fewer nodes cost as much."""
+    """Return the maximum number of nodes per request for each number of the proposer's passes."""
     by_passes = {_num_passes(candidates, depth): depth for depth in range(1, num_depths + 1)}
     return list(by_passes.values())

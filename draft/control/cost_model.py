@@ -1,9 +1,10 @@
 """CostModel: the time of a step, measured at start-up and corrected by every step.
 
 All times are in seconds. The model deals with rows, passes and tokens, not with single requests or
-drafts. The time of a pass is a function of its rows, plus a time per key for every row after a
-request's first one, which attends to the whole context of the request. (The keys of first rows
-belong to every pass, with or without drafts, so they count as part of its base time.)
+drafts. A row attends to the whole context of its request. The time of a pass is a function of its
+number of rows, plus a time per key for every row of a request after the first. The keys of each
+request's first row are part of every pass, with or without drafts, so their time counts as part of
+the pass.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class StepProfile:
 
 
 class CostCurve:
-    """Seconds of one pass as a function of its rows: linear between knots, never falling.
+    """The seconds of a pass as a function of its rows: linear between knots, never falling.
 
-    Each knot has its own correction. All knots share one drift, because machines slow down.
+    Each knot has its own correction. In addition, all knots share one correction, the drift,
+    because the speed of a machine may change.
     """
 
     def __init__(self, measured: Mapping[int, float]) -> None:
@@ -55,11 +57,11 @@ class CostCurve:
         self._index: list[float] = self._knots.tolist()
 
     def at(self, num_rows: int | IntArray) -> FloatArray:
-        """Return the seconds of passes of ``num_rows`` rows, in the shape of ``num_rows``."""
+        """Return the seconds of a pass for each number of rows in ``num_rows``, in its shape."""
         return np.asarray(np.interp(num_rows, self._knots, self._values))
 
     def seconds(self) -> dict[int, float]:
-        """Return the seconds of a pass at each knot, by its rows."""
+        """Return the seconds of a pass for each number of rows that has a knot."""
         return {
             int(knot): value for knot, value in zip(self._index, self._values.tolist(), strict=True)
         }
@@ -77,7 +79,10 @@ class CostCurve:
         self._values = np.maximum.accumulate(np.exp(logs))
 
     def _correct(self, num_rows: int, error: float) -> None:
-        """Distribute the error (a log ratio) over the drift and the two nearest knots."""
+        """Distribute the error of a prediction over the drift and the two nearest knots.
+
+        ``error``: logarithm of the ratio of measured to predicted seconds.
+        """
         low = min(max(0, bisect_right(self._index, num_rows) - 1), len(self._index) - 2)
         width = self._index[low + 1] - self._index[low]
         share = min(1.0, max(0.0, (num_rows - self._index[low]) / width))
@@ -87,10 +92,11 @@ class CostCurve:
 
 
 def _with_tail(measured: Mapping[int, float]) -> tuple[FloatArray, FloatArray]:
-    """Return knots and their seconds: the measured ones made monotone, then powers of two beyond.
+    """Return the knots of a curve, in rows, and the seconds of a pass at each knot.
 
-    A disturbance can only make a pass slower. So if a pass of fewer rows took longer than one of
-    more rows, it gets the time of the latter.
+    The knots are the measured numbers of rows and all larger powers of two up to 2**17. A
+    disturbance can only make a pass slower. So if a pass of fewer rows took longer than a pass of
+    more rows, the shorter time is used for both.
     """
     knots = np.array(sorted(measured), dtype=np.float64)
     found = np.array([measured[int(knot)] for knot in knots])
@@ -110,8 +116,8 @@ def _with_tail(measured: Mapping[int, float]) -> tuple[FloatArray, FloatArray]:
 class Mean:
     """A running mean.
 
-    The weight of a new value is 1/n for the first values and `MEAN_RATE` later. After three values,
-    a value above ``max_outlier`` times the mean is clipped to that.
+    The weight of the n-th value is 1/n, but at least `MEAN_RATE`. From the fourth value on, values
+    are limited to ``max_outlier`` times the mean.
     """
 
     def __init__(self, max_outlier: float = MAX_OUTLIER) -> None:
@@ -128,11 +134,11 @@ class Mean:
 
 
 class _Fit:
-    """Running least-squares fit: seconds of a pass = slope * predicted seconds + residual.
+    """A running least-squares fit: seconds of a pass = slope * predicted seconds + residual.
 
-    The prediction comes from the curve and the keys. Long contexts add to the residual; a machine
-    that became slower changes the slope. If all passes have the same number of rows, the two cannot
-    be distinguished, and the slope stays near 1.
+    The prediction comes from the cost curve and the time per key. Longer contexts increase the
+    residual, and a slower machine increases the slope. If all passes have the same number of rows,
+    slope and residual cannot be distinguished, and the slope stays near 1.
     """
 
     def __init__(self) -> None:
@@ -172,7 +178,7 @@ class _Fit:
 
 @dataclass(slots=True)
 class _Load:
-    """Means over steps of about the same number of decoding requests, without prompts."""
+    """Means over steps without prompts that have a similar number of decoding requests."""
 
     seconds: Mean = field(default_factory=Mean)  # seconds from commit to commit
     tokens: Mean = field(default_factory=partial(Mean, max_outlier=inf))  # tokens per request
@@ -183,10 +189,10 @@ class _Load:
 
 
 def best_chain(profile: StepProfile, odds: float, longest: int = 8) -> float:
-    """Return the speed-up of one request with chains of the best length, over no drafts.
+    """Return the speed-up of one request by drafting chains of the best length.
 
-    ``odds``: probability that a draft token is accepted if all tokens before it were. ``longest``:
-    maximum length of a chain in tokens.
+    ``odds``: probability that a draft token is accepted if all tokens before it were accepted.
+    ``longest``: maximum length of a chain in tokens.
     """
     forward, draft = CostCurve(profile.forward), CostCurve(profile.draft)
     lengths = np.arange(longest + 1)
@@ -196,22 +202,23 @@ def best_chain(profile: StepProfile, odds: float, longest: int = 8) -> float:
 
 
 class CostModel:
-    """Seconds of rows and passes, and the engine's tokens per second."""
+    """Estimates the seconds of rows and passes, and the engine's tokens per second."""
 
     def __init__(self, profile: StepProfile | None = None) -> None:
         self.load(profile or StepProfile())
 
     def load(self, profile: StepProfile) -> None:
-        """Replace everything measured with a profile."""
+        """Replace all measurements by a profile."""
         self.profile = profile
         self._forward, self._draft = CostCurve(profile.forward), CostCurve(profile.draft)
         self._loads: dict[int, _Load] = {}  # loads by the bit length of the number of requests
         self.num_observed = 0  # number of steps observed
 
     def learnt(self) -> StepProfile:
-        """Return a profile with the curves as the observed steps have corrected them.
+        """Return a profile of the curves, with all corrections from observed steps.
 
-        The ratio of measured to predicted seconds at the most frequent load scales all rows.
+        All seconds of the target are multiplied by the ratio of measured to predicted seconds,
+        taken from the steps with the most frequent number of requests.
         """
         profile, factor = self.profile, 1.0
         seen = max(self._loads.values(), key=lambda load: load.seconds.num_seen, default=None)
@@ -238,21 +245,21 @@ class CostModel:
         return added if load is None else load.forward.slope * added
 
     def key_seconds(self, num_requests: int) -> float:
-        """Return the seconds that one more row adds to a pass per token of its context."""
+        """Return the seconds per token of context that one more row adds to a pass."""
         load = self._loads.get(num_requests.bit_length())
         return self.profile.key_s * (1.0 if load is None else load.forward.slope)
 
     def draft_pass(self, num_rows: int | IntArray) -> FloatArray:
-        """Return the seconds of a pass of the proposer, in the shape of ``num_rows``."""
+        """Return the seconds of a proposer's pass for each number of rows in ``num_rows``."""
         if self._draft.is_measured:
             return self._draft.at(num_rows)
         return UNMEASURED_DRAFT_SHARE * self._forward.at(num_rows)
 
     def draft_overhead(self, num_requests: int, *, with_proposer: bool = False) -> float:
-        """Return the host seconds that a step with drafts takes beyond one without.
+        """Return how many more seconds the host takes in a step with drafts than in a step without.
 
-        ``with_proposer``: whether a proposer drafts; before such a step was observed, the value for
-        look-ups is returned.
+        ``with_proposer``: whether a proposer drafts. Until such a step has been observed, the value
+        of steps with looked-up drafts is returned.
         """
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.host_plain.num_seen:
@@ -265,10 +272,11 @@ class CostModel:
         return max(0.0, host.value - load.host_plain.value)
 
     def rate(self, num_requests: int) -> float:
-        """Return the recent tokens per second of steps with about ``num_requests`` that decode.
+        """Return the engine's recent tokens per second if about ``num_requests`` decode.
 
-        It is the quotient of the mean tokens and the mean seconds. A mean of each step's quotient,
-        or of clipped tokens, would underrate the few steps that yield most of the tokens.
+        The rate is the mean number of tokens of a step divided by its mean seconds. A few steps
+        yield most of the tokens, and they would count too little in a mean of the rates of steps or
+        of clipped token counts.
         """
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.seconds.num_seen:
@@ -276,7 +284,7 @@ class CostModel:
         return num_requests * load.tokens.value / load.seconds.value
 
     def step_seconds(self, num_requests: int) -> float:
-        """Return the recent seconds of a step with about ``num_requests`` that decode."""
+        """Return the recent seconds of a step if about ``num_requests`` decode."""
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.seconds.num_seen:
             return float(self._forward.at(num_requests))
@@ -298,11 +306,11 @@ class CostModel:
         """Learn from one step.
 
         ``num_rows``: rows of the target's pass. ``num_requests``: requests that decode.
-        ``num_tokens``: tokens committed for them. ``seconds``: time from commit to commit,
-        including ``forward_s`` for the target's pass and ``draft_s`` for the proposer's passes.
-        ``with_prompts``: whether prompt chunks share the step. ``with_proposer``: whether a
-        proposer drafts. ``num_keys``: sum of the context lengths of all rows after the first of
-        each request.
+        ``num_tokens``: tokens that the step committed for these requests. ``seconds``: time since
+        the tokens of the previous step were committed, including ``forward_s`` for the target's
+        pass and ``draft_s`` for the proposer's passes. ``with_prompts``: whether prompt chunks
+        share the step. ``with_proposer``: whether a proposer drafts. ``num_keys``: sum of the
+        context lengths of all rows after the first of each request.
         """
         self.num_observed += 1
         keys_s = self.profile.key_s * num_keys

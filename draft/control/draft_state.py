@@ -1,4 +1,4 @@
-"""DraftState: the speculator's state of one request: its guesses and its back-off."""
+"""DraftState: the speculator's record of one request, with its guesses and paused look-ups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_PERIOD = 8  # maximum number of steps from one look-up to the next; a power 
 
 @dataclass(slots=True)
 class DraftState:
-    """One request's guesses for the current step, its back-off, and the KV the proposer has."""
+    """The speculator's data of one request: guesses, paused look-ups, and length of draft KV."""
 
     request: Request
     guesses: Sequence[Guess] = ()
@@ -39,15 +39,16 @@ class DraftState:
         return self.request.sampling.params.temperature > 0
 
     def drafts_nothing(self, num_new_tokens: int) -> bool:
-        """Whether the request still backs off once it has ``num_new_tokens`` more tokens."""
+        """Whether look-ups are still paused when the request has ``num_new_tokens`` more tokens."""
         return len(self.request.tokens) + num_new_tokens < self.paused_until
 
     def drafted(self, num_rows: int, *, step: int, may_back_off: bool) -> None:
-        """Record the rows drafted in a step; after a few steps without any, look-ups back off.
+        """Record the number of rows drafted in a step; pause look-ups after steps without drafts.
 
-        The pauses double up to `MAX_PERIOD` steps. ``step``: the engine's step number. A pause ends
-        at a step number that is a multiple of its length, so requests share the few steps with
-        look-ups.
+        Each pause is twice as long as the one before, up to `MAX_PERIOD` steps. ``step``: number of
+        the engine's step. A pause of n steps ends at a multiple of n, so that many requests look up
+        in the same step and the other steps need no look-ups. ``may_back_off``: whether look-ups
+        may be paused.
         """
         if num_rows:
             self.num_fruitless = 0
@@ -65,7 +66,7 @@ class DraftState:
         acceptance: AcceptanceModel,
         most: int,
     ) -> GuessTree | None:
-        """Return the merged guesses of all sources, or None without a guess.
+        """Return the merged guesses of all sources, or None if there are none.
 
         Each guess has at most ``most`` tokens. ``grammar`` cuts guesses before the first token that
         the request's constraint forbids.
@@ -117,7 +118,7 @@ class DraftState:
         *,
         is_trial: bool,
     ) -> None:
-        """Record the accepted nodes of the proposer and the tokens whose KV it has now.
+        """Learn from the nodes of the proposer that were accepted, and update the length of its KV.
 
         ``num_served``: tokens that the step committed. ``is_trial``: whether the draft was a probe.
         """
@@ -137,7 +138,7 @@ class DraftState:
 
 
 def _to_the_end(guess: Guess, stop_ids: frozenset[int]) -> Guess:
-    """Cut the guess after the first stop token, and before placeholders of an image (ids < 0)."""
+    """Cut a guess after the first stop token, and before the first image placeholder (id < 0)."""
     if guess.token_ids and min(guess.token_ids) < 0:
         end = next(at for at, token in enumerate(guess.token_ids) if token < 0)
         guess = replace(guess, token_ids=guess.token_ids[:end])
@@ -156,7 +157,7 @@ def _allowed(guesses: Sequence[Guess], request: Request, grammar: GrammarSource)
 
 
 def padded(rows: Sequence[Survival]) -> Survival:
-    """Return the rows as one array, padded with 0, [len(rows), length of the longest row]."""
+    """Return the rows as one array [len(rows), length of the longest row], padded with 0."""
     table = np.zeros((len(rows), max(map(len, rows))))
     for index, row in enumerate(rows):
         if len(row):

@@ -1,14 +1,14 @@
 """Estimators of acceptance.
 
-`AcceptanceModel` estimates the survival of a looked-up guess by source, kind and request. It learns
-the acceptance probability of a token *given that all tokens before it are accepted*, for each
-source, kind and bucket of positions, separately for greedy and for sampled requests. If a source
-does better or worse for one request, the request's survival is the curve's survival ** hazard
-(proportional hazards, Cox 1972). The hazard is the number of the request's rejections divided by
-the number that the curve expected. One rejection changes it a little, three in a row a lot.
+`AcceptanceModel` estimates the survival of a looked-up guess from its source, its kind (an index
+that its source chooses) and its request. It learns the acceptance probability of a token *given
+that all tokens before it are accepted*, for each source, kind and bucket of positions, separately
+for greedy and for sampled requests. If the guesses of a source are better or worse for one request
+than for others, the survival is raised to the power of the request's hazard (proportional hazards,
+Cox 1972). The hazard is the number of rejections for the request divided by the expected number.
 
-`NodeWorth` estimates, before a proposer drafts, how many accepted tokens the b-th best node of its
-draft brings, and how often its draft has that many nodes.
+`NodeWorth` estimates, before a proposer drafts, how often the draft will have a b-th best node, and
+how often that node will be accepted.
 
 A third estimator, `GapModel` (draft/proposers/gap_model.py), works in the model thread while a
 draft grows. It estimates which of the best next tokens the target will choose, from the gaps
@@ -45,7 +45,10 @@ _CLASS_OF = np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1
 
 @dataclass(slots=True)
 class _Curve:
-    """Survival of one kind of guess; the arrays [MAX_LENGTH] are out of date while stale."""
+    """The survival of one kind of guess.
+
+    The arrays [MAX_LENGTH] must be recomputed from the counts while ``is_stale``.
+    """
 
     hits: list[float]  # [len(BUCKETS)] faded number of accepted tokens
     trials: list[float]  # [len(BUCKETS)] faded number of tokens with a known outcome
@@ -86,7 +89,7 @@ class _Curve:
 
 @dataclass(slots=True)
 class _Adjustment:
-    """The hazard of one request with one source."""
+    """The hazard of one source's guesses for one request: rejections per expected rejection."""
 
     rejections: float = 0.0
     expected: float = 0.0
@@ -147,7 +150,7 @@ class AcceptanceModel:
         curve.count(num_hits, missed)
 
     def _adjustment(self, request_id: str, source: str) -> _Adjustment:
-        """Return the adjustment of a request for a source; create it on first use."""
+        """Return the record of a source's hazard for one request; create it on first use."""
         by_source = self._adjustments.setdefault(request_id, {})
         adjustment = by_source.get(source)
         if adjustment is None:
@@ -155,27 +158,27 @@ class AcceptanceModel:
         return adjustment
 
     def forget(self, request_id: str) -> None:
-        """Drop a request's adjustments; the curves remain."""
+        """Drop the hazards of a request; the curves of the sources remain."""
         self._adjustments.pop(request_id, None)
 
 
 class NodeWorth:
     """Learns how often the b-th best node of a proposer's draft is accepted, for each b.
 
-    All drafts that were allowed b nodes count: a node that the proposer left out as not worth its
-    row brought no token and cost no row. The prior of a node continues the trend of the nodes
-    before it. Greedy and sampled requests are counted separately.
+    Drafts with fewer than b nodes count too, if b nodes were allowed: the missing node brought no
+    token and cost no row. The prior of a node continues the trend of the nodes before it. Greedy
+    and sampled requests are counted separately.
     """
 
     def __init__(self, most: int, *, greedy: float, sampled: float) -> None:
         self._counts = _NodeCounts(most, greedy), _NodeCounts(most, sampled)
 
     def expected_accepted(self, most: int, *, sampled: bool) -> FloatArray:
-        """Return the accepted tokens that each of ``most`` nodes brings, [most], never rising."""
+        """Return the probability that each of the best nodes exists and is accepted, [most]."""
         return self._counts[sampled].refreshed().accepted[:most]
 
     def node_probability(self, most: int, *, sampled: bool) -> FloatArray:
-        """Return the share of drafts that have 1, 2, ... ``most`` nodes, [most], never rising."""
+        """Return the probability that a draft has at least 1, 2, ... ``most`` nodes, [most]."""
         return self._counts[sampled].refreshed().probability[:most]
 
     def observe(
@@ -189,14 +192,17 @@ class NodeWorth:
     ) -> None:
         """Learn from a verified draft.
 
-        It was allowed ``most`` nodes and had ``num_proposed``; the nodes of ``ranks`` (0 is the
-        best) were accepted. It counts as ``weight`` drafts.
+        The draft was allowed ``most`` nodes and had ``num_proposed``. ``ranks``: ranks of the
+        accepted nodes; 0 is the best. The draft has the weight of ``weight`` drafts.
         """
         self._counts[sampled].count(most, num_proposed, ranks, weight)
 
 
 class _NodeCounts:
-    """Faded counts of drafts by rank, and the estimates from them; all [most]."""
+    """Counts by the rank of a node, in which old drafts weigh less, and the estimates from them.
+
+    All arrays and lists have the shape [most].
+    """
 
     def __init__(self, most: int, first: float) -> None:
         self.accepted, self.probability = np.ones(most), np.ones(most)
@@ -209,7 +215,7 @@ class _NodeCounts:
         self._is_stale = True
 
     def count(self, most: int, num_proposed: int, ranks: Sequence[int], weight: float) -> None:
-        """Count a draft that was allowed ``most`` nodes, as ``weight`` drafts."""
+        """Count a draft that was allowed ``most`` nodes, with the weight of ``weight`` drafts."""
         keep, hit = (1.0 - 1.0 / NODE_WINDOW) ** weight, set(ranks)
         for rank in range(min(most, len(self._num_trials))):
             self._num_trials[rank] = keep * self._num_trials[rank] + weight

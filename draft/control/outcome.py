@@ -13,7 +13,7 @@ NUM_BEST = 4  # maximum number of children that a pass finds for a node
 
 
 class DraftNote(msgspec.Struct, frozen=True, gc=False):
-    """A proposer's `Draft.note`: the work that it did for the draft, and the work left."""
+    """A proposer's `Draft.note`: the passes that it ran for the draft, and its missing KV."""
 
     pass_rows: tuple[int, ...] = ()  # rows of each level that the proposer computed, in order
     num_uncached: int = 0  # tokens of the request whose KV the proposer lacks
@@ -39,7 +39,7 @@ class DraftOutcome:
 
     @property
     def num_ranked(self) -> int:
-        """Number of nodes that the proposer found itself."""
+        """Number of nodes that the proposer found; nodes that were only looked up do not count."""
         survival = self.draft.survival
         return sum(map(bool, survival)) if survival else len(self.draft.token_ids)
 
@@ -47,7 +47,8 @@ class DraftOutcome:
     def accepted_ranks(self) -> Sequence[int]:
         """Ranks of the accepted nodes among the nodes that the proposer found; 0 is the best.
 
-        Nodes are ranked by the proposer's estimate of survival, or by their order without one.
+        Nodes are ranked by the proposer's estimate of survival. Without estimates, their order in
+        the draft is the rank.
         """
         survival = self.draft.survival
         if not survival:

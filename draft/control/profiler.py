@@ -1,8 +1,9 @@
 """Measures or estimates the costs of steps on this machine before the first request.
 
-Measuring passes of many widths takes as long as answering a request with a large model. So on a CPU
-costs are estimated from a few matrices, and steps correct them (cost_model.py). On a GPU they are
-measured: passes are short, and each width must run once for warm-up anyway.
+With a large model on a CPU, measuring passes of many row counts would take as long as answering a
+request. So on a CPU costs are estimated from a few matrices, and steps correct them
+(cost_model.py). On a GPU they are measured: passes are short, and a pass of each row count must run
+once for warm-up anyway.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ TRIED_SAMPLING = SamplingMetadata(params=TokenSamplingParams(temperature=1.0), s
 
 
 def profile_step(target: tuple[Decoder, KVPool], proposer: Proposer | None) -> StepProfile:
-    """Measure the target and a proposer on their pools, whose content is overwritten."""
+    """Measure the passes of the target and a proposer; overwrite the content of their KV pools."""
     forward, key_s = profile_pass(*target)
     return StepProfile(forward, {} if proposer is None else profile_proposer(proposer), key_s)
 
 
 def guess_step(target: tuple[Decoder, KVPool], proposer: Proposer | None) -> StepProfile:
-    """Estimate the result of `profile_step` in a small part of its time.
+    """Estimate the result of `profile_step` much faster than it is measured.
 
-    A pass of one row is timed, and some matrices of the model at several widths, because matrix
-    products cause most of the cost of more rows. Models with experts or recurrent layers, decoders
-    other than `OwnDecoder`, and devices other than a CPU need passes of more rows. The content of
-    the pools is overwritten.
+    Matrix products cause most of the cost of additional rows. So one pass of a single row is timed,
+    and some matrices of the model with several row counts. Whole passes of several row counts are
+    timed for models with experts or recurrent layers, for decoders other than `OwnDecoder`, and for
+    devices other than a CPU. The content of the pools is overwritten.
     """
     forward, key_s = guess_pass(*target)
     if proposer is None:
@@ -67,7 +68,7 @@ def guess_step(target: tuple[Decoder, KVPool], proposer: Proposer | None) -> Ste
 
 
 def guess_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], float]:
-    """Estimate the result of `profile_pass`: seconds by rows, and seconds per key."""
+    """Estimate the result of `profile_pass`: seconds of a pass by its rows, and seconds per key."""
     linears = _sampled_linears(decoder)
     if not linears:
         return profile_pass(decoder, pool, TRIED_ROWS, repeats=1)
@@ -94,7 +95,8 @@ def guess_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], float]
 def _sampled_linears(decoder: Decoder) -> list[tuple[PackedLinear, int]]:
     """Return matrices of some layers, each with its number of columns.
 
-    The list is empty for models and devices whose cost by rows does not follow from matrices alone.
+    The list is empty if the time of more rows cannot be estimated from matrices: for models with
+    experts or recurrent states, decoders other than `OwnDecoder`, and devices other than a CPU.
     """
     if not isinstance(decoder, OwnDecoder) or decoder.states or decoder.device.type != "cpu":
         return []
@@ -116,7 +118,7 @@ def _sampled_linears(decoder: Decoder) -> list[tuple[PackedLinear, int]]:
 def _linear_seconds(
     decoder: OwnDecoder, linears: Sequence[tuple[PackedLinear, int]]
 ) -> dict[int, float]:
-    """Return the seconds of one product with each matrix, by rows: the best of several timings."""
+    """Return the seconds that all products together take, by rows: the best of several timings."""
     ops, widths = decoder.ops, {columns for _, columns in linears}
     timed = [rows for rows in rows_to_time(decoder) if rows <= MOST_GUESSED]
     inputs = {width: torch.randn((max(timed), width), dtype=decoder.dtype) for width in widths}
@@ -137,8 +139,8 @@ def profile_proposer(
 ) -> dict[int, float]:
     """Return the seconds of a proposer's pass by the number of requests that draft.
 
-    Each request has a context of `NEAR` tokens. The time includes the choice of the tokens; a block
-    head's pass is a whole block.
+    Each request has a context of `NEAR` tokens. The time includes choosing the tokens. A pass of a
+    block head drafts a whole block.
     """
     for _, pool in proposer.models:
         _write_pages(pool, max(requests) * -(-(NEAR + 1) // pool.page_size))
@@ -173,10 +175,10 @@ def profile_pass(
 
     All rows of a pass belong to one request with a context of `NEAR` tokens. The seconds per key
     are the time that each token of a request's context adds for each of its rows after the first.
-    They follow from passes with a context of `FAR` tokens, and are 0.0 if the pool has no room for
-    that context or if ``rows`` lacks 1 or `DRAFTED`. Layers with a sliding window attend to fewer
-    tokens, so for requests longer than the window and `FAR` the value is an upper bound.
-    ``patience`` multiplies the time and the repeats of a measurement, to reduce noise.
+    They are computed from passes with a context of `FAR` tokens. They are 0.0 if the pool has no
+    room for that context, or if 1 or `DRAFTED` is not in ``rows``. Layers with a sliding window
+    attend to fewer tokens, so for long requests the value is an upper bound. ``patience``: factor
+    of the time limit and of the number of repeats.
     """
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     near = min(NEAR, longest // 2)
@@ -197,8 +199,8 @@ def profile_pass(
 def rows_to_time(decoder: Decoder) -> tuple[int, ...]:
     """Return the numbers of rows whose passes are timed; other passes are interpolated linearly.
 
-    On a CPU the time of a pass jumps at the end of a tile of rows, so the rows before and after the
-    first two ends are included.
+    Kernels on a CPU compute rows in tiles, and one row more than a full tile takes much longer. So
+    the numbers of rows that fill one or two tiles are included, and one more than each.
     """
     if decoder.device.type != "cpu":
         return GPU_ROWS
@@ -209,9 +211,9 @@ def rows_to_time(decoder: Decoder) -> tuple[int, ...]:
 def _requests(decoder: Decoder, pool: KVPool, near: int, num_rows: int) -> list[tuple[int, int]]:
     """Return the requests to time, as (context length, rows).
 
-    It is one request on a CPU. On a GPU many rows are divided among several requests, because a
-    long chunk uses other kernels than the verification of drafts; models with recurrent states keep
-    one request, because the pool may have few states.
+    On a CPU all rows belong to one request. On a GPU many rows are divided among several requests,
+    because a long chunk uses other kernels than the verification of drafts. A model with recurrent
+    states gets one request, because the pool may have few states.
     """
     if decoder.device.type == "cpu" or pool.states is not None or num_rows <= DRAFTED:
         return [(near, num_rows)]
@@ -256,8 +258,8 @@ def _measure(
 def _segments(pool: KVPool, requests: Sequence[tuple[int, int]], vocab_size: int) -> list[Segment]:
     """Return one segment of random tokens for each request, given as (context length, rows).
 
-    With a mixture of experts, equal tokens would all use the same experts, and rows of real drafts
-    do not. The generator is seeded, so all passes begin with the same tokens.
+    The tokens differ, because in a mixture of experts equal tokens would all use the same experts.
+    The generator is seeded, so all passes begin with the same tokens.
     """
     generator = random.Random(0)
     token_ids = iter(lambda: generator.randrange(vocab_size), -1)
@@ -274,7 +276,10 @@ def _segments(pool: KVPool, requests: Sequence[tuple[int, int]], vocab_size: int
 
 
 def _drafting(index: int, start: int, num_rows: int) -> SegmentState:
-    """Return the state of a request that verifies drafts, or of a chunk if it has too many rows."""
+    """Return the state of a request for a timed pass of ``num_rows`` rows.
+
+    All rows after the first are draft tokens, unless they are more than one request may draft.
+    """
     num_drafts = num_rows - 1 if num_rows - 1 <= DRAFT_ROOM else 0
     return SegmentState(index, index, start + num_rows - num_drafts)
 
@@ -295,7 +300,10 @@ def _compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> Non
 
 
 def _place_state(pool: KVPool, segment: Segment) -> None:
-    """Reset a segment's state to the position before its rows; a timed chunk has advanced it."""
+    """Reset a segment's recurrent state to the position before its rows.
+
+    A pass that was timed before has moved the state.
+    """
     state = None if segment.extras is None else segment.extras.state
     if pool.states is not None and state is not None:
         pool.states.stand_in(state.slot, state.log, segment.start)

@@ -1,7 +1,8 @@
-"""Gemma 4's assistants as drafters, level by level (core/model/drafting/assistant.py).
+"""Proposer for Gemma 4's assistants, whose network is in core/model/drafting/assistant.py.
 
-A feature is the output of the target's final norm. Drafts have no KV: each token is computed from
-its own feature and the target's KV only, so a tree costs as much as chains of as many tokens.
+It drafts level by level. A feature is the output of the target's final norm. Drafts have no KV:
+each token is computed from its own feature and the target's KV only, so a tree costs as much as
+chains of as many tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _NO_SLOTS: IntArray = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantHeadConfig(TapConfig):
-    """Shape of an assistant as a head."""
+    """The configuration of an assistant that is used as a trained head."""
 
     kind: ClassVar[str] = "assistant"
 
@@ -81,7 +82,7 @@ class AssistantProposer(HeadProposer):
 
     @property
     def stored(self) -> Sequence[PageRows]:
-        """Empty: the assistant reads the target's pages."""
+        """Nothing: the assistant has no pages of its own and reads the target's."""
         return ()
 
     @override
@@ -92,17 +93,20 @@ class AssistantProposer(HeadProposer):
         self._assistant.decoder.warm_up(self._read, max_len, wanted)
 
     def write_head_kv(self, written: Written) -> Tensor:
-        """Write no KV; return the last layer's output after the target's final norm."""
+        """Return the target's last hidden states after its final norm; there is no KV to write."""
         return self._final_norm(written.taps.contiguous())
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
-        """Draft with one pass per level of tokens."""
+        """Start drafting with one pass per level of the trees."""
         del num_drafted
         return _AssistantDrafting(self._assistant, self._layout, self._read, starts)
 
 
 class _AssistantDrafting(Drafting):
-    """Computes one row for each query of a level, at the position of its request's last token."""
+    """Computes a level of the trees, one row per token.
+
+    All rows of a request have the position of its last token.
+    """
 
     def __init__(
         self,
@@ -117,7 +121,7 @@ class _AssistantDrafting(Drafting):
         self._seen = [seen_kv(start.scheduled, 0, pool.page_size) for start in starts]
 
     def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:
-        """Compute the row of each query's token."""
+        """Return the logits of the token after each token in ``queries``."""
         features = self._features
         if queries[0].level:
             parents = torch.tensor([each.parent for each in queries], device=features.device)

@@ -60,7 +60,10 @@ def _is_dflash(values: Mapping[str, Any], folder: Path) -> bool:  # noqa: ARG001
 
 
 def _parse(fields: Fields, target: DecoderConfig, names: set[str]) -> ParsedHead:
-    """Parse a config of DFlash or DSpark. Their ids count layers: id + 1 is the boundary."""
+    """Parse a config of DFlash or DSpark.
+
+    Its layer ids count from 0, and the tap after layer ``id`` has the number ``id + 1``.
+    """
     shape = parse_shape(fields, target, names)
     taps = own_taps(fields)
     if taps is None:
@@ -100,7 +103,7 @@ def _parse(fields: Fields, target: DecoderConfig, names: set[str]) -> ParsedHead
 
 
 def _default_block_ids(fields: Fields, target: DecoderConfig) -> tuple[int, ...]:
-    """Return DFlash's default spread of layers, for a config without layer ids."""
+    """Return DFlash's default layer ids, spread over the target, for a config without ids."""
     count = fields.positive("num_target_features", 5)
     span = target.num_layers - 4
     return tuple(round(1 + i * span / max(1, count - 1)) for i in range(count))
@@ -123,9 +126,10 @@ def _load(where: Path, config: BlockConfig, tensors: Tensors) -> BlockHead:
 
 
 def _with_markov_size(where: Path, config: BlockConfig, tensors: Tensors) -> BlockConfig:
-    """Return the config with the vocabulary size of the Markov head, from its table.
+    """Set the size of the Markov head's input vocabulary to the number of rows of its embedding.
 
-    The size is the target's or the draft's. Raises `ModelLoadError` for another size.
+    Returns the new config. Raises `ModelLoadError` if the size differs from both the target's
+    vocabulary and the draft's.
     """
     table = tensors.get("markov_head.markov_w1.weight")
     if table is None:
@@ -170,7 +174,7 @@ def _pack(head: BlockHead, target: OwnDecoder) -> PackedHead:
 
 
 class BlockProposer(HeadProposer):
-    """Drafts whole blocks with a packed head: its layers as a kernel pass, and its frame."""
+    """Drafts whole blocks with a block head whose layers are packed for the target's kernels."""
 
     head: BlockFrame
 
@@ -181,7 +185,7 @@ class BlockProposer(HeadProposer):
         pool: KVPool,
         target: OwnDecoder,
     ) -> None:
-        """Make a proposer on a pool with the spare pages of `PackedHead`, which hold blocks."""
+        """Make a proposer; the last pages of ``pool`` are spare ones and hold the KV of blocks."""
         super().__init__(frame, pool, target)
         self._layers, self._pairs = layers, _Pairs.of(frame)
         num_rows = BLOCKS_A_PASS * frame.config.block_size
@@ -192,12 +196,12 @@ class BlockProposer(HeadProposer):
         self._layers.warm_up(self.pool, max_len)
 
     def write_head_kv(self, written: Written) -> None:
-        """Write the injected KV of positions, each from its own taps only."""
+        """Compute the keys and values of each position from its taps, and write them."""
         vectors = self.head.context_vectors(written.taps).contiguous()
         self._layers.write_context(self.pool, vectors, written)
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
-        """Run one pass for the whole block."""
+        """Compute the hidden states of whole blocks, `BLOCKS_A_PASS` requests per pass."""
         passes = [starts[at : at + BLOCKS_A_PASS] for at in range(0, len(starts), BLOCKS_A_PASS)]
         if len(passes) == 1:
             hidden = self._layers.hidden(self.pool, self._first_spare, starts)
@@ -209,9 +213,9 @@ class BlockProposer(HeadProposer):
 
 
 class _BlockDrafting(Drafting):
-    """Makes logits from ``hidden`` [b, num, hidden], the states of the tokens after each anchor.
+    """Computes logits level by level from ``hidden`` [b, num, hidden], the states of b blocks.
 
-    ``pairs``: a faster look-up of the Markov head's bias, or None.
+    ``pairs``: a faster implementation of the Markov head's bias, or None.
     """
 
     def __init__(self, head: BlockFrame, hidden: Tensor, pairs: _Pairs | None) -> None:
@@ -221,7 +225,7 @@ class _BlockDrafting(Drafting):
         self._state: Tensor | None = None  # Markov states of the previous call's queries
 
     def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:  # noqa: ARG002
-        """Add the pass's logits of this level and the Markov head's bias of each query's token."""
+        """Return the logits of this level, including the Markov head's bias, for each query."""
         return Scored(self._logits(queries))
 
     def _logits(self, queries: Sequence[Query]) -> Tensor:
@@ -247,7 +251,10 @@ class _BlockDrafting(Drafting):
 
 
 class _Pairs:
-    """The "vanilla" Markov head on a CPU; NumPy looks up a few rows faster than torch."""
+    """A NumPy implementation of the "vanilla" Markov head for a CPU.
+
+    NumPy looks up a few rows of a table faster than torch does.
+    """
 
     def __init__(self, head: BlockFrame, markov: MarkovHead) -> None:
         rows = markov.markov_w1.weight.detach()
@@ -258,7 +265,7 @@ class _Pairs:
 
     @classmethod
     def of(cls, head: BlockFrame) -> _Pairs | None:
-        """Return the look-up for a "vanilla" Markov head on a CPU, and None for any other head."""
+        """Return an instance for a "vanilla" Markov head on a CPU, or None for other heads."""
         markov = head.markov_head
         if (
             markov is None
@@ -269,9 +276,10 @@ class _Pairs:
         return cls(head, markov)
 
     def added(self, unary: Tensor, rows: Sequence[int], before: Sequence[int]) -> Tensor:
-        """Return ``unary`` [.., draft_vocab] at ``rows`` [n], plus the bias of ``before`` [n].
+        """Return the rows of ``unary`` plus the Markov head's bias, [n, draft_vocab].
 
-        ``before``: target ids of the previous tokens.
+        ``unary`` [.., draft_vocab]: logits without the bias. ``rows`` [n]: rows to take. ``before``
+        [n]: the target's id of the token before each row's token.
         """
         ids = self._known[np.array(before)]
         found = self._rows[ids]
@@ -290,7 +298,10 @@ _SAME_SIZE = {2: torch.int16, 4: torch.int32}
 
 
 class BlockPass(HeadPass):
-    """The layers of a `BlockHead` as a kernel pass. All rows of a block see each other."""
+    """The layers of a `BlockHead`, computed by the target's kernels.
+
+    All rows of a block attend to each other.
+    """
 
     def __init__(self, head: BlockHead, target: OwnDecoder) -> None:
         """Pack the layers; the head must have its final dtype and an embedding."""
@@ -325,9 +336,9 @@ class BlockPass(HeadPass):
             self._compiled.warm_up(pool, self._heads, (self._rope,), _HIDDEN)
 
     def write_context(self, pool: KVPool, vectors: Tensor, written: Written) -> None:
-        """Write the KV of positions that the target has computed.
+        """Write the keys and values of positions that the target has computed.
 
-        ``vectors`` [n, hidden]: `BlockFrame.context_vectors` of the positions.
+        ``vectors`` [n, hidden]: result of `BlockFrame.context_vectors` for the positions.
         """
         plan = self._plan_writing(pool, written)
         vectors = filled(vectors, self._ops.min_rows)

@@ -1,10 +1,11 @@
 """BlockHead: drafts a block of tokens in one pass (DFlash, arXiv 2602.06036; DSpark).
 
-The head's context is one vector per position, ``hidden_norm(fc(taps))``, from which every layer
-computes its own keys and values. So the KV of a position depends on the taps of that position only.
-A block is the last token (the anchor) and mask tokens after it. Its rows attend to the whole
-context before the anchor and to each other. A Markov head adds a bias to the logits of each token
-that depends on the token before it, without another pass.
+The taps of a position are the hidden states of the target that the head reads. The head's context
+is one vector per position, ``hidden_norm(fc(taps))``, from which every layer computes its own keys
+and values. So the KV of a position depends on the taps of that position only. A block is the last
+token (the anchor) and mask tokens after it. Its rows attend to each other and to the whole context
+before the anchor. A Markov head adds a bias to the logits of each token. The bias depends on the
+token before it and needs no further pass.
 """
 
 from __future__ import annotations
@@ -103,12 +104,18 @@ class BlockLayer(nn.Module):
 
 
 def _weigh_far(values: Tensor, weights: Tensor) -> Tensor:
-    """Apply weights [b, kv, n, group, rows, T] to ``values`` [b, kv, T, dim]."""
+    """Return the weighted sum of the context's values.
+
+    ``weights`` [b, kv, n, group, rows, T]; ``values`` [b, kv, T, dim].
+    """
     return (weights.flatten(2, 4) @ values).view(*weights.shape[:-1], -1)
 
 
 def _weigh_near(values: Tensor, weights: Tensor) -> Tensor:
-    """Apply weights [b, kv, n, group, rows, rows] to ``values`` [b, kv, n, rows, dim]."""
+    """Return the weighted sum of the values of each block's own rows.
+
+    ``weights`` [b, kv, n, group, rows, rows]; ``values`` [b, kv, n, rows, dim].
+    """
     return (weights.flatten(3, 4) @ values).view(*weights.shape[:-1], -1)
 
 
@@ -144,7 +151,7 @@ class MarkovHead(nn.Module):
 
 
 class BlockFrame(Vocabulary):
-    """A head without its layers: the projection of the taps, and the output of logits."""
+    """The modules of a block head outside its layers: input projection, output and Markov head."""
 
     config: BlockConfig
 
@@ -160,14 +167,17 @@ class BlockFrame(Vocabulary):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
 
     def context_vectors(self, taps: Tensor) -> Tensor:
-        """Return the context of all layers, ``[.., num_taps * target_hidden] -> [.., hidden]``."""
+        """Project taps to the head's width, ``[.., num_taps * target_hidden] -> [.., hidden]``.
+
+        All layers compute their keys and values from the result.
+        """
         out: Tensor = self.hidden_norm(self.fc(taps))
         return out
 
     def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return logits, ``[.., num, hidden] -> [.., num, draft_vocab]``.
+        """Map hidden states to logits, ``[.., num, hidden] -> [.., num, draft_vocab]``.
 
-        ``before`` [.., num]: the token before each drafted one; the first is the anchor.
+        ``before`` [.., num]: the token before each drafted token; the first one is the anchor.
         """
         values = self.project(hidden)
         if self.markov_head is None:
@@ -190,12 +200,12 @@ class BlockFrame(Vocabulary):
         return self.known_ids[token_ids]
 
     def first_state(self, hidden: Tensor) -> Tensor:
-        """Return the Markov head's state at the anchor, ``[.., rank]``, for ``[.., hidden]``."""
+        """Return the Markov head's initial state, zeros [.., rank], for ``hidden`` [.., hidden]."""
         return hidden.new_zeros((*hidden.shape[:-1], self.config.markov_rank))
 
 
 class BlockHead(BlockFrame):
-    """The whole head. All token ids are the target's."""
+    """The complete block head, with its layers. All token ids are the target's."""
 
     def __init__(self, config: BlockConfig) -> None:
         windows = config.windows or (None,) * config.num_layers
@@ -206,7 +216,7 @@ class BlockHead(BlockFrame):
             nn.init.zeros_(self.markov_head.markov_w2.weight)
 
     def frame(self) -> BlockFrame:
-        """Return the head without its layers; both share all other modules."""
+        """Return a view of the head without its layers; all other modules are shared."""
         return without(self, "layers", BlockFrame)
 
     def context(self, taps: Tensor, positions: Tensor) -> list[KeysValues]:
@@ -250,7 +260,7 @@ class BlockHead(BlockFrame):
 
 
 def _within(seen: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """Apply a window to ``seen`` [b, n, T]; return the mask of each row, [b, n, rows or 1, T]."""
+    """Restrict ``seen`` [b, n, T] to a sliding window; return a mask [b, n, rows or 1, T]."""
     if window is None:
         return seen.unsqueeze(2)
     places = torch.arange(seen.shape[-1], device=seen.device)

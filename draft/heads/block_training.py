@@ -32,7 +32,7 @@ QUIET = 0.3  # initial scale of the final norm beside an initialised Markov head
 
 
 class BlockStudent(Student):
-    """A block head in training; every batch draws new anchors."""
+    """A block head in training; each batch draws new random anchors."""
 
     kind = BlockConfig.kind
 
@@ -74,9 +74,9 @@ class BlockStudent(Student):
 
 
 def _draw_anchors(rows: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw anchors in answers, at most ``most`` in all.
+    """Draw random positions in answers as anchors, at most ``most`` in all.
 
-    Returns positions ``[b, n]``, and whether each is in an answer; the others are padding.
+    Returns positions ``[b, n]``, and whether each one was drawn; the others are padding.
     """
     is_answer = rows >= 0
     counts = is_answer.sum(dim=1)
@@ -99,7 +99,7 @@ def _new(same: dict[str, Any], layers: int, block: int) -> BlockHead:
 
 
 def _begin_as_target(head: BlockHead, weights: ReadWeight, num_layers: int) -> None:
-    """Copy the target's last layers and let the context read the last tap.
+    """Copy the target's last layers, and add the last tap to the output of `fc`.
 
     The norms of queries and keys, which the target may lack, begin with the scales of the target's
     queries and keys.
@@ -120,7 +120,7 @@ def _begin_as_target(head: BlockHead, weights: ReadWeight, num_layers: int) -> N
 
 
 def _scale(matrix: Tensor, norm: Tensor) -> float:
-    """Return the expected root mean square of a matrix's output for inputs normed by ``norm``."""
+    """Return the expected root mean square of ``matrix @ x`` for inputs x normed by ``norm``."""
     return math.sqrt(float((matrix * norm).square().sum(dim=1).mean()))
 
 

@@ -62,9 +62,9 @@ _LEAST_LAYERS = 8  # number of a target's layers below which the default boundar
 
 
 def _is_plain_eagle(values: Mapping[str, Any], folder: Path) -> bool:
-    """Whether a config is an EAGLE-3 head's that names a plain architecture, as early ones do.
+    """Whether a config that names the architecture of a plain model belongs to an EAGLE-3 head.
 
-    Such a config has a draft vocabulary.
+    Early heads have such a config. It has a draft vocabulary, which plain models lack.
     """
     return "draft_vocab_size" in values and any(
         (folder / name).is_file() for name in (WEIGHTS, PICKLES[0])
@@ -72,9 +72,10 @@ def _is_plain_eagle(values: Mapping[str, Any], folder: Path) -> bool:
 
 
 def _parse(fields: Fields, target: DecoderConfig, names: set[str]) -> ParsedHead:
-    """Parse an EAGLE-3 config, with both readings of its tap ids if they are ambiguous.
+    """Parse an EAGLE-3 config.
 
-    Engines disagree on whether the ids count layers or boundaries.
+    Engines disagree on whether tap ids count layers or the boundaries between layers. If the ids
+    are ambiguous, the result contains both possible taps.
     """
     for name, value in fields.values.items():
         if "norm" in name and value is True and name not in _NORM_FLAGS:
@@ -110,7 +111,7 @@ def _parse(fields: Fields, target: DecoderConfig, names: set[str]) -> ParsedHead
 
 
 def default_taps(num_layers: int) -> Taps:
-    """Return the boundaries of an EAGLE-3 head whose config has no tap ids."""
+    """Return the taps of an EAGLE-3 head whose config has no tap ids."""
     return (2, num_layers // 2, num_layers - 3)
 
 
@@ -143,7 +144,7 @@ def _to_json(config: EagleConfig) -> dict[str, object]:
 
 
 def _are_default(taps: Taps) -> bool:
-    """Whether the taps are the `default_taps` of some target of at least 8 layers."""
+    """Whether the taps are the `default_taps` of any target with at least 8 layers."""
     num_layers = taps[-1] + 3
     return num_layers >= _LEAST_LAYERS and taps == default_taps(num_layers)
 
@@ -164,7 +165,7 @@ def _pack(head: EagleHead, target: OwnDecoder) -> PackedHead:
 
 
 class EagleProposer(ColumnProposer):
-    """Drafts with a packed EAGLE-3 head: its layer as a kernel pass, and its frame."""
+    """Drafts with an EAGLE-3 head whose layer is packed for the target's kernels."""
 
     head: EagleFrame
 
@@ -183,7 +184,7 @@ class EagleProposer(ColumnProposer):
         self._layers.warm_up(self.pool, max_len, self.wanted(num_best))
 
     def features(self, taps: Tensor) -> Tensor:
-        """Return ``fc`` of the taps, ``[n, num_taps * target_hidden] -> [n, hidden]``."""
+        """Project taps to features, ``[n, num_taps * target_hidden] -> [n, hidden]``."""
         return self.head.features(taps)
 
     @override
@@ -193,7 +194,10 @@ class EagleProposer(ColumnProposer):
     def compute(
         self, features: Tensor, rows: Sequence[PassRows], draws: SamplingPlan | None
     ) -> Columns:
-        """Run a pass of the layer; only EAGLE-3.1 norms the next features."""
+        """Compute columns with the head's layer.
+
+        The next features are its hidden states, which an EAGLE-3.1 head also normalises.
+        """
         found = self._layers.compute(self.pool, features, rows, draws)
         normed, hidden = found.hidden[: len(rows)], found.taps
         assert hidden is not None
@@ -206,10 +210,10 @@ class EagleProposer(ColumnProposer):
 
 
 class EaglePass(HeadPass):
-    """The layer of an `EagleHead` as a kernel pass; each column is a row.
+    """The layer of an `EagleHead`, computed by the target's kernels; each column is a row.
 
-    ``output``: the packed output layer and the cap of its logits; None if it is not packed, and
-    then passes return no logits.
+    ``output``: the packed output layer and the soft cap of its logits. If it is None, passes return
+    no logits.
     """
 
     def __init__(
@@ -258,7 +262,7 @@ class EaglePass(HeadPass):
         return wanted._replace(draws=draws, taps=_BEHIND_LAYER)
 
     def write_context(self, pool: KVPool, before: Tensor, written: Written) -> None:
-        """Write the KV of columns; ``before`` [n, hidden]: features of the positions before."""
+        """Write the KV of columns; ``before`` [n, hidden]: features of the preceding positions."""
         ops, num_rows = self._ops, self._ops.min_rows
         plan = self._plan_writing(pool, written)
         token_ids = filled(written.token_ids, num_rows)
@@ -273,9 +277,9 @@ class EaglePass(HeadPass):
         rows: Sequence[PassRows],
         draws: SamplingPlan | None = None,
     ) -> LayersOutput:
-        """Return the hidden states of columns after the final norm; as taps those before it.
+        """Return the hidden states of columns after the final norm; ``taps`` has those before it.
 
-        ``features`` [n, hidden]: features of the positions before. The output may have more rows
+        ``features`` [n, hidden]: features of the preceding positions. The output may have more rows
         than there are columns.
         """
         batch = self._layout.rows(pool.page_size, rows, wants_logits=True)

@@ -33,7 +33,7 @@ from .common.layers import (
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(HeadConfig):
-    """Shape of an EAGLE-3 head, and the norms in which its dialects differ."""
+    """The configuration of an EAGLE-3 head; the flags select the norms of its dialect."""
 
     kind: ClassVar[str] = "eagle3"
     first_position: ClassVar[int] = 1  # position 0 has no column
@@ -89,9 +89,9 @@ class EagleLayer(nn.Module):
     ) -> Tensor:
         """Attend with ``q`` [b, columns, heads, head_dim]; return [b, columns, heads * head_dim].
 
-        Each column attends to the positions of ``context`` [b, num_kv_heads, T, head_dim] that
-        ``seen`` [b, columns, T] allows, and to its own column of each pass in ``own``
-        [b, columns, num_kv_heads, head_dim].
+        Each column attends to the positions of ``context`` [b, num_kv_heads, T, head_dim] that are
+        True in ``seen`` [b, columns, T]. In addition, column i attends to column i of each later
+        pass, whose keys and values are in ``own`` [b, columns, num_kv_heads, head_dim].
         """
         keys, values = context
         b, columns, _, dim = q.shape
@@ -107,12 +107,15 @@ class EagleLayer(nn.Module):
 
 
 def _weigh_far(values: Tensor, weights: Tensor) -> Tensor:
-    """Apply weights [b, kv, group, columns, T] to ``values`` [b, kv, T, dim]."""
+    """Return the weighted sum of the context's values.
+
+    ``weights`` [b, kv, group, columns, T]; ``values`` [b, kv, T, dim].
+    """
     return (weights.flatten(2, 3) @ values).view(*weights.shape[:-1], -1)
 
 
 class EagleFrame(Vocabulary):
-    """A head without its layer: the projection of the taps, and the output of logits."""
+    """The modules of an EAGLE-3 head outside its layer: input projection, norms and output."""
 
     config: EagleConfig
 
@@ -129,7 +132,7 @@ class EagleFrame(Vocabulary):
         self.norm = RmsNorm(config.hidden_size, eps)
 
     def features(self, taps: Tensor) -> Tensor:
-        """Return features of taps, ``[.., num_taps * target_hidden] -> [.., hidden]``."""
+        """Project taps to features, ``[.., num_taps * target_hidden] -> [.., hidden]``."""
         if self.input_norm is not None:
             taps = self.input_norm(taps)
         if self.fc_norm is not None:
@@ -140,17 +143,17 @@ class EagleFrame(Vocabulary):
         return out
 
     def next_features(self, hidden: Tensor) -> Tensor:
-        """Return features from the head's own output, for positions the target has not computed."""
+        """Return the head's own output as features, for positions the target has not computed."""
         out: Tensor = self.norm(hidden) if self.config.norm_output else hidden
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits of columns, ``[.., hidden] -> [.., draft_vocab]``."""
+        """Map the layer's output for columns to logits, ``[.., hidden] -> [.., draft_vocab]``."""
         return self.project(self.norm(hidden))
 
 
 class EagleHead(EagleFrame):
-    """The whole head. All token ids are the target's."""
+    """The complete EAGLE-3 head, with its layer. All token ids are the target's."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config, EagleLayer(config))
@@ -158,14 +161,14 @@ class EagleHead(EagleFrame):
         init_weights(self)
 
     def frame(self) -> EagleFrame:
-        """Return the head without its layer; both share all other modules."""
+        """Return a view of the head without its layer; all other modules are shared."""
         return without(self, "midlayer", EagleFrame)
 
     def context(self, features: Tensor, token_ids: Tensor, positions: Tensor) -> KeysValues:
         """Return keys and values ``[.., num_kv_heads, head_dim]`` of columns.
 
-        ``features`` [.., hidden]: features of the positions before. ``token_ids`` [..]: tokens at
-        ``positions`` [..].
+        ``features`` [.., hidden]: features of the preceding positions. ``token_ids`` [..]: tokens
+        at ``positions`` [..].
         """
         x = self.midlayer.inputs(self.embed(token_ids), features)
         return self.midlayer.self_attn.keys_values(x, self.rotary(positions))
@@ -175,8 +178,8 @@ class EagleHead(EagleFrame):
 
         ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden] belong to the same
         positions. Pass ``k`` returns ``[b, T - 1 - k, hidden]``, the input of `logits`. Its column
-        ``i`` decides token ``i + 2 + k``, after ``k`` features of the head itself ("training-time
-        test").
+        ``i`` predicts token ``i + 2 + k``: its last ``k`` features are the head's own output, as in
+        drafting ("training-time test").
         """
         length = token_ids.shape[1]
         features = self.features(taps[:, :-1])

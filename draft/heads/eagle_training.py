@@ -27,7 +27,10 @@ NUM_PASSES = 7  # number of unrolled passes
 
 
 class EagleStudent(Student):
-    """An EAGLE-3 head, unrolled on its own features ("training-time test")."""
+    """An EAGLE-3 head in training, which reads its own features in later passes.
+
+    The paper calls this "training-time test".
+    """
 
     kind = EagleConfig.kind
 
@@ -68,9 +71,9 @@ def _new(same: dict[str, Any], layers: int, block: int) -> EagleHead:  # noqa: A
 
 
 def _begin_as_target(head: EagleHead, weights: ReadWeight, num_layers: int) -> None:
-    """Copy the target's last layer and let it read the last tap.
+    """Copy the target's last layer, and set the weights of `fc` so that it returns the last tap.
 
-    The half of the attention's input that reads the embedding keeps random weights.
+    The half of the attention's input matrices that reads the embedding keeps random weights.
     """
     prefix = layer_prefix(num_layers - 1)
     for name, own in head.midlayer.named_parameters():

@@ -1,4 +1,4 @@
-"""JoinedHead: a trained head that is joined to its target: complete with its weights and packed."""
+"""JoinedHead: a trained head with all its weights, packed for the kernels of its target."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ NUM_DRAWN, NUM_SCORED = 32, 64  # sampled and scored tokens that compare two rea
 
 
 class JoinedHead:
-    """A head that is joined to its target, which makes pools and proposers.
+    """A head that is packed for its target; it makes KV pools and proposers.
 
-    Only the parts of the module that are not packed are kept. ``gaps``: initial numbers of the gap
-    models of its proposers, by whether tokens are sampled.
+    Only the parts of the module that are not packed are kept. ``gaps``: initial parameters of the
+    proposers' gap models, for greedy (False) and sampled (True) requests.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class JoinedHead:
 
     @property
     def loaded(self) -> LoadedDrafter:
-        """The drafter, which has its own pool unless its proposers read the target's."""
+        """The drafter, with a KV pool of its own unless the head reads the target's pool."""
         return LoadedDrafter(self.proposer, None if self._packed.reads_target else self)
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
-        """Make a pool for the head's KV, with ``num_pages`` pages and the spare ones of its passes.
+        """Make a pool for the head's KV: ``num_pages`` pages, and the spare pages that it needs.
 
-        Head KV is small and keeps the target's dtype for any ``kv_dtype``.
+        The pool has the target's dtype, whatever ``kv_dtype`` is, because head KV is small.
         """
         del kv_dtype
         return KVPool(
@@ -83,7 +83,7 @@ class JoinedHead:
         return bytes_per_page(**shape, page_size=page_size, dtype=dtype) + feature
 
     def proposer(self, pool: KVPool) -> HeadProposer:
-        """Make a proposer. ``pool``: the pool of the KV that it reads."""
+        """Make a proposer; ``pool``: the KV pool that the head reads."""
         made = self._packed.make_proposer(pool, self.target)
         made.begin_with(self._gaps)
         return made
@@ -92,12 +92,12 @@ class JoinedHead:
 def join(
     head: Head, target: OwnDecoder, gaps: Mapping[bool, GapNumbers] | None = None
 ) -> JoinedHead:
-    """Pack a head after `lend` has completed its weights. It can no longer be trained."""
+    """Pack a head whose weights `lend` has completed. It can no longer be trained."""
     return JoinedHead(head.config, target, kind_of(head).pack(head, target), gaps)
 
 
 def lend(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> None:
-    """Move a head to its target's device and dtype, and lend it the target's weights it lacks.
+    """Move a head to its target's device and dtype, and lend it the weights that it lacks.
 
     ``read_output`` reads the target's output matrix [vocab, hidden], from which a reduced head
     takes its rows; it is called only if the output is not tied to the embedding.
@@ -122,12 +122,12 @@ def load_head(
     read_output: Callable[[], Tensor],
     on_read: OnRead | None = None,
 ) -> JoinedHead:
-    """Load the head in a folder and join it to its target.
+    """Load the head in a folder and pack it for its target.
 
     ``read_output`` reads the target's output matrix [vocab, hidden]. ``on_read`` is called with
-    every tensor of the head. If the config has two possible readings of the tap ids, both are tried
-    on a text that the target generates; the better one is used, and a warning names it. Raises
-    `ModelLoadError` for a head that is not supported or does not fit the target.
+    every tensor of the head. If the tap ids of the config are ambiguous, both possible taps are
+    tried on a text that the target generates; the better ones are used, and a warning names them.
+    Raises `ModelLoadError` for a head that is not supported or does not fit the target.
     """
     if not isinstance(target, OwnDecoder):
         raise ModelLoadError(
@@ -152,7 +152,7 @@ def load_head(
 
 
 def _choose_taps(folder: HeadFolder, head: Head, others: Taps, target: OwnDecoder) -> None:
-    """Set the boundaries of a head with which it predicts more of the target's own tokens."""
+    """Set the taps with which the head predicts more of the target's own tokens."""
     readings = (head.config.taps, others)
     scores = [score_taps(head, taps, target) for taps in readings]
     best = readings[1] if scores[1] > scores[0] else readings[0]
@@ -166,10 +166,10 @@ def _choose_taps(folder: HeadFolder, head: Head, others: Taps, target: OwnDecode
 
 @torch.inference_mode()
 def score_taps(head: Head, taps: Taps, target: OwnDecoder) -> int:
-    """Return how many of `NUM_SCORED` greedy tokens of the target the head predicts, one by one.
+    """Return how many of the target's greedy tokens the head predicts with these taps.
 
-    The tokens follow a text that the target samples at temperature 1. The head must have borrowed
-    its missing weights and must not be packed.
+    There are `NUM_SCORED` tokens, after a text that the target samples at temperature 1. The head
+    must have borrowed its missing weights and must not be packed.
     """
     guess = kind_of(head).guess
     assert guess is not None  # Each kind with ambiguous taps has this function.
@@ -179,9 +179,9 @@ def score_taps(head: Head, taps: Taps, target: OwnDecoder) -> int:
 
 
 def _own_text(target: OwnDecoder, taps: Taps) -> tuple[Tensor, Tensor]:
-    """Generate token ids ``[1, T + 1]`` with the target; return them and taps ``[1, T, ..]``.
+    """Generate token ids ``[1, T + 1]`` with the target; return them and their taps ``[1, T, ..]``.
 
-    The last token has no taps.
+    There are no taps for the last token.
     """
     tokens = array("q", target.config.eos_token_ids[:1] or (0,))
     num_tokens, page_size = NUM_DRAWN + NUM_SCORED, 16

@@ -45,9 +45,9 @@ _UNSUPPORTED = ("dflash2", "domino", "lilicorr", "peagle", "mtp")
 class HeadFolder:
     """A folder with a head: its kind and its config.
 
-    ``shifted_taps``: the other possible boundaries, if the tap ids are ambiguous. ``gaps``: the
-    numbers of `GapModel` that training fitted, by whether tokens are sampled; empty if the head was
-    trained with another program.
+    ``shifted_taps``: the other possible taps, if the tap ids are ambiguous. ``gaps``: the
+    parameters of `GapModel` that training fitted, for greedy (False) and sampled (True) requests;
+    empty if the head was trained with another program.
     """
 
     path: Path
@@ -57,7 +57,10 @@ class HeadFolder:
     gaps: Mapping[bool, GapNumbers] = field(default_factory=dict)
 
     def load(self) -> Head:
-        """Return the module with its weights, in their stored dtype. Raises `ModelLoadError`."""
+        """Return the module with its weights, in their stored dtype.
+
+        Raises `ModelLoadError` if the weights cannot be read or do not match the config.
+        """
         head: Head = self.kind.load(self.path, self.config, normalised(read_tensors(self.path)))
         return head
 
@@ -68,7 +71,7 @@ def kind_of(head: Head) -> AnyKind:
 
 
 def head_kind(path: Path) -> AnyKind | None:
-    """Return the kind of the head in a folder, by its config; None without a head.
+    """Return the kind of the head in a folder, or None if the folder holds no head.
 
     Raises `ModelLoadError` for a head that is not supported.
     """
@@ -88,7 +91,10 @@ def head_kind(path: Path) -> AnyKind | None:
 
 
 def open_head(path: Path, target: DecoderConfig) -> HeadFolder:
-    """Read a head's config for a target. Raises `ModelLoadError` with the key that is wrong."""
+    """Read the config of a head for a target.
+
+    Raises `ModelLoadError`, which names the wrong key.
+    """
     kind = head_kind(path)
     if kind is None:
         raise ModelLoadError(f"{path / CONFIG}: not the config of a known kind of head")
@@ -100,8 +106,8 @@ def open_head(path: Path, target: DecoderConfig) -> HeadFolder:
 def save_head(head: Head, folder: Path, *, extra: Mapping[str, object] | None = None) -> None:
     """Write ``config.json`` and ``model.safetensors`` as docs/heads.md describes them.
 
-    ``extra``: more keys for our own part of the config. Raises ValueError for a kind that cannot be
-    saved.
+    ``extra``: more keys for the object "foretoken" of the config. Raises ValueError for a kind that
+    cannot be saved.
     """
     kind, config = kind_of(head), head.config
     if kind.to_json is None:

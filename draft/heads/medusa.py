@@ -41,7 +41,7 @@ class MedusaConfig(TapConfig):
 
     @property
     def tokens_per_pass(self) -> int:
-        """Number of heads: each drafts one token of a path."""
+        """Number of heads: each one drafts one token of a path."""
         return self.num_heads
 
 
@@ -88,7 +88,7 @@ def _is_medusa(values: Mapping[str, Any], folder: Path) -> bool:  # noqa: ARG001
 
 
 def _parse(fields: Fields, target: DecoderConfig, names: set[str]) -> ParsedHead:  # noqa: ARG001
-    """Parse a Medusa-1 config, which has only the number of heads and of their blocks."""
+    """Parse a Medusa-1 config, which contains only the number of heads and of blocks per head."""
     for name, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         value = fields.positive(name, own)
         if value != own:
@@ -127,7 +127,7 @@ class MedusaProposer(HeadProposer):
         self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
 
     def write_head_kv(self, written: Written) -> Tensor:
-        """Write no KV; return the last layer's output after the target's final norm."""
+        """Return the target's last hidden states after its final norm; there is no KV to write."""
         return self._final_norm(written.taps.contiguous())
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
@@ -143,7 +143,7 @@ class _MedusaDrafting(Drafting):
         self._head, self._hidden = head, hidden
 
     def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:  # noqa: ARG002
-        """Return the output of the level's head, which is equal for all tokens of a request."""
+        """Return the logits of the head for this level, equal for all tokens of a request."""
         requests = sorted({each.request for each in queries})
         found = self._head.logits(self._hidden[requests], queries[0].level)
         if len(requests) == len(queries):

@@ -1,6 +1,7 @@
-"""MTP layers as drafters: a `ColumnProposer` with the layer of core/model/drafting/mtp.py.
+"""Proposer for MTP layers: a `ColumnProposer` with the layer of core/model/drafting/mtp.py.
 
-A feature is the output of the target's final norm, which the layer reads in the next column.
+A feature is the target's last hidden state after the final norm. The layer reads the feature of a
+position and the token after it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ NUM_DRAFT_IDS, NUM_LAST_IDS = 32768, 1024
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig(TapConfig):
-    """Shape of an MTP layer as a head."""
+    """The configuration of an MTP layer that is used as a trained head."""
 
     kind: ClassVar[str] = "mtp"
     first_position: ClassVar[int] = 1  # position 0 has no column
@@ -71,7 +72,11 @@ class MtpConfig(TapConfig):
 
 
 class MtpProposer(ColumnProposer):
-    """Drafts with the target's own MTP layer, which reads its own output for later tokens."""
+    """Drafts with the target's own MTP layer.
+
+    After the first draft token, the layer reads its own output instead of the target's hidden
+    states.
+    """
 
     def __init__(self, layer: MtpLayer, head: Head, pool: KVPool, target: OwnDecoder) -> None:
         super().__init__(head, pool, target)
@@ -85,11 +90,11 @@ class MtpProposer(ColumnProposer):
         self._layer.decoder.warm_up(self.pool, max_len, self.wanted(num_best))
 
     def features(self, taps: Tensor) -> Tensor:
-        """Return the last layer's output after the target's final norm."""
+        """Return the target's last hidden states after its final norm."""
         return self._final_norm(taps.contiguous())
 
     def write_columns(self, before: Tensor, written: Written) -> None:
-        """Write only the keys and values of columns."""
+        """Write the keys and values of columns, without computing the rest of the layer."""
         batch = self._layout.writing(self.pool.page_size, written)
         token_ids = filled(written.token_ids, self._min_rows)
         inputs = self._layer.inputs(token_ids, filled(before, self._min_rows))
@@ -98,7 +103,7 @@ class MtpProposer(ColumnProposer):
     def compute(
         self, features: Tensor, rows: Sequence[PassRows], draws: SamplingPlan | None
     ) -> Columns:
-        """Run a pass of the layer and the output."""
+        """Compute columns with the MTP layer and its output matrix."""
         batch = self._layout.rows(self.pool.page_size, rows, wants_logits=True)
         before = filled(features, batch.num_rows)
         found = self._layer.forward(batch, self.pool, before, draws)
@@ -136,9 +141,10 @@ def load_mtp(
 
 
 def with_rough_output(layer: MtpLayer, least_bytes: int = LEAST_ROUGH_BYTES) -> MtpLayer:
-    """Round the layer's output matrix to 4 bits, if it has ``least_bytes`` and 16-bit weights.
+    """Round the layer's output matrix to 4 bits, if it has 16-bit weights and enough of them.
 
-    A pass reads one layer and the rows of the vocabulary, so the output is most of its traffic.
+    ``least_bytes``: minimum size of a matrix to round. Most of the memory traffic of a pass comes
+    from the output matrix, because a pass reads only one layer besides it.
     """
     decoder, output = layer.decoder, layer.decoder.weights.lm_head
     size = output.weight.nbytes
@@ -150,7 +156,7 @@ def with_rough_output(layer: MtpLayer, least_bytes: int = LEAST_ROUGH_BYTES) -> 
 
 
 def join_mtp(layer: MtpLayer, target: OwnDecoder) -> JoinedHead:
-    """Return an MTP layer as a head that is joined to its target."""
+    """Return a head that drafts with an MTP layer of its target."""
     config, (kv,) = target.config, layer.decoder.shapes
     head = Head(
         MtpConfig(
@@ -167,7 +173,7 @@ def join_mtp(layer: MtpLayer, target: OwnDecoder) -> JoinedHead:
 
 
 def frequent_ids(config: DecoderConfig) -> Tensor | None:
-    """Return the ids to draft, ``[NUM_DRAFT_IDS]``, or None for all ids of a small vocabulary."""
+    """Return the ids to draft, [NUM_DRAFT_IDS], or None to draft all ids of a small vocabulary."""
     if config.vocab_size <= 2 * NUM_DRAFT_IDS:
         return None
     first = torch.arange(NUM_DRAFT_IDS - NUM_LAST_IDS)
@@ -175,7 +181,7 @@ def frequent_ids(config: DecoderConfig) -> Tensor | None:
 
 
 def has_mtp(path: Path, target: Decoder) -> bool:
-    """Whether `auto` can draft with an MTP layer of the target's checkpoint.
+    """Whether the target's checkpoint has an MTP layer with which `--draft auto` can draft.
 
     Logs a warning for an incomplete layer.
     """
@@ -189,7 +195,10 @@ def has_mtp(path: Path, target: Decoder) -> bool:
 
 
 def _load(beside: Beside) -> LoadedDrafter:
-    """Load the MTP layer of the target's checkpoint. Raises `InvalidRequest` without one."""
+    """Load the MTP layer of the target's checkpoint.
+
+    Raises `InvalidRequest` if the checkpoint has no usable MTP layer.
+    """
     try:
         return load_mtp(
             beside.path, beside.target, keeps_packed=beside.keeps_packed, on_read=beside.on_read

@@ -1,16 +1,17 @@
 """GapModel: estimates which of a drafter's best tokens the target chooses, from score gaps.
 
-A drafter knows the noise with which the target will choose, so it knows how close its own choice
-was. Let its best tokens have the scores s_0 >= s_1 >= ... and the gaps d_j = s_0 - s_j. The model
-assumes that the target chooses the token of rank j with the probability
+The drafter scores tokens with the same noise with which the target will choose. The smaller the gap
+between two scores, the less certain it is which token the target prefers. Let the best tokens have
+the scores s_0 >= s_1 >= ... and the gaps d_j = s_0 - s_j. The model assumes that the target chooses
+the token of rank j with the probability
 
     e^(-B d_j) / (sum_l e^(-B d_l) + e^(a - b d_1)),
 
 and otherwise another token. Using the noise is safe because the verifier's token does not depend on
 drafts. B, a and b are fitted online to verified positions.
 
-The model rates single tokens in the model thread, while trees grow. The event loop learns what a
-drafter's nodes bring to a step, by rank: see draft/control/estimators.py.
+The model rates single tokens in the model thread, while trees grow. The event loop has its own
+estimate of a whole draft's accepted tokens: `NodeWorth` in draft/control/estimators.py.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class GapModel:
         self.mean_best = 0.7  # running mean of the best token's probability after a node
 
     def chances(self, scores: Sequence[float]) -> list[float]:
-        """Return the probability that the target chooses each token; ``scores`` never rise."""
+        """Return the probability that the target chooses each token.
+
+        ``scores`` are in descending order.
+        """
         weights, rest = self._weights(scores)
         total = sum(weights) + rest
         return [weight / total for weight in weights]
@@ -68,5 +72,5 @@ class GapModel:
 
 
 def default_gap_models() -> dict[bool, GapModel]:
-    """Return a model for greedy and one for sampled requests, by whether tokens are sampled."""
+    """Return new gap models for greedy (False) and for sampled (True) requests."""
     return {is_sampled: GapModel(*numbers) for is_sampled, numbers in FIRST_NUMBERS.items()}

@@ -30,22 +30,26 @@ class TokenText(Protocol):
         """Ids without text."""
 
     def piece(self, token_id: int) -> bytes:
-        """Return the bytes of a token, empty if it has no text that the other model reads."""
+        """Return the bytes of a token; none for a special token that the other model lacks."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text that follows other text. Raises `InvalidRequest`."""
+        """Return the token ids of a text that follows other text.
+
+        Raises `InvalidRequest` if the text cannot be encoded.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """The target that a drafter is loaded for, and the tools to load it with.
+    """The target that a drafter is loaded for, and functions for loading it.
 
     ``path``: folder or file of the target. ``found``: folder or file of the drafter; None if it has
     no files of its own. ``is_optional``: whether the engine starts without the drafter after a
     `LeftOutError`. ``on_read`` is called with the tensors of a head. ``load_decoder`` loads a model
     with the engine's options. ``texts_between`` takes the path and the decoder of a draft model and
-    returns the `TokenText` of the target and of the draft model, or None if both have the same
-    tokens; it raises `ModelLoadError` for a draft model whose tokens must not differ but do.
+    returns two `TokenText` objects, for the target and for the draft model, or None if both have
+    the same tokens. It raises `ModelLoadError` for a draft model that does not suit the target or
+    is not supported.
     """
 
     path: Path
@@ -64,7 +68,7 @@ class Beside:
 
 
 class LeftOutError(Exception):
-    """An optional drafter is unavailable or does not pay.
+    """An optional drafter is unavailable, or drafting with it would be slower than without it.
 
     The message is the reason, phrased as a predicate without its subject.
     """

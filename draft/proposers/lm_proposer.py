@@ -1,11 +1,12 @@
-"""LmProposer: a smaller language model drafts, with the noise that the verifier will use.
+"""LmProposer: drafts with a smaller language model, using the noise that the verifier will use.
 
-Drawing with the verifier's own Gumbel noise makes the two choices agree far more often than
-independent draws would (Daliri, Musco, Suresh, arXiv 2408.07978).
+With the verifier's own Gumbel noise, draft and target choose the same token far more often than
+with independent draws (Daliri, Musco, Suresh, arXiv 2408.07978).
 
 The draft model's KV has its own pool with the *same page ids* as the target's pool, so a prefix hit
 includes the draft KV. A page whose draft KV is complete has a ready mark. Missing KV is computed
-one window per step, after the first token, so it never delays the first token.
+only after a request's first token, so that it never delays the first token. One step computes at
+most a window of tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SOURCE = "lm"
 
 @dataclass(slots=True)
 class _DraftKV:
-    """Extent of one request's draft KV."""
+    """The part of a request whose draft KV is computed."""
 
     num_computed: int = 0  # number of leading tokens that have draft KV
     num_marked: int = 0  # number of leading pages that this request has marked ready
@@ -74,9 +75,10 @@ class LmProposer(DecoderProposer):
         return self._grower.drafts(trees, owed)
 
     def _owed(self, draft_kv: _DraftKV, scheduled: ScheduledRequest) -> int:
-        """Return the number of tokens without draft KV; 0 if the decoder's context has no room.
+        """Return the number of tokens without draft KV.
 
-        Without room the KV is never computed, so it is no backlog.
+        Returns 0 if the request is too long for the decoder's context, because then its draft KV is
+        never computed.
         """
         has_room = self._grower.has_room(scheduled)
         return len(scheduled.tokens) - draft_kv.num_computed if has_room else 0
@@ -87,7 +89,7 @@ class LmProposer(DecoderProposer):
         output: ForwardOutput,  # noqa: ARG002
         verified: Sequence[VerifiedRequest],
     ) -> None:
-        """Learn from verified trees; move the KV of accepted nodes to its positions' slots."""
+        """Learn from verified trees; move accepted nodes' KV to the slots of their positions."""
         moves: list[tuple[int, int]] = []
         for request_id, computed in self._grower.judge(verified):
             self._draft_kvs[request_id].num_computed += len(computed)
@@ -98,13 +100,13 @@ class LmProposer(DecoderProposer):
     # -- cursor ---------------------------------------------------------------------------------
 
     def _follow(self, scheduled: ScheduledRequest) -> _DraftKV:
-        """Return the extent of a request's draft KV, advanced over pages that became ready."""
+        """Return the record of a request's draft KV, updated with the pages that are ready now."""
         draft_kv = self._draft_kvs.setdefault(scheduled.request_id, _DraftKV())
         self._skip_ready(scheduled, draft_kv)
         return draft_kv
 
     def _skip_ready(self, scheduled: ScheduledRequest, draft_kv: _DraftKV) -> None:
-        """Advance over ready pages, except for the last token, whose logits are needed."""
+        """Count ready pages as computed, except for the last token, whose logits are needed."""
         page_size, last = self._pool.page_size, len(scheduled.tokens) - 1
         page = draft_kv.num_computed // page_size
         while (page + 1) * page_size <= last and self._ready[scheduled.page_ids[page]]:
@@ -143,9 +145,10 @@ class LmProposer(DecoderProposer):
         return opened
 
     def _stops(self, draft_kvs: Sequence[_DraftKV], trees: Sequence[TreeGrowth]) -> dict[int, int]:
-        """Return the position up to which each request's missing KV is computed, by its index.
+        """Return the position up to which the missing KV of each request is computed in this step.
 
-        The requests with the least missing KV get the window first.
+        The keys are indices of requests. Requests with the least missing KV come first, until the
+        window of the step is used up.
         """
         room, stops = self._window + len(trees), {}
         owed = [
@@ -169,7 +172,10 @@ def _is_model(found: Path) -> bool:  # noqa: ARG001
 
 
 def _load(beside: Beside) -> LoadedDrafter:
-    """Load a draft model; if its tokens differ from the target's, it drafts by text."""
+    """Load a draft model.
+
+    If its tokens differ from the target's, the two models exchange text (`TextProposer`).
+    """
     assert beside.found is not None
     decoder = beside.load_decoder(beside.found)
     texts = beside.texts_between(beside.found, decoder)

@@ -1,10 +1,13 @@
 """SelfProposer: a 4-bit copy of the target drafts for it, on the target's own KV pages.
 
-The pending token and the nodes of a draft write KV into slots that the verification pass writes
-again: the slots of their positions, and slots of spare pages for nodes off the trunk. All belong to
-the request. The context is the target's own KV, in full precision. So the drafter computes no
-prompt, keeps no KV and moves no KV. In recurrent layers the same holds for the entries of the
-request's log, as long as they are not folded into its state; so a draft ends with the page.
+The copy reads the target's own KV, which the target computed with its unrounded weights. It writes
+the KV of the last token and of draft tokens only. They go to slots of the request's own pages,
+which the verification pass writes again: the slots of their positions, or slots of spare pages for
+nodes off the trunk. So the copy computes no prompt, keeps no KV and moves no KV.
+
+For recurrent layers, it writes entries to the request's log. The verification pass writes them
+again unless they were folded into the state, which happens at the end of a page. So a draft must
+not go beyond the page.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class SelfProposer(DecoderProposer):
     traits = ProposerTraits(tokens_per_pass=1, catches_up=False, weighs=True)
 
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
-        """Draft for requests whose tokens all have KV except the last one."""
+        """Draft for requests whose tokens all have KV, except for the last one."""
         self._grower.begin()
         trees = [self._grower.tree(scheduled) for scheduled in requests]
         begun = [tree for tree in trees if self._may_draft(tree.scheduled)]
@@ -61,7 +64,7 @@ class SelfProposer(DecoderProposer):
         output: ForwardOutput,  # noqa: ARG002
         verified: Sequence[VerifiedRequest],
     ) -> None:
-        """Learn from verified trees; the KV is the target's, so the runner has moved it."""
+        """Learn from verified trees; the runner has already moved the target's KV."""
         self._grower.judge(verified)
 
 
@@ -69,7 +72,11 @@ class SelfProposer(DecoderProposer):
 
 
 def _load(beside: Beside) -> LoadedDrafter:
-    """Round the target to 4 bits. Raises `LeftOutError` if it is optional and does not pay."""
+    """Round the target to 4 bits.
+
+    Raises `LeftOutError` for an optional drafter that is unavailable or would not speed up
+    decoding.
+    """
     return LoadedDrafter(partial(SelfProposer, _rough_copy(beside)))
 
 
@@ -96,10 +103,11 @@ def _rough_copy(beside: Beside) -> Decoder:
 
 
 def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
-    """Return the time of a rough copy's pass as a share of the target's, and the speed-up.
+    """Return how long a pass of a rough copy takes, and the speed-up by drafting with it.
 
-    The speed-up assumes chains whose tokens have the acceptance probability `LIKELY`. Both are
-    measured for one request with a short context.
+    The time is a share of the time of the target's pass. Both passes are measured for one request
+    with a short context. The speed-up assumes that the target accepts a token of a chain with the
+    probability `LIKELY`.
     """
     # The default page size has specialised kernels.
     page_size = EngineConfig().sizes(target.device.type).page_size

@@ -1,8 +1,8 @@
-"""StepTrees: the trees of a step, whose nodes share the rows of one pass of the target.
+"""StepTrees: the draft trees of one step. The target verifies all of them in one pass.
 
-The cost of a row depends on all rows of the pass: the first row of a tile costs much, and the rows
-that fill the tile cost nothing. So the nodes of all trees are ranked together, and the best are
-taken as long as they bring more than their rows cost.
+The cost of a row depends on the other rows of the pass, because kernels compute rows in tiles: the
+first row of a tile costs much, and the rows that fill the tile cost nothing. So the nodes of all
+trees are ranked together, and the best are taken as long as they bring more than their rows cost.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _Offered: TypeAlias = dict[TreeGrowth, list[Growing]]
 
 
 class StepTrees:
-    """Trees that grow together, with or without prices in their plans.
+    """The trees of a step, which grow together.
 
-    Without prices, all ``max_draft`` nodes of a plan are grown.
+    If the plan of a tree contains no prices, the tree grows to ``max_draft`` nodes.
     """
 
     def __init__(self, trees: Sequence[TreeGrowth]) -> None:
@@ -34,16 +34,16 @@ class StepTrees:
         self._groups = [_Group(each) for each in (weighed, others) if each]
 
     def open(self, level: int | None = None, *, takes_pass: bool = True) -> TreeNodes:
-        """Give slots to the nodes that `frontiers` returns; return the nodes to compute."""
+        """Choose the nodes to compute next, and assign slots for their KV."""
         found = self.frontiers(level, takes_pass=takes_pass)
         pairs = zip(self._trees, found, strict=True)
         return [(tree, node) for tree, nodes in pairs for node in tree.open(nodes)]
 
     def frontiers(self, level: int | None = None, *, takes_pass: bool = True) -> list[list[int]]:
-        """Return the nodes of each tree to compute next; no nodes if a pass would not pay.
+        """Return the nodes of each tree to compute next; none if a pass costs more than it brings.
 
-        ``level``: return nodes of this level only. ``takes_pass``: whether computing them takes
-        another pass.
+        ``level``: return nodes of this level only. ``takes_pass``: whether the proposer must run
+        another pass to compute them.
         """
         found: _Offered = {}
         for group in self._groups:
@@ -53,7 +53,10 @@ class StepTrees:
         return [[node for each in found[tree] for node in each.nodes] for tree in self._trees]
 
     def drafts(self, owed: Sequence[int] | None = None) -> list[Draft]:
-        """Return the draft of each tree. ``owed``: tokens of each whose KV the proposer lacks."""
+        """Return the draft of each tree.
+
+        ``owed``: number of tokens of each tree's request whose KV the proposer lacks.
+        """
         counts: dict[TreeGrowth, int] = {}
         for group in self._groups:
             group.rank()
@@ -63,7 +66,7 @@ class StepTrees:
 
 
 class _Group:
-    """Trees that share one list of row prices. `rank` must be called after the trees grow."""
+    """Trees with the same list of row prices. `rank` must be called after the trees grow."""
 
     def __init__(self, trees: Sequence[TreeGrowth]) -> None:
         self.trees = trees
@@ -77,7 +80,10 @@ class _Group:
         self._count, self._gain = self._best(_ranked(self._worths))
 
     def least(self) -> float:
-        """Return the tokens that one more node must bring beyond the price of its keys."""
+        """Return the number of expected tokens above which one more node is worth its row.
+
+        The price of the keys that the node attends to is not included.
+        """
         prices, count, most = self._prices, self._count, len(self._prices) - 1
         worst = float(_ranked(self._worths)[count - 1]) if count else np.inf
         if count == most:
@@ -86,15 +92,16 @@ class _Group:
         return min(worst, float(ahead.min()))
 
     def frontiers(self, level: int | None) -> _Offered:
-        """Return the nodes whose children may be among the best of the step, by tree."""
+        """Return, for each tree, the nodes whose children may be among the best of the step."""
         least = self.least()
         return {tree: tree.frontier(least, level) for tree in self.trees}
 
     def paying(self, offered: _Offered) -> _Offered:
-        """Return the offered nodes for which a pass pays best; no nodes if it does not pay.
+        """Return the offered nodes that one pass of the proposer should compute.
 
-        Each row of the proposer's pass has a price, too. A node is computed if its expected child
-        is worth that price and a row of the target's pass.
+        Each row of the proposer's pass has a price. A node is computed if its best child is
+        expected to bring more tokens than the price of this row and of a row of the target's pass
+        together. If the whole pass costs more than it brings, no nodes are returned.
         """
         known = self.trees[0].plan.pass_prices
         if not known or not any(offered.values()):
@@ -110,9 +117,9 @@ class _Group:
         return found
 
     def _by_gain(self, offered: _Offered) -> tuple[list[_Placed], FloatArray]:
-        """Sort the offered nodes by gain per row, in descending order.
+        """Sort the offered nodes by gain per row of the proposer's pass, in descending order.
 
-        Returns them as (index of the tree, nodes), and the gain of each in tokens.
+        Returns (index of the tree, nodes) pairs, and the gain of each pair in tokens.
         """
         placed, gains, for_a_row = list[_Placed](), list[float](), list[float]()
         least = self.least()
@@ -129,7 +136,10 @@ class _Group:
         return [placed[at] for at in order], np.array(gains)[order]
 
     def _more(self, placed: Sequence[_Placed]) -> float:
-        """Return the tokens that a pass over these nodes would bring, minus the target's rows."""
+        """Return by how much a pass over these nodes is expected to raise the net gain of the step.
+
+        The net gain is the number of expected tokens minus the price of the target's rows.
+        """
         worths = [[*each] for each in self._worths]
         for at, each in placed:
             worths[at] += each.followers
@@ -139,7 +149,7 @@ class _Group:
         return self._best(_ranked(worths))[1] - self._gain
 
     def counts(self) -> dict[TreeGrowth, int]:
-        """Return how many nodes of each tree are among the best of all that pay for their rows."""
+        """Return the number of nodes that each tree has among the best nodes of the group."""
         order = np.argsort(-np.concatenate(self._worths), kind="stable")
         owners = np.repeat(np.arange(len(self.trees)), [len(each) for each in self._worths])
         numbers = np.bincount(owners[order[: self._count]], minlength=len(self.trees))
@@ -148,8 +158,8 @@ class _Group:
     def _best(self, worths: FloatArray) -> tuple[int, float]:
         """Return the number of best nodes with the highest net gain, and that gain in tokens.
 
-        ``worths`` is in descending order. The net gain may have several peaks, because a row may
-        cost nothing and the next one the price of a tile.
+        ``worths`` is in descending order. All numbers of nodes are compared, because the net gain
+        may have several maxima: the price of rows rises in steps.
         """
         net = worths.cumsum() - self._prices[1 : len(worths) + 1]
         if not len(net) or net.max() <= 0.0:
@@ -165,7 +175,8 @@ def _ranked(parts: Sequence[Sequence[float]]) -> FloatArray:
 def _prices(known: Sequence[float], most: int) -> FloatArray:
     """Return the price of 0, 1, ... ``most`` rows in tokens, [most + 1].
 
-    Rows beyond the known prices cost as much as the last known row. All are 0 without known prices.
+    Each row beyond the known prices costs as much as the last known row. Without known prices, all
+    prices are 0.
     """
     if not known:
         return np.zeros(most + 1)

@@ -1,14 +1,14 @@
 """TextProposer: a draft model with another tokenizer, which exchanges text with the target.
 
 The draft model has its own token ids, pages and prefix cache, because its positions differ from the
-target's. Text up to the last word is *settled*: its ids are final, and only they are cached. The
+target's. Text before the last word is *settled*: its ids are final, and only they are cached. The
 last word may still grow, so it is encoded again in each step. A tokenizer that merges across words
-would give other ids, which can only cost accepted tokens.
+would encode the whole text differently, but then only fewer tokens are accepted.
 
 A draft is a greedy chain. The target's tokenizer encodes the text of the target's last tokens and
-of the chain together; the tokens after the known ones are the draft. Noise is keyed by the target's
-ids, which the draft model does not have, so at temperature 1 fewer tokens are accepted than from a
-model with the target's tokenizer.
+of the chain together; the tokens after the known ones are the draft. The draft model cannot use the
+verifier's noise, which is computed from the target's token ids. So at temperature 1 fewer tokens
+are accepted than from a model with the target's tokenizer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GREEDY = SamplingMetadata(params=TokenSamplingParams(temperature=0.0), seed=0, p
 
 @dataclass(slots=True)
 class _Reading:
-    """One request in the draft model's tokens."""
+    """The text of one request, encoded with the draft model's tokenizer."""
 
     space: str  # namespace in the draft model's cache
     ids: array[int]  # token ids of settled text
@@ -62,14 +62,14 @@ class _Reading:
 
     @property
     def tokens(self) -> array[int]:
-        """Token ids of the settled and the open text."""
+        """Token ids of the settled text and of the text after it."""
         return self.ids + array("q", self.last_ids)
 
 
 class TextProposer(DecoderProposer):
     """Drafts by running ``decoder`` on the text of requests.
 
-    ``target`` and ``own``: the texts of the target's tokens and of the decoder's tokens.
+    ``target`` and ``own`` convert between text and the token ids of the target and of the decoder.
     ``window``: maximum number of tokens whose missing KV one step computes, over the whole batch.
     """
 
@@ -96,10 +96,11 @@ class TextProposer(DecoderProposer):
         self._chances = {False: _Chance(), True: _Chance()}  # chances by whether tokens are sampled
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
-        """End the leases of ended requests; flush namespaces of newly allocated target pages.
+        """End the leases of ended requests; drop draft KV that no request can share any more.
 
-        Requests share draft KV if they have the same first page in the target's pool, so they never
-        share it across the target's namespaces.
+        Requests share draft KV if they have the same first page in the target's pool. So they never
+        share it across the target's namespaces, and it is dropped when that page is allocated
+        again.
         """
         for request_id in request_ids:
             reading = self._readings.pop(request_id, None)
@@ -117,9 +118,9 @@ class TextProposer(DecoderProposer):
         return self._spaces[page_id]
 
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
-        """Encode new text, compute missing KV within the window, then draft.
+        """Encode new text and compute missing KV within the window.
 
-        Only requests with complete KV are drafted for.
+        Then draft for the requests whose KV is complete.
         """
         readings, room = [], READ_TOKENS
         for scheduled in requests:
@@ -142,7 +143,7 @@ class TextProposer(DecoderProposer):
         output: ForwardOutput,  # noqa: ARG002
         verified: Sequence[VerifiedRequest],
     ) -> None:
-        """Learn how often the proposer's tokens are accepted."""
+        """Update the acceptance probability of the proposer's tokens."""
         for each in verified:
             draft = each.output.draft
             if SOURCE in draft.sources and each.output.error is None:
@@ -162,7 +163,8 @@ class TextProposer(DecoderProposer):
     def _read(self, reading: _Reading, tokens: array[int], room: int) -> int:
         """Encode at most ``room`` more of the target's tokens; return the number attempted.
 
-        If the tokenizer refuses the text, it stays unread, and the request gets no drafts.
+        If the tokenizer cannot encode the text, the request gets no drafts, and the next step tries
+        again.
         """
         new = tokens[reading.num_read : reading.num_read + max(0, room)]
         if not new:
@@ -189,9 +191,10 @@ class TextProposer(DecoderProposer):
     # -- pages and passes -----------------------------------------------------------------------
 
     def _tree(self, scheduled: ScheduledRequest, reading: _Reading) -> TreeGrowth | None:
-        """Return an empty chain for a request whose text is read.
+        """Return an empty chain for a request whose text has been encoded.
 
-        None if the request has no tokens, or if the context or the pool has no room.
+        Returns None if the request has no tokens, if it is too long for the context, or if the pool
+        has no free pages.
         """
         tokens = reading.tokens
         if not tokens:
@@ -220,7 +223,8 @@ class TextProposer(DecoderProposer):
     ) -> Opened | None:
         """Compute missing KV; return the first token of each chain whose KV is now complete.
 
-        None without a chain. Requests with the least missing KV get the window first.
+        Requests with the least missing KV come first, until the window of the step is used up.
+        Returns None if nothing is computed.
         """
         room = self._window + len(trees)
         segments: list[Segment] = []
@@ -256,7 +260,7 @@ class TextProposer(DecoderProposer):
         trees: Sequence[TreeGrowth | None],
         whole: Opened | None,
     ) -> None:
-        """Grow the chains of requests with complete KV; record the nodes that have KV."""
+        """Grow the chains of requests with complete KV; record the tokens whose KV was computed."""
         if whole is None or not whole.nodes:
             return
         self._grower.grow([tree for tree, _ in whole.nodes], whole)
@@ -291,7 +295,7 @@ class TextProposer(DecoderProposer):
     def _translated(
         self, scheduled: ScheduledRequest, reading: _Reading, chain: Sequence[int]
     ) -> list[int]:
-        """Return the target's tokens for the text of a chain; empty if its tokenizer refuses it."""
+        """Return the target's tokens for the text of a chain; none if it cannot be encoded."""
         text = _whole_characters(self._text_of(chain))[0].encode()
         pending = _whole_characters(reading.open)[1]
         if len(text) <= len(pending):
@@ -314,11 +318,11 @@ class TextProposer(DecoderProposer):
         return b"".join(map(self._own.piece, chain[:end]))
 
     def _known(self, tokens: array[int], num_pending: int) -> list[int]:
-        """Return a few of the target's last tokens, from a position that likely begins a token.
+        """Return a few of the target's last tokens, from a likely token boundary on.
 
-        The position is the start of a word, or follows a special token. Without such a position,
-        the result is empty if ``num_pending`` is 0; otherwise it is the tokens that contain the
-        last ``num_pending`` bytes, which begin a character.
+        A likely boundary is the start of a word or the end of a special token. Without one, return
+        the tokens that contain the last ``num_pending`` bytes, which begin a character that the
+        next token continues. If ``num_pending`` is 0, the result is then empty.
         """
         last, special = list(tokens[-NUM_KNOWN:]), self._target.special_ids
         pieces = [self._target.piece(each) for each in last]
@@ -346,7 +350,10 @@ class TextProposer(DecoderProposer):
 
 
 class _Chance:
-    """Acceptance probability of a token after accepted ones; recent tokens weigh more."""
+    """The probability that a token of a chain is accepted if all tokens before it were accepted.
+
+    It is estimated from verified drafts; recent ones weigh more.
+    """
 
     def __init__(self) -> None:
         self._hits, self._tries = PRIOR * PRIOR_WEIGHT, PRIOR_WEIGHT
@@ -358,7 +365,7 @@ class _Chance:
         self._tries = (self._tries + num_tried) * fade
 
     def survival(self, num_tokens: int) -> list[float]:
-        """Return the probability that each token of a chain and all before it are accepted."""
+        """Return the probability that the first 1, 2, ... tokens of a chain are all accepted."""
         chance = self._hits / self._tries
         return [chance**level for level in range(1, num_tokens + 1)]
 
@@ -368,7 +375,7 @@ def _num_owed(reading: _Reading, tree: TreeGrowth) -> int:
 
 
 def _whole_characters(text: bytes) -> tuple[str, bytes]:
-    """Decode UTF-8, except for an incomplete character at the end; return text and those bytes.
+    """Decode UTF-8, without the bytes of an incomplete last character; return text and bytes.
 
     Invalid bytes are replaced.
     """

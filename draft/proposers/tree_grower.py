@@ -1,7 +1,7 @@
 """TreeGrower: grows the draft trees of requests together, pass by pass.
 
-It chooses tokens with the target's noise. A subclass runs the passes: `DecoderGrower` serves
-drafters with a decoder; trained heads have their own (draft/heads/common/proposer.py).
+It chooses tokens with the target's noise. Subclasses run the passes: `DecoderGrower` for drafters
+that are decoders, and `HeadGrower` (draft/heads/common/proposer.py) for trained heads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .tree_growth import ANY_LEVEL, ROOT, TreeGrowth, TreeNodes
 
 
 class Scored(NamedTuple):
-    """Logits after some nodes, and the next tokens if the pass itself chose them."""
+    """Logits of the tokens after some nodes, and the tokens themselves if the pass chose them."""
 
     logits: Tensor  # [num_nodes, draft_vocab]
     tokens: PendingTokens | None = None
@@ -49,12 +49,12 @@ class Scored(NamedTuple):
 
     @classmethod
     def of(cls, output: ForwardOutput) -> Scored:
-        """Take the logits and tokens of a decoder's pass with a row of logits for each node."""
+        """Take logits and tokens from the output of a decoder's pass that has one row per node."""
         return cls(output.logits, output.tokens, output.best)
 
 
 class Opened(NamedTuple):
-    """Nodes that a pass computed, and candidates for the next token of each.
+    """Nodes that a pass computed, and candidates for the token after each node.
 
     The candidates may still be on the device.
     """
@@ -121,15 +121,15 @@ class TreeGrower(ABC):
         self._trees = {}
 
     def tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
-        """Return a tree for a request, with its looked-up tokens but without the drafter's."""
+        """Return a new tree for a request, which contains its looked-up tokens."""
         gap_model = self.gap_models[scheduled.sampling.params.temperature > 0.0]
         most = self.most_levels(scheduled)
         return TreeGrowth(scheduled, gap_model, self._source, self._page_size, most_levels=most)
 
     def grow(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
-        """Grow trees after their ``first`` pass until another pass would not pay for itself.
+        """Grow trees after their ``first`` pass, until another pass costs more than it brings.
 
-        The decision is made for all trees together.
+        Costs and gains are compared for all trees together.
         """
         first.read()
         together = StepTrees(trees)
@@ -147,7 +147,7 @@ class TreeGrower(ABC):
     def drafts(self, trees: Sequence[TreeGrowth], owed: Sequence[int] | None = None) -> list[Draft]:
         """Return the draft of each grown tree, and keep the trees for `judge`.
 
-        ``owed``: tokens of each request whose KV the drafter lacks.
+        ``owed``: number of tokens of each request whose KV the drafter lacks.
         """
         self._trees = {tree.scheduled.request_id: tree for tree in trees if tree.rankings}
         return StepTrees(trees).drafts(owed)
@@ -155,8 +155,8 @@ class TreeGrower(ABC):
     def judge(self, verified: Sequence[VerifiedRequest]) -> list[tuple[str, list[tuple[int, int]]]]:
         """Learn from the outcome of a step.
 
-        Returns the id of each request whose tree was verified, and the (slot, slot of its position)
-        pairs that `TreeGrowth.judge` returns.
+        Returns the id of each request whose tree was verified, with a (KV slot, slot of the
+        position) pair for each accepted node that has KV.
         """
         judged = []
         for each in verified:
@@ -174,23 +174,23 @@ class TreeGrower(ABC):
     # -- candidates -----------------------------------------------------------------------------
 
     def draws(self, rows: Sequence[DraftedRow], num_best: int) -> SamplingPlan | None:
-        """Return a plan for the pass to choose tokens itself; None without a device sampler."""
+        """Return a sampling plan for a pass; None if the device cannot sample."""
         if self._device_sampler is None:
             return None
         return SamplingPlan(rows, [1] * len(rows), num_best, self._draft_vocab)
 
     def draws_of(self, nodes: TreeNodes, rows: Sequence[DraftedRow]) -> SamplingPlan | None:
-        """Return a plan for a pass with a row for each node to choose the tokens of `choose`.
+        """Return a sampling plan for a pass with one row per node, if the device can sample.
 
-        A pass without nodes repeats the number of candidates of the previous pass, so that it can
-        use the same graph.
+        Without nodes, the plan asks for as many candidates per row as the previous plan, so that
+        both passes can use the same graph.
         """
         if nodes:
             self._num_best = NUM_BEST if _wants_best(nodes) else 1
         return self.draws(rows, self._num_best)
 
     def choose(self, nodes: TreeNodes, rows: Sequence[DraftedRow], scored: Scored) -> Opened:
-        """Choose the candidates that may follow each node, unless the pass has chosen them.
+        """Choose candidates for the token after each node, unless the pass itself has chosen them.
 
         A node with invalid logits gets no candidates. The result may still be on the device.
         """
@@ -210,9 +210,9 @@ class TreeGrower(ABC):
 
 
 def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[DraftedRow]:
-    """Return the row to sample after each node.
+    """Return the rows with which the token after each node is sampled.
 
-    ``num_ahead``: tokens between the request's tokens and the node that only the device knows.
+    ``num_ahead``: number of draft tokens before the sampled one whose ids are still on the device.
     """
     return [
         DraftedRow(tree.scheduled.tokens, tree.scheduled.sampling, tree.tail(node), (), num_ahead)
@@ -229,7 +229,7 @@ def _without_scores(found: Sequence[Best]) -> list[Best]:
 
 
 def _drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:
-    """Return candidates of one token each, without scores; no candidate after an error."""
+    """Convert each sampled token to one candidate without a score, or to none after an error."""
     return [Best((each.token_id,) if each.error is None else (), ()) for each in choices]
 
 
@@ -250,7 +250,7 @@ class DecoderGrower(TreeGrower):
         return ANY_LEVEL if self._pool.states is None else self._page_size - in_page
 
     def _extras(self, scheduled: ScheduledRequest, position: int) -> RowExtras | None:
-        """Return the state of a request for a row at a position; None if the decoder has none."""
+        """Return the recurrent state of a request for a row at ``position``, or None."""
         state = scheduled.extras.state
         if self._pool.states is None or state is None:
             return None
@@ -288,7 +288,7 @@ class DecoderGrower(TreeGrower):
     def _grow_ahead(self, first: Opened) -> None:
         """Launch all passes of the chains; each reads the previous pass's tokens on the device.
 
-        The host reads the results only after the last launch, so it never delays a pass.
+        The host reads the results only after the last launch, so that reading never delays a pass.
         """
         passes = [first]
         while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.most_levels]:
@@ -351,8 +351,9 @@ class DecoderGrower(TreeGrower):
     def _tries(self, num_requests: int, num_tokens: int) -> Iterator[ScheduledRequest]:
         """Yield requests for `try_draft`, with a shorter context if the pool is small.
 
-        Each has its own pages if the pool has enough: a page that is read twice would come from a
-        processor cache. Their last tokens differ, because equal tokens would use the same experts.
+        Each request has its own pages if the pool has enough, because pages that are read twice
+        would be in a processor cache. The last tokens of the requests differ, because equal tokens
+        would use the same experts.
         """
         pool, config, rng = self._pool, self._decoder.config, random.Random(0)
         most = min(pool.num_pages * pool.page_size, config.max_model_len)

@@ -1,11 +1,11 @@
-"""TreeGrowth: a draft tree that a model grows, from the nodes with the highest survival on.
+"""TreeGrowth: a draft tree that a model grows, expanding the likeliest nodes first.
 
 The *survival* of a node is the probability that it and all nodes before it on its path are
 accepted. A `GapModel` estimates the probability of each of the best tokens after a node.
 
 A tree may begin with looked-up tokens. If the drafter guesses the same token, the higher survival
-counts. If it guesses other tokens, the likelier of the two sides keeps its survival, and the other
-side shares the probability that is left.
+counts. If it guesses other tokens, the likelier guess keeps its survival, and the other guess gets
+only the probability that is left.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class _Ranking(NamedTuple):
 class Growing(NamedTuple):
     """Nodes of one path that may be computed together, in the order of the path.
 
-    ``followers``: expected tokens of the best child of each node, minus the price of its keys. For
-    a drafter that grows level by level, the best descendant of a node counts if it is better.
+    ``followers``: for each node, the expected tokens of its best child, minus the price of the keys
+    that a node attends to. For a drafter that grows level by level, the best descendant counts if
+    it is better.
     """
 
     nodes: list[int]
@@ -66,7 +67,7 @@ class Growing(NamedTuple):
 class TreeGrowth:
     """One request's growing draft tree.
 
-    It is a chain if the request has no spare page. `StepTrees` decides which nodes pay for their
+    Without spare pages, the request gets a chain. `StepTrees` decides which nodes are worth their
     rows. ``source``: the drafter's name. ``page_size``: page size of the pool that holds the nodes'
     KV, in tokens; 0 if nodes have no KV. ``most_levels``: maximum number of tokens on a path.
     """
@@ -111,7 +112,7 @@ class TreeGrowth:
         return index
 
     def at(self, node: int) -> _Node:
-        """Return a node; ROOT is the request's last token."""
+        """Return a node by its number; ROOT stands for the request's last token."""
         return self._root if node == ROOT else self.nodes[node]
 
     @property
@@ -123,12 +124,13 @@ class TreeGrowth:
     def wants_best(self) -> bool:
         """Whether passes must return several candidates per node, with scores.
 
-        A looked-up chain needs scores, too: it is compared with the grown one by survival.
+        A looked-up chain requires scores, too, because its survival is compared with the grown
+        chain's.
         """
         return bool(self.plan.row_prices or self.is_tree or self.plan.draft.survival)
 
     def expand(self, node: int, best: Best) -> None:
-        """Add the candidates that a pass found after ``node``."""
+        """Add the candidates that a pass found for the token after ``node``."""
         if not best.token_ids:
             return
         if node == ROOT:
@@ -152,10 +154,10 @@ class TreeGrowth:
             self._share(before, set(known.values()), set(ranked))
 
     def _share(self, before: _Node, known: set[int], ranked: set[int]) -> None:
-        """Scale the survival of one side of a node's children to what the other side leaves.
+        """Limit the sum of the survival of a node's children to the node's own survival.
 
-        The sides are the looked-up and the drafter's children. The side with the likeliest child
-        keeps its survival.
+        Some children were looked up, and some were found by the drafter. The group that contains
+        the likeliest child is unchanged, and the survival of the others is scaled to the rest.
         """
         if before.survival <= 0.0:
             return
@@ -174,10 +176,10 @@ class TreeGrowth:
     def frontier(self, least: float, level: int | None = None) -> list[Growing]:
         """Return the nodes to expand: their children may be among the best of the step.
 
-        ``least``: tokens that one more node must bring beyond the price of its keys. ``level``:
-        return nodes of this level only. The best come first, each with the uncomputed nodes before
-        it on its path. The list is empty before the first pass, because KV of the request itself
-        may be missing.
+        ``least``: number of expected tokens above which one more node is worth its row, without the
+        price of its keys. ``level``: return nodes of this level only. The best nodes come first,
+        each with the nodes before it on its path that are not computed yet. The list is empty
+        before the first pass, because KV of the request itself may be missing.
         """
         least, chosen, found = least + self.plan.key_price, set[int](), list[Growing]()
         if ROOT not in self.rankings:
@@ -206,9 +208,10 @@ class TreeGrowth:
         return found
 
     def _left(self) -> list[float]:
-        """Return the probability that each node is accepted and its known children are not.
+        """Return, for each node, the probability that an unknown child of it will be accepted.
 
-        It is 0 for computed nodes. [number of nodes]
+        This is the node's survival minus the survival of its known children, or 0 for a computed
+        node. The shape is [number of nodes].
         """
         left = [node.survival for node in self.nodes]
         for node in self.nodes:
@@ -223,7 +226,7 @@ class TreeGrowth:
         return has_slot and node.level < self.most_levels
 
     def open(self, nodes: Sequence[int]) -> list[int]:
-        """Give nodes of the frontier slots for their KV; return the nodes to compute."""
+        """Assign slots for KV to nodes; return those that can be computed."""
         for index in nodes:
             node = self.nodes[index]
             is_reached = node.parent == ROOT or self.nodes[node.parent].is_open
@@ -241,7 +244,7 @@ class TreeGrowth:
         return opened
 
     def worths(self) -> list[float]:
-        """Return the expected tokens of the best ``max_draft`` nodes, minus their keys' price.
+        """Return the expected tokens of the best ``max_draft`` nodes, minus the price of keys.
 
         The values are in descending order.
         """
@@ -250,7 +253,7 @@ class TreeGrowth:
         return sorted(found, reverse=True)[: self.plan.max_draft]
 
     def path(self, node: int) -> list[int]:
-        """Return the nodes from the first level down to ``node``."""
+        """Return the path from the first level to ``node``, which is included."""
         path = []
         while node != ROOT:
             path.append(node)
@@ -258,25 +261,28 @@ class TreeGrowth:
         return path[::-1]
 
     def tail(self, node: int) -> list[int]:
-        """Return the token ids from the first level down to ``node``."""
+        """Return the token ids on the path from the first level to ``node``."""
         return [self.nodes[index].token_id for index in self.path(node)]
 
     def slots(self, node: int) -> list[int]:
-        """Return the slots of the path to ``node``, from the first slot not at its position on."""
+        """Return the KV slots on the path to ``node`` that do not follow from the page table.
+
+        The first nodes of a path may have the slots of their positions; these slots are left out.
+        """
         path = [self.nodes[index] for index in self.path(node)]
         away = next((at for at, each in enumerate(path) if not each.is_first), len(path))
         return [each.slot for each in path[away:] if each.slot is not None]
 
     def path_slots(self, node: int) -> list[int]:
-        """Return the KV slots of all nodes on the path to ``node``; empty without KV."""
+        """Return the KV slots of all nodes on the path to ``node``; none if nodes have no KV."""
         slots = [self.nodes[index].slot for index in self.path(node)]
         return [slot for slot in slots if slot is not None]
 
     def draft(self, most: int, num_uncached: int = 0) -> Draft:
         """Return a draft of the best ``most`` nodes, depth first, the best child first.
 
-        If only a chain is possible, return the better of the drafter's and the looked-up chain.
-        ``num_uncached``: tokens of the request whose KV the drafter lacks.
+        If nodes must not have siblings, the drafter's chain or the looked-up chain is returned,
+        whichever is better. ``num_uncached``: tokens of the request whose KV the drafter lacks.
         """
         note = DraftNote(tuple(self.pass_rows), num_uncached)
         known = NO_DRAFT if self.is_tree else self.plan.draft.trunk()
@@ -307,7 +313,7 @@ class TreeGrowth:
     def judge(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Learn from the tokens that the target chose.
 
-        Returns (slot of its KV, slot of its position) for each accepted node that has KV.
+        Returns a (KV slot, slot of the position) pair for each accepted node that has KV.
         """
         found, node = list[tuple[int, int]](), ROOT
         for at, token_id in enumerate(token_ids, len(self.scheduled.tokens)):

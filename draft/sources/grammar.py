@@ -14,7 +14,7 @@ from .source import Guess, Priors, Source
 
 @dataclass(slots=True)
 class _Follower:
-    """The event loop's own matcher of one request, and its last forced run."""
+    """The event loop's matcher of one request's constraint, and the last run of forced tokens."""
 
     constraint: Constraint | None  # None after a failure, which the model thread meets as well
     num_tokens: int = 0  # length of the request in tokens when ``run`` was computed
@@ -25,8 +25,9 @@ class _Follower:
 class GrammarSource(Source):
     """Drafts runs of forced tokens, for requests with a constraint.
 
-    If the constraint allows one token only, the target must choose it, so a run of such tokens is
-    accepted whole. `trim` cuts the guesses of other sources before the first forbidden token.
+    A token is forced if the constraint allows no other; then the target must choose it. So all
+    tokens of such a run are accepted. `trim` cuts the guesses of other sources before the first
+    forbidden token.
     """
 
     name = "grammar"
@@ -36,7 +37,7 @@ class GrammarSource(Source):
         self._followers: dict[Request, _Follower] = {}
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """Return the forced run of at most ``most`` tokens as the only guess, if there is one.
+        """Return the run of at most ``most`` forced tokens as the only guess, if there is one.
 
         O(new tokens + length of the run).
         """
@@ -65,9 +66,9 @@ class GrammarSource(Source):
         return self._followers[request]
 
     def _forced(self, request: Request, most: int) -> array[int]:
-        """Return the forced run after the request's tokens; cached while the request is unchanged.
+        """Return the forced tokens after the request's tokens, at most ``most``.
 
-        It has at most ``most`` tokens and is empty if the constraint failed.
+        The result is cached until the request has new tokens. It is empty if the constraint failed.
         """
         follower = self._follower(request)
         if follower is None or follower.constraint is None:

@@ -25,7 +25,7 @@ Values never rise from one token to the next."""
 
 @dataclass(slots=True, eq=False)
 class GuessPath:
-    """A run of tokens, whose first one is at level ``start``, and their survival."""
+    """A run of draft tokens and their survival; ``start`` is the depth of the first token."""
 
     token_ids: array[int]
     source: str
@@ -35,7 +35,7 @@ class GuessPath:
 
     @property
     def stop(self) -> int:
-        """Level after its last token."""
+        """Depth of the last token plus 1."""
         return self.start + len(self.token_ids)
 
 
@@ -50,7 +50,7 @@ class GuessTree:
     def survival(self) -> Survival:
         """Survival of all tokens, in descending order, [num_tokens].
 
-        The tree of the n best nodes has the first n values.
+        The first n values belong to the n best tokens, which form a tree.
         """
         if len(self._paths) == 1:
             return self.trunk.survival
@@ -79,7 +79,7 @@ class GuessTree:
         return Draft(token_ids, sources, survival=self.trunk.survival[:count].tolist())
 
     def add(self, guess: Guess, survival: Survival) -> None:
-        """Add a guess that is less promising than the trunk, with its survival [num_tokens]."""
+        """Add a guess that is less promising than the trunk, with the survival of its tokens."""
         path, at = self.trunk, 0
         while True:
             here = at - path.start
@@ -106,10 +106,11 @@ class GuessTree:
         guess: Guess,
         survival: Survival,
     ) -> None:
-        """Add the guess's tokens from level ``at`` on as a branch of ``path``.
+        """Add the guess's tokens from depth ``at`` on as a branch of ``path``.
 
-        The branch gets the probability that its siblings leave: the survival of the token before
-        the fork, minus the survival of the other tokens at the level.
+        The survival of the branch is scaled to the probability that is left at the fork: the
+        survival of the token before it, minus the survival of the tokens that already follow that
+        token.
         """
         before, own_before = 1.0, 1.0
         if at:
@@ -139,7 +140,10 @@ def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> GuessTree:
 
 
 def _laid_out(trunk: GuessPath, kept: dict[int, int]) -> Draft:
-    """Return a draft of the first ``kept`` tokens of each path (by its `id`), depth first."""
+    """Return a draft of the first tokens of each path, depth first.
+
+    ``kept``: maps the `id` of each path to the number of its tokens to take.
+    """
     token_ids, sources, parents = array("q"), list[str](), list[int]()
     survival = list[float]()
 

@@ -1,4 +1,4 @@
-"""Names of all drafters in usage, metrics and the live page."""
+"""Names of all drafters, as they appear in usage, in metrics and on the server's live web page."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ STEADY = 16  # correct tokens after a relocation that make the prediction count 
 
 @dataclass(slots=True)
 class _PredictionCursor:
-    """The position of an answer in its prediction."""
+    """The position in a prediction up to which the answer agrees with it."""
 
     prediction: array[int]
     data: bytes  # bytes of ``prediction``, for searches
@@ -28,16 +28,18 @@ class _PredictionCursor:
     num_right: int = STEADY  # correctly predicted tokens since the last relocation
 
     def follow(self, new: array[int]) -> bool:
-        """Advance over correctly predicted tokens; return whether all tokens of ``new`` are."""
+        """Advance while the tokens of ``new`` are as predicted; return whether all of them are."""
         same = common_len(new, self.prediction[self.at : self.at + len(new)])
         self.at += same
         self.num_right += same
         return same == len(new)
 
     def relocate(self, last: array[int]) -> None:
-        """Move to the position after the answer's last tokens: their next occurrence, or the first.
+        """Move to the position after the next occurrence of ``last``, the answer's last tokens.
 
-        Sets ``lost`` if the prediction lacks the last two tokens, after one scan of its bytes.
+        If they do not occur later in the prediction, the first occurrence is used. Fewer last
+        tokens are tried if the longer run does not occur. ``lost`` is set if the prediction does
+        not contain the last two tokens; this takes one scan of its bytes.
         """
         self.lost, self.num_right = True, 0
         if _find(self.data, last[-ORDERS[-1] :], 0) is None:
@@ -53,8 +55,8 @@ class _PredictionCursor:
 class PredictionSource(Source):
     """Drafts from ``request.prediction``.
 
-    When the answer departs from the prediction, the source searches for the answer's last tokens
-    in it and continues there.
+    If the answer departs from the prediction, the source searches the prediction for the answer's
+    last tokens and continues after them.
     """
 
     name = "prediction"
@@ -64,9 +66,11 @@ class PredictionSource(Source):
         self._cursors: dict[Request, _PredictionCursor] = {}
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """Return the next ``most`` predicted tokens as the only guess; no guess while lost.
+        """Return the next ``most`` predicted tokens as the only guess.
 
-        O(new tokens + most) in sync; while lost, each call scans the prediction.
+        There is no guess while the answer's last tokens do not occur in the prediction. O(new
+        tokens + most); after a departure, each call scans the prediction until the tokens are
+        found.
         """
         if not request.prediction:
             return ()
@@ -96,8 +100,8 @@ class PredictionSource(Source):
 def _find(data: bytes, tokens: array[int], start: int) -> int | None:
     """Return the index, in tokens, of the first match of ``tokens`` from ``start`` on, or None.
 
-    Bytes may match at a position that is not aligned to a token: after `MAX_ASKEW` such matches
-    the search gives up.
+    The search compares bytes, so a match may begin in the middle of a token. Such matches are
+    skipped; after `MAX_ASKEW` of them the search ends without a result.
     """
     size, needle = tokens.itemsize, tokens.tobytes()
     at = data.find(needle, start * size)

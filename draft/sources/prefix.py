@@ -23,9 +23,9 @@ MAX_NODES = 2**15  # maximum number of nodes, of about 450 bytes each without to
 
 @dataclass(slots=True)
 class _TreeCursor:
-    """Position in the tree up to which it matches a request's tokens.
+    """The position in the tree up to which it contains a request's tokens.
 
-    A node may grow at its end at any time; cutting or dropping a node changes the tree's epoch.
+    A node may grow at its end at any time; when a node is cut or dropped, the tree's epoch changes.
     """
 
     node: Node | None  # None: the node was dropped, or the namespace has no tokens in the tree
@@ -40,9 +40,9 @@ class _TreeCursor:
 class PrefixSource(Source):
     """Drafts from the most recent request that began with all of this one's tokens.
 
-    Its radix tree holds token ids without KV, so tokens outlive their KV. Requests are inserted
-    when they end. The tree keeps at most ``max_tokens`` tokens and ``max_nodes`` nodes; the least
-    recently used are dropped first.
+    The source has its own radix tree of token ids, which keeps tokens longer than the KV cache
+    keeps their KV. Requests are inserted when they end. The tree keeps at most ``max_tokens``
+    tokens and ``max_nodes`` nodes; the least recently used are dropped first.
     """
 
     name = "radix"
@@ -56,7 +56,8 @@ class PrefixSource(Source):
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Return up to ``most`` tokens of the earlier request as the only guess, if there is one.
 
-        O(new tokens + most), and O(depth) more after the tree was cut.
+        O(new tokens + most); plus O(depth) if a node of the tree was cut or dropped since the last
+        call.
         """
         if request.cache.is_private:
             return ()
@@ -67,7 +68,10 @@ class PrefixSource(Source):
         return (Guess(draft, self.name, kind),)
 
     def leave(self, request: Request) -> None:
-        """Insert the request's tokens. O(len(tokens)); tokens already in the tree cost a memcmp."""
+        """Insert the request's tokens into the tree.
+
+        O(len(tokens)); tokens that are already in the tree are compared with memcmp.
+        """
         self._cursors.pop(request, None)
         if not request.num_output or request.cache.is_private:
             return
@@ -79,15 +83,15 @@ class PrefixSource(Source):
             tree.evict(tree.num_pages - int(tree.num_pages * KEEP_SHARE))
 
     def flush(self, *namespaces: str | None) -> None:
-        """Drop the tokens of ended requests in these namespaces; without an argument, in all."""
+        """Drop the tokens of ended requests in some namespaces, by default in all."""
         self._tree.flush(*namespaces)
 
     # -- the cursor
 
     def _draft(self, request: Request, most: int) -> tuple[array[int], bool]:
-        """Return up to ``most`` tokens after the request's, and whether the draft passes a fork.
+        """Return up to ``most`` next tokens, and whether there is a fork between them.
 
-        No tokens if the request has left the tree.
+        Returns no tokens if the tree does not contain all tokens of the request.
         """
         cursor = self._follow(request)
         if cursor.node is None or cursor.length < len(request.tokens):
@@ -108,9 +112,10 @@ class PrefixSource(Source):
         return cursor
 
     def _search(self, request: Request, wait: int) -> _TreeCursor:
-        """Match the request's tokens from the root; search again only after ``wait`` more tokens.
+        """Match the request's tokens from the root, and return a new cursor.
 
-        O(len(tokens)), so the caller doubles the wait after each failed search.
+        If the match fails, the next search is due after ``wait`` more tokens. A search takes
+        O(len(tokens)), so the caller doubles ``wait`` each time.
         """
         match = self._tree.match(request.tokens, namespace=request.namespace)
         retry_at = len(request.tokens) + wait
@@ -123,10 +128,10 @@ class PrefixSource(Source):
 
 
 def _repair(cursor: _TreeCursor) -> Node | None:
-    """Return the cursor's node after nodes were cut or dropped, and set the cursor's offset.
+    """Find the cursor's node again after nodes were cut or dropped, and set the cursor's offset.
 
-    None if the node was dropped. A cut leaves the lower half to the node, so the position may now
-    be at the end of a node above. O(depth).
+    Returns None if the node was dropped. A cut moves the upper part of a node to a new parent, so
+    the position may now be in a node above. O(depth).
     """
     node = cursor.node
     if node is None or not _is_attached(node):
@@ -169,7 +174,7 @@ def _enter_child(cursor: _TreeCursor, node: Node, request: Request) -> Node | No
 
 
 def _passed_fork(cursor: _TreeCursor, prompt_len: int) -> bool:
-    """Whether the path to the cursor has a fork after the prompt's end. O(depth)."""
+    """Whether the path to the cursor has a fork after the end of the prompt. O(depth)."""
     node, end = cursor.node, cursor.length - cursor.offset
     while node is not None and node.parent is not None and end >= prompt_len:
         node = node.parent

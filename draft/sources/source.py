@@ -28,8 +28,9 @@ Chances = tuple[float, ...]
 class Guess(msgspec.Struct, frozen=True, gc=False):
     """Tokens that may follow a request's tokens.
 
-    ``kind`` is an index into the source's priors. It says how reliable the source takes the guess
-    to be, by the length of a match, for example. Acceptance is measured separately for each kind.
+    ``kind`` is an index into the source's priors. A source uses several kinds to distinguish
+    guesses that are not equally reliable, for example by the length of a match. Acceptance is
+    measured separately for each kind.
     """
 
     token_ids: array[int]
@@ -52,10 +53,10 @@ class Priors:
 
 
 class Source:
-    """Guesses from tokens seen before in the same ``request.namespace``.
+    """Base class of sources; it makes no guesses and stores no tokens.
 
-    A source reads requests and never changes them. The event loop calls it, one call at a time.
-    This base class makes no guesses and stores no tokens; subclasses do.
+    A source guesses tokens from those seen before in the same ``request.namespace``. It reads
+    requests and never changes them. The event loop calls it, one call at a time.
     """
 
     name: str  # label of its tokens in usage and metrics
@@ -69,9 +70,10 @@ class Source:
     def index(self, request: Request, *, for_others: bool = False) -> int:
         """Index at most `INDEX_CHUNK` tokens of a request; return the number indexed.
 
-        It is called repeatedly while the model thread computes steps, until it returns fewer. The
-        newest tokens come first, because a request may end before all are indexed. ``for_others``:
-        the request has ended, so tokens that serve only its own look-ups are left out.
+        It is called repeatedly while the model thread computes steps, until it returns a smaller
+        number. The newest tokens come first, because a request may end before all are indexed.
+        ``for_others``: the request has ended, so tokens that serve only its own look-ups are left
+        out.
         """
         del request, for_others
         return 0
@@ -128,9 +130,9 @@ class SourceIndexer:
         return bool(self._num_indexed or self._ended)
 
     def work(self) -> None:
-        """Index tokens of ended requests and store them, then index tokens of running requests.
+        """Index and store tokens of ended requests, then index tokens of running requests.
 
-        While requests run, the work of a call is bounded.
+        While requests run, one call indexes a limited number of tokens.
         """
         room = INDEX_CHUNK
         if self._ended:

@@ -110,7 +110,8 @@ class TokenHistory:
     def _hash_many(self, count: int) -> None:
         """Extend ``hashes`` by ``count`` tokens with numpy.
 
-        Divided by BASE**i, ``hashes[i]`` is a running sum.
+        ``hashes[i] / BASE**i`` is a sum over the first ``i`` tokens, so it can be computed by
+        `cumsum`.
         """
         first = len(self.hashes) - 1
         tokens = np.frombuffer(self.tokens[first : first + count], np.uint64)
@@ -127,13 +128,14 @@ class Occurrence(NamedTuple):
 
 
 class SuffixIndex:
-    """Maps the last n tokens, for n in ORDERS, to occurrences: newest, oldest, in other requests.
+    """A hash table that maps a request's last n tokens, for n in ORDERS, to earlier occurrences.
 
-    The table is direct-mapped and has ``num_slots`` (a power of two) entries of 8 bytes. The last
-    writer wins and entries are never deleted, so memory is bounded. A look-up therefore compares
-    the tokens themselves: an entry of a dropped history, of another scope or with other tokens is
-    a miss. The constructor writes to the whole table, because page faults while steps run took
-    more time than all look-ups (measured).
+    There are entries for the newest and the oldest occurrence in the request itself, and for the
+    newest one in another request. The table is direct-mapped and has ``num_slots`` (a power of two)
+    entries of 8 bytes. A new entry replaces any other entry in its slot, and entries are never
+    deleted, so memory is bounded. A look-up therefore compares the tokens themselves: an entry of a
+    dropped history, of another scope or with other tokens is a miss. The constructor writes to the
+    whole table, because page faults during steps would take more time than all look-ups.
     """
 
     def __init__(self, num_slots: int = 2**22) -> None:
@@ -148,11 +150,12 @@ class SuffixIndex:
     def open(
         self, tokens: array[int], *, scope: Hashable, shared_salt: int | None, shared_from: int = 0
     ) -> TokenHistory:
-        """Open a live history over ``tokens``, which stay the request's own and may grow.
+        """Return a new history over ``tokens``, the live request's own array, which may grow.
 
-        Histories with the same ``scope`` and the same ``shared_salt`` find each other; a history
-        without a ``shared_salt`` finds only itself. Positions before ``shared_from`` are not
-        indexed for others, because another history has indexed them.
+        Look-ups find tokens in other histories with the same ``scope`` and the same
+        ``shared_salt``; if ``shared_salt`` is None, they search only the history itself. Other
+        histories cannot find positions before ``shared_from`` in this one, because they are already
+        indexed in another history.
         """
         self._num_opened += 1
         number = self._num_opened
@@ -176,7 +179,7 @@ class SuffixIndex:
         return hash((seed, order)) & self._slot_mask
 
     def keep(self, history: TokenHistory) -> None:
-        """Replace the request's tokens with a copy of the part that was indexed for others."""
+        """Keep a copy of the tokens that other histories may find, after the request has ended."""
         start = max(0, history.shared_from - MAX_ORDER)
         history.tokens = history.tokens[start:]
         history.offset = start
@@ -189,11 +192,11 @@ class SuffixIndex:
     # -- looking up
 
     def find(self, history: TokenHistory) -> list[Occurrence]:
-        """Return distinct earlier occurrences of a live history's last tokens.
+        """Return distinct earlier occurrences of a live history's last tokens, at most three.
 
-        Up to three: the newest one in the history itself, by the longest order that matches; the
-        newest one in another history, by an order at least as long; the oldest one in the history
-        itself, if the newest was found. O(1) each.
+        They are the newest one in the history itself, with the longest order that matches; the
+        newest one in another history, if its order is at least as long; and the oldest one in the
+        history itself, if another occurrence was found. O(1) each.
         """
         end = history.hash_new()
         places = []
@@ -239,10 +242,10 @@ class SuffixIndex:
     def index(self, history: TokenHistory, most: int, *, for_others: bool = False) -> int:
         """Index up to ``most`` tokens of a history; return the number indexed.
 
-        Positions from ``shared_from`` on come first. Positions before it, which the history shares
-        with others, follow in descending order for its own look-ups; with ``for_others`` they are
-        left out. The last token is indexed when the next one is known, so a look-up never finds
-        itself.
+        Positions from ``shared_from`` on come first. Positions before it are already indexed in
+        another history; they follow in descending order, for the history's own look-ups, unless
+        ``for_others`` is set. The last token is indexed when the next one is known, so a look-up
+        never finds itself.
         """
         first = history.indexed_to
         stop = history.indexed_to = max(first, min(history.hash_new(), first + most))
@@ -295,7 +298,8 @@ class SuffixIndex:
     def _index_older(self, history: TokenHistory, first: int, stop: int) -> None:
         """Index the positions from ``first`` to ``stop``, which precede all indexed positions.
 
-        They never replace newer occurrences of the history, and always replace its oldest ones.
+        They never replace the newest occurrences in the history, and always replace the oldest
+        ones.
         """
         for index, windows, entries in self._windows(history, first, stop):
             slots = self._slots(windows, history.own_salts[index])
@@ -308,10 +312,10 @@ class SuffixIndex:
     def _windows(
         self, history: TokenHistory, first: int, stop: int
     ) -> Iterator[tuple[int, NDArray[np.uint64], NDArray[np.int64]]]:
-        """Yield each order's index, with window hashes and table entries for its positions.
+        """Yield the index of each order, and hashes and table entries for the positions.
 
-        The window hash of a position covers the last tokens before it. A position with fewer tokens
-        before it than the order is left out.
+        For order n, the hash of a position covers the n tokens before it. Positions with fewer
+        tokens before them are left out.
         """
         low = max(0, first - MAX_ORDER)
         hashes = np.frombuffer(history.hashes[low:stop], "u8")
@@ -328,12 +332,13 @@ class SuffixIndex:
 
 
 class SuffixSource(Source):
-    """Drafts the tokens that followed the last tokens before, in any request of the namespace.
+    """Drafts the tokens that followed an earlier occurrence of a request's last tokens.
 
-    The arrays of live requests are read in place. After a request ends, the source keeps the tokens
-    that it did not share with earlier requests: at most ``max_tokens`` tokens of ``max_requests``
-    requests; the least recently used are dropped first. ``own_only``: prompt look-up in the
-    request's own tokens only, which are dropped at its end.
+    The occurrence may be in any request of the namespace. The arrays of live requests are read in
+    place. After a request ends, the source keeps the tokens that it did not share with earlier
+    requests: at most ``max_tokens`` tokens of ``max_requests`` requests; the least recently used
+    are dropped first. ``own_only``: look up in the request's own tokens only, and drop them when it
+    ends.
     """
 
     priors = PRIORS
@@ -355,7 +360,7 @@ class SuffixSource(Source):
         self._num_kept = 0  # tokens of ended histories
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """Return the tokens that followed the longest runs of last tokens that were seen before."""
+        """Return the tokens that followed earlier occurrences of the request's last tokens."""
         history = self._history(request)
         return list(self._guesses(history, most))
 
@@ -368,9 +373,9 @@ class SuffixSource(Source):
                 yield Guess(token_ids, self.name, place.kind)
 
     def index(self, request: Request, *, for_others: bool = False) -> int:
-        """Index new tokens, and cached prompt tokens for the request's own look-ups only.
+        """Index new tokens of a request; return the number indexed.
 
-        Returns the number of tokens indexed.
+        Prompt tokens that were cached are indexed for the request's own look-ups only.
         """
         is_unseen = request not in self._live and not request.num_output
         if for_others and (is_unseen or self._is_private(request)):
@@ -378,7 +383,7 @@ class SuffixSource(Source):
         return self._index.index(self._history(request), INDEX_CHUNK, for_others=for_others)
 
     def leave(self, request: Request) -> None:
-        """Keep the tokens that the request did not share with earlier requests."""
+        """Keep the tokens of an ended request that it did not share with earlier requests."""
         if self._is_private(request):
             self._forget(request)
             return
@@ -401,7 +406,7 @@ class SuffixSource(Source):
             self._index.drop(history)
 
     def flush(self, *namespaces: str | None) -> None:
-        """Drop the tokens of ended requests; live requests keep their tokens, like their KV."""
+        """Drop the tokens of ended requests in some namespaces; running requests keep theirs."""
         flushed = FlushedNamespaces(namespaces)
         for history in list(self._ended.values()):
             if history.scope in flushed:
@@ -430,9 +435,10 @@ class SuffixSource(Source):
 
 
 def _continuation(place: Occurrence, history: TokenHistory, most: int) -> array[int]:
-    """Return up to ``most`` tokens from an occurrence on.
+    """Return up to ``most`` tokens that followed an occurrence.
 
-    If the request's own tokens end earlier, they repeat from the occurrence.
+    If the occurrence is in the request itself, its continuation may reach the end of the request.
+    Then it is repeated.
     """
     found, at, _ = place
     token_ids = found.tokens[at : at + most]

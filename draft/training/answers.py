@@ -29,7 +29,7 @@ STEP_TOKENS = 512  # token budget of a step, prompts included
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """Options for generating answers. The prompts use ``temperatures`` in turn."""
+    """Options for generating answers; the prompts cycle through ``temperatures``."""
 
     max_tokens: int = 384
     num_running: int = 96  # number of requests that are decoded together
@@ -64,7 +64,7 @@ class AnswerStore:
         return self._records.get(_key(prompt, temperature))
 
     def add(self, record: Record) -> None:
-        """Store an answer, also in the file."""
+        """Store an answer in memory and in the file."""
         with self._path.open("ab") as file:
             file.write(write_line(record))
         self._records[_key(record.tokens[: record.prompt_len], record.temperature)] = record
@@ -75,7 +75,7 @@ def _key(prompt: Sequence[int], temperature: float) -> bytes:
 
 
 def _drop_half_line(path: Path) -> None:
-    """Remove an incomplete last line, which a writer leaves that was stopped."""
+    """Remove an incomplete last line, left by a process that was stopped while writing."""
     with path.open("rb+") as file:
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)
@@ -88,10 +88,11 @@ def answer_prompts(
     options: AnswerOptions,
     on_answer: Callable[[Record], bool],
 ) -> None:
-    """Generate the answers that ``store`` lacks, in order, until ``on_answer`` returns False.
+    """Generate the answers that ``store`` lacks, until ``on_answer`` returns False.
 
-    An answer depends on its prompt, its temperature and the seed only, not on the other requests of
-    its batches. Raises the error of a request that fails.
+    The prompts are answered in their order. An answer depends on its prompt, its temperature and
+    the seed only, not on the other requests of its batches. Raises the error of a request that
+    fails.
     """
     asyncio.run(_Generator(decoder, store, options, on_answer).generate(prompts))
 

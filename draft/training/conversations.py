@@ -1,4 +1,4 @@
-"""Training data: reads texts, chats and traffic as token ids and splits off held-out ones."""
+"""Training data: reads texts, chats and traffic as token ids, and splits off a held-out part."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class TextEncoder(Protocol):
     def encode_chat(self, messages: Messages, *, asks: bool) -> list[int]:
         """Return the token ids of a conversation in the chat template.
 
-        ``asks``: whether the prompt of the model's next answer follows the messages. Raises
-        `PromptTooLong`.
+        ``asks``: whether to append the tokens that ask the model for an answer. Raises
+        `PromptTooLong` for a conversation that is too long.
         """
 
 
@@ -54,17 +54,17 @@ class Conversation:
 
     @property
     def first_row(self) -> int:
-        """Position whose output decides the first token to learn."""
+        """Position whose output predicts the first token to learn."""
         return max(0, self.prompt_len - 1)
 
     @property
     def key(self) -> bytes:
-        """Hash of the prompt, or of a text without a prompt; it decides the held-out set."""
+        """Hash of the prompt, or of a plain text; it selects the held-out conversations."""
         return digest(self.tokens[: self.prompt_len] if self.prompt_len else self.tokens)
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is for evaluation only, like about `HELD_OUT_PERCENT` of all conversations."""
+        """Whether the conversation is held out for evaluation, according to its hash."""
         return int.from_bytes(self.key[:4]) < HELD_OUT_PERCENT / 100 * 2**32
 
     def cut(self, max_len: int) -> Conversation:
@@ -73,7 +73,7 @@ class Conversation:
 
     @classmethod
     def of(cls, record: Record, origin: Origin) -> Conversation:
-        """Make a conversation of a recorded answer."""
+        """Make a conversation from a record."""
         return cls(record.tokens, record.prompt_len, record.temperature, origin)
 
 
@@ -165,9 +165,10 @@ def _pieces(tokens: Sequence[int], length: int) -> Iterator[Conversation]:
 
 
 def _chat(messages: Messages, encoder: TextEncoder) -> Iterator[Conversation]:
-    """Yield a conversation for each of the last answers, with all messages before it as its prompt.
+    """Yield conversations for the last `MAX_ASSISTANT_TURNS` answers of a chat.
 
-    If a message follows the last answer, or there is no answer, yield the whole chat as a prompt.
+    The prompt of each one is all messages before the answer. If a message follows the last answer,
+    or if there is no answer, also yield the whole chat as a prompt.
     """
     turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     for turn in turns[-MAX_ASSISTANT_TURNS:]:
@@ -203,7 +204,7 @@ def frequent_ids(
 ) -> Tensor:
     """Return the ids ``always`` and the most frequent ids of answers, in ascending order.
 
-    The tensor [count] is filled up with other ids of the vocabulary if needed.
+    If they are fewer than ``count``, other ids of the vocabulary fill the tensor [count].
     """
     counted: Counter[int] = Counter()
     for conversation in conversations:
@@ -214,7 +215,7 @@ def frequent_ids(
 
 
 def answer_pairs(conversations: Iterable[Conversation]) -> Tensor:
-    """Return every answer token after its preceding token, ``[num, 2]``."""
+    """Return a pair (preceding token, token) for every token of an answer, [num, 2]."""
     pairs = [
         torch.tensor(
             [

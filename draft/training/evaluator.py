@@ -24,10 +24,11 @@ NEAR_GREEDY = 0.3  # temperature below which an answer counts as greedy
 class Acceptance:
     """Acceptance of chains along held-out answers at one temperature.
 
-    The chains are as long as the draft drafts at once. ``by_position[j]``: share of the chains
-    accepted up to position j that are also accepted at j. ``best_4[j]``: share of the same chains
-    whose 4 best candidates at j include the target's token, as in a tree. ``tokens_per_step``: mean
-    number of accepted tokens of a chain, plus the recovered or bonus token.
+    A chain has ``depth`` tokens of the student. ``by_position[j]``: of the chains whose tokens
+    before position j are accepted, the share whose token at j is accepted, too. ``best_4[j]``: of
+    the same chains, the share whose 4 best candidates at j include the target's token, as in a
+    tree. ``tokens_per_step``: mean number of accepted tokens of a chain, plus the recovered or
+    bonus token.
     """
 
     temperature: float
@@ -61,8 +62,8 @@ class Evaluator:
     ) -> tuple[Acceptance, RankedCandidates]:
         """Return the student's acceptance at a temperature, and its ranked candidates.
 
-        At most ``most`` conversations are measured: greedy or sampled answers, like
-        ``temperature``, or all answers without one of that kind.
+        At most ``most`` conversations are measured. Their answers are greedy if ``temperature`` is
+        near 0, and sampled otherwise; if there are no such answers, all answers are used.
         """
         was_training = student.module.training
         student.module.eval()
@@ -115,7 +116,7 @@ def _rank(
     temperature: float,
     generator: torch.Generator,
 ) -> RankedCandidates:
-    """Return the draft's candidates; target and draft choose with the same noise.
+    """Rank the draft's candidates; target and draft choose their tokens with the same noise.
 
     ``logits`` [chains, depth, draft_vocab]. ``rows`` [chains, depth]: rows of the target's
     probabilities.
@@ -146,9 +147,10 @@ def _join(ranked: Sequence[RankedCandidates]) -> RankedCandidates:
 
 
 def fit_gaps(ranked: RankedCandidates, first: GapNumbers) -> GapNumbers:
-    """Return the numbers of a `GapModel` that maximise the likelihood of reached positions.
+    """Return the parameters of a `GapModel` that fit the ranked candidates best.
 
-    ``first``: initial values, which are returned without any reached position.
+    They maximise the likelihood of the positions before which the whole chain was accepted.
+    ``first``: initial values, which are returned if there is no such position.
     """
     gaps, ranks = ranked.gaps[ranked.reached], ranked.ranks[ranked.reached].long()
     if not len(gaps):

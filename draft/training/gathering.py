@@ -26,8 +26,8 @@ class GatherOptions:
     """Options for the answers to learn from.
 
     ``regenerate``: "auto" generates new answers to chats and keeps recorded traffic and texts; "on"
-    generates all answers; "off" keeps all answers of the data. ``minutes``: time limit of the
-    generation; prompts without an answer by then are left out.
+    generates all answers; "off" keeps all answers of the data. ``minutes``: time limit for
+    generating answers. Prompts that are not answered within this time are left out.
     """
 
     regenerate: Regenerate = "auto"
@@ -96,7 +96,10 @@ def _generate(
 
 @contextmanager
 def _showing(total: int, done: int) -> Iterator[Callable[[Record], None]]:
-    """Show on a terminal how many of ``total`` prompts are answered; ``done`` are at the start."""
+    """Show on a terminal how many of ``total`` prompts are answered.
+
+    ``done``: number of prompts that have an answer at the start.
+    """
     with status_line() as show:
         began, count = time.monotonic(), 0
 

@@ -98,9 +98,10 @@ def make_student(
 ) -> Student:
     """Make the draft to train.
 
-    ``draft_ids``: the ids that a head can draft; None: all. ``pairs`` [num, 2]: neighbouring tokens
-    of answers, see `Recipe.begin_with_pairs`. Raises `InvalidRequest` for a folder that contains
-    another kind or shape, and for a target whose layers cannot initialise a draft.
+    ``draft_ids``: the ids that a head can draft; None for all. ``pairs`` [num, 2]: pairs of
+    neighbouring tokens in answers, from which a head may initialise a part of its weights. Raises
+    `InvalidRequest` for a folder that contains another kind or shape, and for a target whose layers
+    cannot initialise a draft.
     """
     init, is_new = options.init, options.init in (None, "target")
     recipe = RECIPES.get(options.kind)
@@ -123,17 +124,17 @@ def make_student(
 
 
 def taps_of(num_layers: int) -> Taps:
-    """Return the default taps of a head, or spread ones for a target of fewer than 8 layers."""
+    """Return the default taps of a head; a target of fewer than 8 layers has its own defaults."""
     if num_layers >= _LEAST_LAYERS:
         return default_taps(num_layers)
     return tuple(sorted({max(1, round(num_layers * share)) for share in (0.2, 0.5, 0.8)}))
 
 
 def _heads_of(config: DecoderConfig) -> tuple[int, int]:
-    """Return the number of KV heads of a draft and their size.
+    """Return the number of KV heads of a draft, and the size of a head.
 
-    They equal the target's. For a target with latent attention they are its number of heads and the
-    size of its values.
+    Both are equal to the target's. If the target has latent attention, they are the number of its
+    attention heads and the size of its values.
     """
     if config.latent is None:
         return config.num_kv_heads, config.head_dim
@@ -186,7 +187,10 @@ def _check_layers(config: DecoderConfig, *, is_head: bool) -> None:
 
 
 def _saved_head(target: Target, options: TrainOptions) -> Any:  # noqa: ANN401 - of any kind
-    """Load a head from a folder, with its own shape and vocabulary. Raises `InvalidRequest`."""
+    """Load a head from a folder; it keeps its shape and vocabulary.
+
+    Raises `InvalidRequest` if the path is not a folder or contains another kind of head.
+    """
     path = Path(str(options.init))
     if not path.is_dir():
         raise InvalidRequest(f"init: {path} is not a folder", param="init")
@@ -279,8 +283,8 @@ def _language_model(target: Target, layers: int, weights: Weights, init: str | N
 def _lm_sources(config: DecoderConfig, names: Sequence[str], count: int) -> dict[str, str]:
     """Return the name of the target's tensor that initialises each tensor of a draft.
 
-    Embedding, final norm and output come first. The tensors of ``count`` layers of the draft come
-    from layers that are spread from the target's first to its last.
+    Embedding, final norm and output are copied. The ``count`` layers of the draft are copied from
+    layers of the target at equal distances, from its first to its last.
     """
     found = {EMBEDDING: EMBEDDING, FINAL_NORM: FINAL_NORM}
     if not config.tie_embeddings:

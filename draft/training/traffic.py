@@ -1,8 +1,9 @@
 """Recorded traffic: token ids of finished requests in files, for `foretoken train-draft`.
 
-Recording is off by default. The files reveal as much as the conversations themselves, and the
-timing of a draft trained on them leaks what it learnt. So each pair of tenant and cache salt has
-its own file, and callers with API keys are recorded only if their key is listed.
+Recording is off by default. The files reveal as much as the conversations themselves. A draft that
+was trained on them accepts more tokens for similar text, so response times may reveal what it
+learnt. So each pair of tenant and cache salt has its own file, and callers with API keys are
+recorded only if their key is listed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class _Finished:
 class Recorder(Generic[T]):
     """Writes a line for each finished request to a file in ``folder``, in its own thread.
 
-    A subclass defines the data kept of a request (`kept`) and the written line (`line`).
+    A subclass defines which data of a request are kept (`kept`) and the line that is written
+    (`line`).
 
     ``callers``: hashes of the API keys whose requests are recorded; None: all requests.
     ``max_bytes``: limit of all records in the folder; the limit of one file is a sixteenth of it.
@@ -83,25 +85,32 @@ class Recorder(Generic[T]):
         self._thread.start()
 
     def kept(self, request: Request, delta: Delta) -> T:
-        """Return the data that `line` needs of an ended request. The event loop calls it."""
+        """Return the data of an ended request from which `line` makes a line.
+
+        The event loop calls this method.
+        """
         raise NotImplementedError
 
     def line(self, kept: T, namespace: str) -> bytes:
-        """Return the line to write. The thread calls it."""
+        """Return the line to write. The recorder's thread calls this method."""
         raise NotImplementedError
 
     def expect(self, request: Request, caller: bytes) -> None:
-        """Register a submitted request; ``caller`` is the hash of its API key, empty without one.
+        """Register a submitted request, so that it will be recorded if it is allowed.
 
-        Requests that may not write to the cache are not recorded. Neither are requests with an
-        adapter, because their answers differ from the recorded model's.
+        ``caller``: hash of the request's API key, or empty without a key. Requests that may not
+        write to the cache are not recorded. Requests with an adapter are not recorded either,
+        because the recorded model would give other answers.
         """
         is_allowed = self._callers is None or caller in self._callers
         if is_allowed and request.cache.write and request.extras.adapter is None:
             self._namespaces[request.request_id] = namespace_of(caller, request.namespace)
 
     def finish(self, request: Request, delta: Delta) -> None:
-        """Queue an ended request for writing. Never blocks: with a full queue it is left out."""
+        """Queue an ended request for writing.
+
+        Never blocks: if the queue is full, the request is not recorded.
+        """
         namespace = self._namespaces.pop(request.request_id, None)
         if namespace is None or delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
@@ -111,7 +120,10 @@ class Recorder(Generic[T]):
             self.num_left_out += 1
 
     def close(self) -> None:
-        """Write all queued answers and end the thread. Blocks; idempotent."""
+        """Write all queued answers and end the thread.
+
+        Blocks until the answers are written. Further calls do nothing.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -142,7 +154,10 @@ class Recorder(Generic[T]):
                 self.num_left_out += 1
 
     def _write(self, namespace: str, kept: T) -> bool:
-        """Append a line to its file; return whether the limits allowed it. Raises OSError."""
+        """Append a line to the file of its namespace.
+
+        Returns False without writing if the line would exceed a limit. Raises OSError.
+        """
         line = self.line(kept, namespace)
         name = f"{namespace}.jsonl"
         size = self._sizes.get(name, 0) + len(line)
@@ -177,7 +192,7 @@ class TrafficRecorder(Recorder[_Finished]):
         )
 
     def line(self, kept: _Finished, namespace: str) -> bytes:
-        """Return the line of a `Record`."""
+        """Return the request as a `Record`, encoded as a line of JSON."""
         return write_line(
             Record(
                 v=VERSION,
@@ -193,5 +208,5 @@ class TrafficRecorder(Recorder[_Finished]):
 
 
 def namespace_of(caller: bytes, cache_salt: str | None) -> str:
-    """Return the hash of a caller and a cache salt, which is the name of their file."""
+    """Return a hash of a caller and a cache salt; it is the name of the file for both."""
     return hashlib.sha256(msgspec.json.encode((caller.hex(), cache_salt))).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Trainer: trains a draft within a budget, writes checkpoints and a log, keeps the best draft."""
+"""Trainer: trains a draft within a budget, with checkpoints and a log, and keeps the best draft."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STATE, LOG, REPORT, PLOT = "state.pt", "log.jsonl", "report.json", "curves.png"
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of a run, which are saved with weights, moments and the generator."""
+    """Counters of a training run, which its checkpoints contain."""
 
     step: int = 0
     tokens: int = 0
@@ -76,7 +76,11 @@ class Trainer:
         options: TrainOptions,
         folder: Path,
     ) -> None:
-        """Make or resume a run. Raises `InvalidRequest` without answers or without a checkpoint."""
+        """Start a run, or resume one.
+
+        Raises `InvalidRequest` if the data contains no answers, or if there is no checkpoint to
+        resume.
+        """
         self._target, self._options, self._folder = target, options, folder
         max_len = min(MAX_LEN, target.config.max_model_len)
         train, held = split(conversation.cut(max_len) for conversation in found)
@@ -128,7 +132,7 @@ class Trainer:
     # -- the loop -------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Train until the budget is spent or Ctrl-C; leave the best draft in the folder."""
+        """Train until the budget is spent or Ctrl-C is pressed; leave the best draft on disk."""
         with self._stopping_gently(), self._showing() as show:
             saved = logged = time.monotonic()
             losses: list[float] = []
@@ -172,7 +176,7 @@ class Trainer:
         return loss.item()
 
     def _rate(self) -> float:
-        """Return the share of the peak learning rate: warm-up, constant, linear decay to zero."""
+        """Return the learning rate as a share of its peak: warm-up, constant, linear decay to 0."""
         done = self.done
         return max(0.0, min(done / WARM_UP + 0.02, (1 - done) / (1 - DECAY_FROM), 1.0))
 
@@ -196,7 +200,7 @@ class Trainer:
     # -- state ----------------------------------------------------------------------------------
 
     def save_state(self) -> None:
-        """Write a checkpoint from which a run resumes bit by bit."""
+        """Write a checkpoint from which the run can be resumed with identical results."""
         state = {
             "options": asdict(self._options) | {"resume": False},
             "module": self.student.module.state_dict(),
@@ -236,7 +240,10 @@ class Trainer:
 
     @contextmanager
     def _stopping_gently(self) -> Iterator[None]:
-        """Handle Ctrl-C: the first ends the loop after the current batch, the second at once."""
+        """Handle Ctrl-C: the first one ends the loop after the current batch.
+
+        The second one raises KeyboardInterrupt.
+        """
 
         def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as signals are
             if self._stopped:
@@ -276,7 +283,8 @@ class Trainer:
     def _report(self) -> Outcome:
         """Measure the draft, fit its gap models, and write the report.
 
-        The draft is written again if it is no worse than the best check or the budget is spent.
+        The draft is written again if it is no worse than the best one so far, or if the budget is
+        spent.
         """
         outcome = Outcome(self.progress, self._stopped)
         gaps: dict[str, object] = {}

@@ -32,8 +32,8 @@ MakeProposer: TypeAlias = Callable[[KVPool, OwnDecoder], HeadProposer]
 class ParsedHead(NamedTuple):
     """The config of a head.
 
-    ``shifted_taps``: the other possible boundaries, if the config may count either layers or
-    boundaries; None if the config is unambiguous.
+    ``shifted_taps``: the other possible taps, for a config whose tap ids may count either layers or
+    the boundaries between layers; None if the config is unambiguous.
     """
 
     config: TapConfig
@@ -41,7 +41,7 @@ class ParsedHead(NamedTuple):
 
 
 def no_spare_pages(page_size: int) -> int:  # noqa: ARG001
-    """Return 0, for a head whose passes keep their KV in the pages of requests, or have no KV."""
+    """Return 0, because the head needs no other pages than a request's."""
     return 0
 
 
@@ -59,7 +59,7 @@ class PackedHead(NamedTuple):
 
 
 def by_words_alone(values: Mapping[str, Any], folder: Path) -> bool:  # noqa: ARG001
-    """Return False, for a kind whose configs always name it."""
+    """Return False: configs of this kind are recognised by `HeadKind.words` only."""
     return False
 
 
@@ -67,22 +67,23 @@ def by_words_alone(values: Mapping[str, Any], folder: Path) -> bool:  # noqa: AR
 class HeadKind(Generic[ConfigT, HeadT]):
     """One kind of head.
 
-    - ``name``: equals `TapConfig.kind`, and is stored in our part of a config.json.
-    - ``words``: lower-case parts of ``architectures`` or ``speculators_model_type`` that identify
-      the kind.
-    - ``recognises``: whether a config without such a word is of this kind, from its values and its
-      folder, which may contain weights. By default False.
-    - ``parse``: returns the config for a target, from a config.json and the names of the tensors.
-      Raises `ModelLoadError` with the key that is wrong.
-    - ``load``: returns the module with its weights, from the folder (for errors), the config and
-      the tensors by the names of docs/heads.md.
-    - ``to_json``: returns the config.json without our part; None: heads cannot be saved.
-    - ``pack``: packs a head that has borrowed its missing weights; the module may be freed
-      afterwards.
-    - ``guess``: returns the token ids ``[b, T - 1]`` that the head predicts from ``[b, T]`` token
-      ids and their taps; the first one follows the second token. It is needed if `parse` may
-      return ``shifted_taps``.
-    - ``recipe``: makes and trains heads; None: heads cannot be trained.
+    - ``name``: equals `TapConfig.kind`. A config.json stores it in the object "foretoken".
+    - ``words``: lower-case words that identify the kind if ``architectures`` or
+      ``speculators_model_type`` of a config.json contains one of them.
+    - ``recognises``: returns whether a config that contains no such word is of this kind, from its
+      values and its folder.
+    - ``parse``: returns the head's config for a target, from a config.json and the names of the
+      tensors. Raises `ModelLoadError`, which names the wrong key.
+    - ``load``: returns the module with its weights. Its arguments are the folder (for error
+      messages), the config, and the tensors by their names in docs/heads.md.
+    - ``to_json``: returns the config.json without the object "foretoken"; None if heads of this
+      kind cannot be saved.
+    - ``pack``: packs a head for its target's kernels, after the head has borrowed its missing
+      weights. The module may be freed afterwards.
+    - ``guess``: returns the token ids [b, T - 1] that the head predicts from [b, T] token ids and
+      their taps; the first prediction follows the second token. Required if `parse` may return
+      ``shifted_taps``.
+    - ``recipe``: makes and trains heads; None if heads of this kind cannot be trained.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """ColumnProposer: drafts token by token, with a layer that reads one column per token.
 
-The column at position ``p`` joins the feature of position ``p - 1`` and the token at ``p``. It
-depends on tokens up to ``p``, like the target's KV there. Position 0 has no column. Drafting after
-a prefix hit needs the feature of the hit's last position, so the last feature of every page is
-kept.
+The column at position ``p`` joins the feature of position ``p - 1`` and the token at ``p``.
+Therefore it depends on the tokens up to ``p`` only, as the target's KV at ``p`` does. Position 0
+has no column. Drafting after a prefix hit needs the feature of the hit's last position, so the last
+feature of every page is kept.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
 class Columns(NamedTuple):
     """The results of a pass over columns.
 
-    ``scored``: logits of the next token of each column. ``features`` [n, hidden]: the head's
-    substitutes for the target's features at the same positions.
+    ``scored``: logits of the next token of each column. ``features`` [n, hidden]: features that the
+    head computed, to be used instead of the target's.
     """
 
     scored: Scored
@@ -46,11 +46,11 @@ class ColumnProposer(HeadProposer):
 
     @abstractmethod
     def features(self, taps: Tensor) -> Tensor:
-        """Return features of taps, ``[n, num_taps * target_hidden] -> [n, hidden]``."""
+        """Compute features from taps, ``[n, num_taps * target_hidden] -> [n, hidden]``."""
 
     @abstractmethod
     def write_columns(self, before: Tensor, written: Written) -> None:
-        """Write the KV of columns; ``before`` [n, hidden]: features of the positions before."""
+        """Write the KV of columns; ``before`` [n, hidden]: features of the preceding positions."""
 
     @abstractmethod
     def compute(
@@ -58,13 +58,13 @@ class ColumnProposer(HeadProposer):
     ) -> Columns:
         """Compute columns and write their KV.
 
-        ``features`` [n, hidden]: features of the positions before. ``rows``: one row per column.
+        ``features`` [n, hidden]: features of the preceding positions. ``rows``: one row per column.
         """
 
     def write_head_kv(self, written: Written) -> Tensor:
         """Write the KV of columns and return the features of their positions.
 
-        An unknown feature of the position before a request's first one counts as 0.
+        Each column needs the feature of the preceding position; an unknown one is replaced by 0.
         """
         features = self.features(written.taps)
         before = features.roll(1, dims=0)
@@ -74,17 +74,17 @@ class ColumnProposer(HeadProposer):
         return features
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
-        """Draft with one pass per level of tokens."""
+        """Start drafting with one pass per level of the trees."""
         del num_drafted
         return _ColumnDrafting(self.compute, self.pool.page_size, starts)
 
 
 class _ColumnDrafting(Drafting):
-    """Computes one column for each query of a level.
+    """Computes a level of the trees, one column per token.
 
-    The columns of a draft use the slots of its tokens: the trunk uses the slots of its positions,
-    other nodes use spare slots. After verification, the columns of accepted tokens are written
-    again from the target's features.
+    The KV of a draft token's column is written to the slot of the token: on the trunk, the slot of
+    its position; elsewhere a spare slot. After verification, the columns of accepted tokens are
+    written again from the target's features.
     """
 
     def __init__(self, compute: Compute, page_size: int, starts: Sequence[DraftStart]) -> None:
@@ -98,7 +98,7 @@ class _ColumnDrafting(Drafting):
         ]
 
     def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:
-        """Compute the column of each query's token."""
+        """Return the logits of the token after each token in ``queries``."""
         features = self._features
         if queries[0].level:
             parents = torch.tensor([each.parent for each in queries], device=features.device)

@@ -1,8 +1,9 @@
-"""The files of heads: config.json and tensors, and the parts of them that kinds have in common.
+"""The files of heads: reads, checks and writes the parts that are common to all kinds of heads.
 
-Dialects differ in the names of keys and tensors; docs/heads.md lists them. The config declares
-everything that a head computes. An unexpected or missing tensor or an unknown norm flag raises
-`ModelLoadError`, because such a head would silently draft badly.
+A head has a config.json and tensors. Dialects differ in the names of keys and tensors;
+docs/heads.md lists them. The config declares everything that a head computes. An unexpected or
+missing tensor or an unknown norm flag raises `ModelLoadError`, because such a head would silently
+draft badly.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _AnyVocabulary = TypeVar("_AnyVocabulary", bound=Vocabulary)
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the model in a config.json, in lower case."""
+    """Return the architectures and the speculators type that a config.json names, in lower case."""
     named = values.get("architectures") or []
     words = [str(each) for each in named] if isinstance(named, list) else []
     words.append(str(values.get("speculators_model_type", "")))
@@ -58,7 +59,10 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def flattened(fields: Fields) -> Fields:
-    """Return fields with the keys of nested objects on the top level; outer keys win."""
+    """Return fields with the keys of nested objects moved to the top level.
+
+    If a key is on both levels, the value on the top level is used.
+    """
     values: dict[str, Any] = {}
     for name in ("transformer_layer_config", "dflash_config", "eagle_config", "text_config"):
         values |= {k: v for k, v in fields.object(name).values.items() if v is not None}
@@ -71,9 +75,9 @@ def flattened(fields: Fields) -> Fields:
 
 
 def parse_shape(fields: Fields, target: DecoderConfig, names: set[str]) -> dict[str, Any]:
-    """Parse the fields of `HeadConfig`, which have the same keys in all kinds with layers.
+    """Parse the fields of `HeadConfig`, whose keys are the same for all kinds of heads with layers.
 
-    Raises `ModelLoadError` with the key that is wrong.
+    Raises `ModelLoadError`, which names the wrong key.
     """
     hidden = fields.positive("hidden_size")
     heads = fields.positive("num_attention_heads")
@@ -117,13 +121,13 @@ def parse_shape(fields: Fields, target: DecoderConfig, names: set[str]) -> dict[
 
 
 def own_taps(fields: Fields) -> Taps | None:
-    """Return the boundaries in our part of the config, which are unambiguous, or None."""
+    """Return the taps in the object "foretoken" of a config, or None if there are none."""
     own = fields.object(OWN_KEY)
     return own.integers("taps") if own.has("taps") else None
 
 
 def own_gaps(fields: Fields) -> dict[bool, GapNumbers]:
-    """Return the numbers of gap models that training fitted, by whether tokens are sampled.
+    """Return the fitted parameters of gap models, for greedy (False) and sampled (True) requests.
 
     Raises `ModelLoadError` for other values than three finite numbers.
     """
@@ -141,7 +145,11 @@ def own_gaps(fields: Fields) -> dict[bool, GapNumbers]:
 
 
 def check_taps(fields: Fields, name: str, taps: Taps, target: DecoderConfig) -> Taps:
-    """Return the taps. Raises `ModelLoadError` if there are no taps or the target lacks one."""
+    """Return the taps.
+
+    Raises `ModelLoadError` if there are no taps, or if the target has too few layers for one of
+    them.
+    """
     if not taps or min(taps) < 0 or max(taps) > target.num_layers:
         problem = f"names boundaries {list(taps)} of a target of {target.num_layers} layers"
         raise fields.error(name, problem)
@@ -154,7 +162,7 @@ def check_taps(fields: Fields, name: str, taps: Taps, target: DecoderConfig) -> 
 def read_tensors(path: Path) -> Tensors:
     """Return all tensors of a folder, with their stored names and dtypes.
 
-    Raises `ModelLoadError`.
+    Raises `ModelLoadError` if there are no weights or they cannot be read.
     """
     try:
         if (path / INDEX).is_file():
@@ -192,7 +200,7 @@ def _unpickled(file: Path) -> Tensors:
 
 
 def normalised(tensors: Tensors) -> Tensors:
-    """Return the tensors by the names of docs/heads.md."""
+    """Rename tensors of any dialect to their names in docs/heads.md."""
     found: Tensors = {}
     for name, tensor in tensors.items():
         for prefix in _PREFIXES:
@@ -235,9 +243,10 @@ def fill_vocabulary(where: Path, head: _AnyVocabulary, tensors: Tensors) -> _Any
 
 
 def _draft_ids(where: Path, differences: Tensor | None, vocab_size: int) -> Tensor | None:
-    """Return the target's id of each draft id; ``d2t`` holds their differences.
+    """Return the target's id of each id of the head, or None without ``d2t``.
 
-    Raises `ModelLoadError` for ids that repeat or are out of range.
+    ``d2t`` contains the difference between the two ids. Raises `ModelLoadError` for ids that repeat
+    or are out of range.
     """
     if differences is None:
         return None
@@ -271,7 +280,11 @@ def _refuse(where: Path, verb: str, names: list[str]) -> None:
 
 
 def vocabulary_tensors(head: Head) -> Tensors:
-    """Return tensors with the ids that a head can draft: ``d2t`` differences, ``t2d`` flags."""
+    """Return the tensors that describe the ids which a head can draft; none if it can draft all.
+
+    ``d2t`` [draft_vocab]: the target's id minus the head's id. ``t2d`` [vocab]: whether the head
+    can draft the target's id.
+    """
     if head.draft_ids is None:
         return {}
     ids = head.draft_ids.cpu()

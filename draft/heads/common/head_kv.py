@@ -1,14 +1,14 @@
-"""HeadKV: tracks the positions of requests that have head KV, and the positions that wait for it.
+"""HeadKV: tracks which positions of requests have head KV, the keys and values of a trained head.
 
-A head's KV has its own pool with the same page ids as the target's. It is written from the target's
+Head KV has its own pool with the same page ids as the target's. It is written from the target's
 hidden states, for committed positions only. KV of draft tokens is never kept, so there is no
 rollback. The KV of a position depends only on tokens up to that position, so a prefix hit includes
-it. Positions wait until they complete a page or until a draft reads them; so while the head does
-not draft, a step costs only a copy of its hidden states.
+it. Head KV is not written at once: committed positions wait until they complete a page, or until a
+draft reads them. So a step in which the head does not draft only copies hidden states.
 
-A page whose positions all have head KV has a ready mark. If head KV is missing (after a failure of
-the proposer, or in a page that came without it), drafts see only the positions after the gap. The
-target computes nothing again for a head.
+A page whose positions all have head KV has a ready mark. If head KV is missing after a failure of
+the proposer, or in a page that was loaded without it, drafts attend only to the positions after the
+gap. The target does not compute positions again to fill the gap.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .layers import TapConfig
 class Span:
     """The positions of one request that have head KV, or wait for it.
 
-    Positions from ``start`` to ``stop`` have head KV, and so have earlier pages that are ready.
-    Positions from ``stop`` on may wait to be written.
+    All positions from ``start`` to ``stop`` have head KV. Earlier positions have it if their page
+    is marked as ready. Positions from ``stop`` on may wait to be written.
     """
 
     start: int = 0
@@ -81,17 +81,16 @@ class HeadKV:
 
     @property
     def stored(self) -> list[PageRows]:
-        """Rows of a page for the tiers: head KV, feature of the last position, and ready mark.
+        """The data per page that KV tiers store: head KV, last position's feature, ready mark.
 
-        The ready mark of a page that comes back takes effect in `adopt`; until then the page counts
-        as new.
+        The ready mark of a loaded page takes effect in `adopt`; until then the page counts as new.
         """
         kept = [each for each in (self.pool.data, self._page_features) if each is not None]
         marks = [torch.from_numpy(each) for each in (self.ready, self._ready_elsewhere)]
         return [*(PageRows(each, each) for each in kept if each.numel()), PageRows(*marks)]
 
     def adopt(self, page_ids: array[int]) -> None:
-        """Take over pages that came from a tier; they are ready if they were stored as ready."""
+        """Take over pages that were loaded from a KV tier; restore their ready marks."""
         ids = np.asarray(page_ids)
         self.ready[ids] = self._ready_elsewhere[ids]
 
@@ -105,7 +104,7 @@ class HeadKV:
     # -- committed positions --------------------------------------------------------------------
 
     def is_live(self, verified: VerifiedRequest) -> bool:
-        """Whether a request was committed, and its pages still belong to it.
+        """Whether a step committed tokens of a request that still owns its pages.
 
         A step that was launched ahead may finish after the step in which its request ended. Then
         the request has been forgotten, and its pages may belong to other requests. The dummy
@@ -120,10 +119,10 @@ class HeadKV:
         )
 
     def add(self, live: Sequence[VerifiedRequest], taps: Sequence[Tensor]) -> None:
-        """Add the committed positions of requests, and write all that complete a page.
+        """Add the committed positions of requests; write the head KV of those that complete a page.
 
         ``taps[i]`` [positions, num_taps * target_hidden]: taps of request ``i``, a view of the taps
-        of the whole step. Taps that have to wait are copied.
+        of the whole step. Taps of positions that must wait are copied.
         """
         for each, part in zip(live, taps, strict=True):
             span = self._reached(each.scheduled)
@@ -136,7 +135,7 @@ class HeadKV:
                 waiting[-1] = waiting[-1].clone()
 
     def _reached(self, scheduled: ScheduledRequest) -> Span:
-        """Return the request's span, or a new one if it does not end where the step began."""
+        """Return the request's span if it ends where the step began, or start a new one there."""
         span = self.spans.get(scheduled.request_id)
         if span is None or span.reached != scheduled.start:
             span = Span(scheduled.start, scheduled.start, self._feature_before(scheduled))
@@ -152,7 +151,7 @@ class HeadKV:
         return self._page_features[page_id] if self.ready[page_id] else None
 
     def _ends_page(self, scheduled: ScheduledRequest) -> bool:
-        """Whether waiting positions complete a page, which other requests may then share."""
+        """Whether the waiting positions complete a page, which other requests may then share."""
         span = self.spans[scheduled.request_id]
         return span.reached // self.pool.page_size > span.stop // self.pool.page_size
 
@@ -216,7 +215,7 @@ class HeadKV:
     # -- reading --------------------------------------------------------------------------------
 
     def first_seen(self, scheduled: ScheduledRequest, span: Span) -> int:
-        """Return the lowest position from which on no head KV is missing."""
+        """Return the first position after the last gap in the request's head KV."""
         page_size = self.pool.page_size
         num_whole = (len(scheduled.tokens) - 1) // page_size
         if span.start > num_whole * page_size:

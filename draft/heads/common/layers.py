@@ -30,7 +30,7 @@ HIDDEN = -1e30  # masked score; finite, so that a row with only masked scores do
 
 @dataclass(frozen=True, kw_only=True)
 class TapConfig:
-    """Shape of any head: the hidden states that it reads, and the tokens that it drafts."""
+    """Configuration of any head: the hidden states that it reads and the tokens that it drafts."""
 
     kind: ClassVar[str]  # name of the kind in the table of kinds, and as a source of drafts
     first_position: ClassVar[int] = 0  # first position that has head KV
@@ -55,7 +55,11 @@ class TapConfig:
 
     @property
     def longest(self) -> int:
-        """Maximum length of a draft; one pass, unless the head can read its own output."""
+        """Maximum length of a draft in tokens.
+
+        By default this is what one pass yields. A head that can read its own output may run more
+        passes.
+        """
         return self.tokens_per_pass
 
     @property
@@ -100,7 +104,7 @@ class RmsNorm(nn.Module):
 
 
 class OutputLayer(nn.Linear):
-    """A linear layer without bias that makes logits. Its kernels return float32."""
+    """A linear layer without bias that computes logits. In serving, they are float32."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -266,7 +270,7 @@ class Vocabulary(Head):
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return embeddings ``[.., hidden]`` of the target's ids ``[..]``.
 
-        Raises ValueError without an own or borrowed embedding.
+        Raises ValueError if the head neither has nor borrows an embedding.
         """
         if self.embed_tokens is not None:
             found: Tensor = self.embed_tokens(token_ids)
@@ -275,7 +279,10 @@ class Vocabulary(Head):
 
     @property
     def table(self) -> Table:
-        """The embedding, ``[vocab, hidden]``. Raises ValueError without an own or borrowed one."""
+        """The embedding table, [vocab, hidden].
+
+        Raises ValueError if the head neither has nor borrows one.
+        """
         own = self.embed_tokens
         table = self._table if own is None else own.weight.detach()
         if table is None:
@@ -288,9 +295,9 @@ class Vocabulary(Head):
         return self._output
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Return logits, ``[.., hidden] -> [.., draft_vocab]``.
+        """Map hidden states to logits, ``[.., hidden] -> [.., draft_vocab]``.
 
-        Raises ValueError without an own or borrowed output layer.
+        Raises ValueError if the head neither has nor borrows an output layer.
         """
         output = self._output if self.lm_head is None else self.lm_head
         if output is None:
@@ -307,9 +314,9 @@ _Frame = TypeVar("_Frame", bound=Vocabulary)
 
 
 def without(head: Vocabulary, layers: str, kind: type[_Frame]) -> _Frame:
-    """Return a view of a head without the module ``layers``, as the base class ``kind``.
+    """Return a view of a head without the module named ``layers``, as an instance of ``kind``.
 
-    All other modules are shared. So the unpacked layers are freed with the head itself.
+    The view shares all other modules with the head, but does not keep its layers in memory.
     """
     frame = kind.__new__(kind)
     frame.__dict__.update(head.__dict__)
@@ -318,9 +325,10 @@ def without(head: Vocabulary, layers: str, kind: type[_Frame]) -> _Frame:
 
 
 def attend(scores: list[Tensor], values: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-    """Attend with one softmax over all parts of ``scores`` [.., keys].
+    """Compute attention over several groups of keys with one softmax.
 
-    ``values[i]`` returns the weighted sum of the values of part ``i``.
+    ``scores[i]`` [.., keys]: scores of group ``i``. ``values[i]`` maps the weights of group ``i``
+    to the weighted sum of its values.
     """
     weights = torch.cat(scores, dim=-1).float().softmax(dim=-1)
     parts = torch.split(weights.to(scores[0].dtype), [s.shape[-1] for s in scores], dim=-1)
@@ -329,7 +337,7 @@ def attend(scores: list[Tensor], values: Sequence[Callable[[Tensor], Tensor]]) -
 
 
 def init_weights(module: nn.Module) -> None:
-    """Draw matrices from a normal distribution; scale residual outputs down by their number."""
+    """Draw matrices from a normal distribution; divide the n residual outputs by the root of n."""
     outputs = ("o_proj", "down_proj")
     num_outputs = sum(name.endswith(outputs) for name, _ in module.named_modules())
     for name, each in module.named_modules():

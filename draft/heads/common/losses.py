@@ -15,12 +15,12 @@ _PART = 2**18  # number of probabilities processed together, which fit into a co
 
 
 class _KlOverlap(torch.autograd.Function):
-    """``w KL(p, q) + (1 - w) (1 - sum min(p, q))`` with ``w = e^(-3 sum min(p, q))``, by row.
+    """``w KL(p, q) + (1 - w) (1 - overlap)`` of each row, with ``w = e^(-3 overlap)``.
 
-    The overlap is the acceptance probability; KL gives useful gradients far from the target. The
-    weight w is constant in the gradient. The gradient is computed with the loss, for a part of the
-    rows at a time: passes over all probabilities would be bound by memory (measured: a third of the
-    time of training).
+    The overlap ``sum min(p, q)`` is the acceptance probability. The KL divergence gives useful
+    gradients where the draft is far from the target. The weight w is treated as a constant in the
+    gradient. Loss and gradient are computed together, for a part of the rows at a time, because
+    passes over all probabilities are limited by memory bandwidth.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Packs a head's matrices for its target's kernels, and lays out kernel passes over its KV."""
+"""Packing of a head's matrices for its target's kernels, and batches for passes over head KV."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Packed(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LentOutput:
-    """The target's output layer, or its rows of the ids that a head drafts."""
+    """The target's output layer, lent to a head; a reduced head gets only the rows of its ids."""
 
     ops: Ops
     packed: PackedLinear
@@ -61,7 +61,10 @@ class LentOutput:
 
 
 def packed_output(frame: Vocabulary) -> tuple[PackedLinear, float | None] | None:
-    """Return the packed output layer of a head and the cap of its logits; None if not packed."""
+    """Return the packed output layer of a head and the soft cap of its logits.
+
+    Returns None if the output layer is not packed.
+    """
     own, output = frame._modules.get("lm_head"), frame.output
     if isinstance(own, _Packed):
         return own.packed, None
@@ -80,7 +83,10 @@ def pack_linears(module: nn.Module, ops: Ops) -> None:
 def by_kernel(
     kernel: Callable[[Tensor, PackedLinear], Tensor], packed: PackedLinear, min_rows: int, x: Tensor
 ) -> Tensor:
-    """Apply a kernel, ``[.., in_features] -> [.., out_features]``, padded to ``min_rows`` rows."""
+    """Multiply ``x`` [.., in_features] by a packed matrix; return ``[.., out_features]``.
+
+    The input of the kernel is padded to ``min_rows`` rows.
+    """
     if x.ndim == 2 and len(x) >= min_rows:
         return kernel(x.contiguous(), packed)
     flat = x.reshape(-1, x.shape[-1])
@@ -148,9 +154,10 @@ _NONE: IntArray = np.zeros(0, dtype=np.int64)
 class SeenKv(NamedTuple):
     """The head KV of a request that a row of a pass attends to.
 
-    ``pages``: ids of pages that it sees from their first position on; at least one page, even if
-    ``num_in_pages`` is 0. ``num_in_pages``: number of positions in them that it sees. ``edge``:
-    slots of the positions that it sees before these pages.
+    ``pages``: ids of the pages that it attends to from their first position on; at least one page,
+    even if ``num_in_pages`` is 0. ``num_in_pages``: number of positions in these pages that it
+    attends to. ``edge``: slots of the earlier positions that it attends to; they are at the end of
+    another page.
     """
 
     pages: IntArray
@@ -173,8 +180,8 @@ def seen_kv(scheduled: ScheduledRequest, first: int, page_size: int) -> SeenKv:
 class PassRows(NamedTuple):
     """Consecutive tokens of a pass whose rows attend to the same KV.
 
-    ``position``: position of the first token. ``slots``: slots for their own keys and values.
-    ``beside``: slots of the draft's rows that they attend to, including their own.
+    ``position``: position of the first token. ``slots``: slots for the keys and values of the
+    tokens. ``beside``: slots of the draft tokens that the rows attend to, their own included.
     """
 
     token_ids: Sequence[int]
@@ -214,11 +221,12 @@ class HeadPass:
 class PassLayout:
     """Lays out the rows of a head's passes as batches, for a backend and a device.
 
-    Each row is its own segment, whose start is the number of other keys that it sees. The page
-    table of a segment begins with the first whole page that the row sees. Its tail lists the slots
-    that it sees in the page before, then the rows of the draft. Keys keep the rotation of their
-    positions, and softmax does not depend on their order. So kernels for causal attention can
-    compute trees, and blocks whose rows see each other.
+    Each row is a segment of its own, and the start of the segment is the number of other keys that
+    the row attends to. The page table of a segment begins with the first page that the row attends
+    to as a whole. The tail of a segment lists single slots: first slots of the page before, then
+    slots of draft tokens. The order of the keys does not matter, because each key is rotated by its
+    position. So kernels for causal attention can compute trees, and blocks whose rows attend to
+    each other.
     """
 
     def __init__(self, ops: Ops, device: torch.device) -> None:
@@ -239,7 +247,7 @@ class PassLayout:
     ) -> RaggedBatch:
         """Return a batch of rows that attend to head KV and to each other.
 
-        ``wants_logits``: whether all rows get logits or no row does.
+        ``wants_logits``: whether logits are computed, for all rows.
         """
         counts = [len(each.token_ids) for each in rows]
         sizes = [

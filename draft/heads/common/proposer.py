@@ -1,7 +1,8 @@
 """HeadProposer: the base class of proposers with a trained head.
 
-It follows the target's steps (`HeadKV`), and its `HeadGrower` grows the trees of requests level by
-level. A kind of head derives from it and defines how head KV is written and what a pass computes.
+After each step of the target, it adds the committed positions to its `HeadKV`. Its `HeadGrower`
+grows the draft trees of requests level by level. Each kind of head has a subclass, which defines
+how head KV is written and what a pass computes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .layers import Head, TapConfig
 
 
 class DraftStart(NamedTuple):
-    """The start of a draft, after the last of the request's tokens."""
+    """The state of a request from which a head starts a draft."""
 
     scheduled: ScheduledRequest
     first: int  # first position of the head KV that the draft may see
@@ -40,7 +41,7 @@ class DraftStart(NamedTuple):
 
 
 def features_of(starts: Sequence[DraftStart]) -> Tensor:
-    """Return the features of all starts, ``[b, hidden]``."""
+    """Return the features with which drafts start, [b, hidden]."""
     known = [start.feature for start in starts if start.feature is not None]
     assert len(known) == len(starts)
     return torch.stack(known)
@@ -57,15 +58,15 @@ class Query(NamedTuple):
 
 
 class Drafting(ABC):
-    """The drafts of some requests, level by level."""
+    """The computation of some requests' drafts, one level of the trees per call."""
 
     @abstractmethod
     def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:
-        """Compute the logits of the next token of each query.
+        """Compute the logits of the token after each token in ``queries``.
 
-        ``draws``: plan of the tokens that the logits decide, which the pass may choose itself. All
-        queries are at one level, one deeper than in the previous call. They come in the order of
-        requests, and no request comes back after a call without it.
+        ``draws``: sampling plan with which the pass may choose these tokens itself. All queries are
+        at one level, which is one deeper than in the previous call. They are in the order of the
+        requests. A request that is missing in one call is missing in all later ones.
         """
 
 
@@ -117,7 +118,7 @@ class HeadGrower(TreeGrower):
 
 
 class HeadProposer(Proposer, ABC):
-    """Base of proposers that keep head KV beside the target's and grow trees or chains.
+    """Base of proposers that grow draft trees or chains with a head, and keep the KV of the head.
 
     ``head``: the module without its packed layers.
     """
@@ -140,7 +141,7 @@ class HeadProposer(Proposer, ABC):
         self._order = [self._taps.index(boundary) for boundary in config.taps]
 
     def begin_with(self, numbers: Mapping[bool, GapNumbers]) -> None:
-        """Replace the initial gap models by fitted ones, by whether tokens are sampled."""
+        """Replace the gap models for greedy (False) or sampled (True) requests by fitted ones."""
         models = {is_sampled: GapModel(*each) for is_sampled, each in numbers.items()}
         self._grower.gap_models |= models
 
@@ -164,7 +165,7 @@ class HeadProposer(Proposer, ABC):
         )
 
     def wanted(self, num_best: int) -> Wanted:
-        """Return the outputs of a pass over vectors that chooses tokens, for a warm-up."""
+        """Return the outputs of a warm-up pass, which reads features and chooses tokens."""
         vectors = self.pool.data.new_empty((0, self.config.hidden_size))
         return Wanted(self._grower.draws((), num_best), inputs=vectors)
 
@@ -172,9 +173,10 @@ class HeadProposer(Proposer, ABC):
 
     @abstractmethod
     def write_head_kv(self, written: Written) -> Tensor | None:
-        """Compute and write the head KV of positions; return their features, if it has any.
+        """Compute and write the head KV of positions; return their features, if there are any.
 
-        KV that needs an unknown feature of the position before is invalid and never read.
+        If the feature of the preceding position is needed but unknown, the KV is invalid and never
+        read.
         """
 
     @abstractmethod
@@ -185,7 +187,7 @@ class HeadProposer(Proposer, ABC):
 
     @property
     def stored(self) -> Sequence[PageRows]:
-        """Rows of a page for the tiers: head KV, feature of the last position, and ready mark."""
+        """The data per page that KV tiers store: head KV, last position's feature, ready mark."""
         return self.head_kv.stored
 
     @override
@@ -212,7 +214,7 @@ class HeadProposer(Proposer, ABC):
         self.head_kv.add(live, torch.split(taps, [len(each.batch_rows) for each in live]))
 
     def _ordered(self, taps: Tensor) -> Tensor:
-        """Return the taps in the order of the head's config, which may contain one twice."""
+        """Return the taps in the order of the head's config, which may list the same tap twice."""
         if self._order == list(range(len(self._taps))):
             return taps
         parts = taps.chunk(len(self._taps), dim=-1)
@@ -222,7 +224,7 @@ class HeadProposer(Proposer, ABC):
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
-        """Grow a tree for each request that has head KV, with the verifier's noise."""
+        """Grow a tree for each request that has head KV, with the noise of the verifier."""
         self._grower.begin()
         self.head_kv.write_waiting([each for each in requests if self.head_kv.waits(each)])
         starts = [start for start in map(self._start, requests) if start is not None]
@@ -247,7 +249,7 @@ class HeadProposer(Proposer, ABC):
         self._grow([start] * num_requests)
 
     def _start(self, scheduled: ScheduledRequest) -> DraftStart | None:
-        """Return the start of the request's draft, or None if the last positions lack head KV."""
+        """Return the state for starting a draft; None if the last positions have no head KV."""
         span = self.head_kv.spans.get(scheduled.request_id)
         if span is None or span.stop < len(scheduled.tokens) - 1:
             return None
@@ -255,7 +257,7 @@ class HeadProposer(Proposer, ABC):
 
     @torch.inference_mode()
     def _grow(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:
-        """Grow trees together, so that one decision covers another pass for all of them."""
+        """Grow all trees together, and decide for all of them whether another pass runs."""
         trees = [self._grower.tree(start.scheduled) for start in starts]
         num_drafted = min(
             self.config.longest, max(start.scheduled.draft_plan.max_draft for start in starts)

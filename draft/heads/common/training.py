@@ -1,4 +1,4 @@
-"""The interface of a kind of draft to training: a `Recipe` makes a draft, a `Student` learns.
+"""Interface of the kinds of drafts for training: a `Recipe` makes drafts, a `Student` is trained.
 
 The training loop, the teacher and the data are in draft/training; kinds do not depend on them.
 """
@@ -22,8 +22,9 @@ ReadWeight: TypeAlias = Callable[[str], Tensor]
 class TeacherOutput:
     """The target's outputs for a batch of conversations, padded at their ends to one length T.
 
-    ``p[i]`` is the target's distribution of the token *after* a position, over the draft's ids.
-    ``rows`` [b, T] is the ``i`` of each position, or -1 outside answers and at the last token.
+    ``p[i]`` is the target's distribution of the *next* token after a position, over the draft's
+    ids. ``rows`` [b, T] is the index into ``p`` of each position. It is -1 for positions outside
+    answers and for the last token of an answer.
     """
 
     token_ids: Tensor  # [b, T]
@@ -41,8 +42,8 @@ class TeacherOutput:
 class Student(Protocol):
     """A draft in training.
 
-    A *chain* is a run of draft positions after one position of an answer. Its tokens are the
-    answer's.
+    Training and evaluation use *chains*: the draft predicts the next few tokens of an answer, and
+    each prediction follows the answer's tokens, not the draft's own ones.
     """
 
     kind: str  # kind of head, or "lm"
@@ -55,10 +56,10 @@ class Student(Protocol):
         """Return the mean loss over a batch."""
 
     def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
-        """Draft a chain at every position where a whole chain fits.
+        """Predict a chain after every position that has ``depth`` more tokens in its answer.
 
-        Returns logits ``[chains, depth, draft_vocab]`` and the rows of ``taught.p``,
-        ``[chains, depth]``.
+        Returns logits ``[chains, depth, draft_vocab]`` and the rows of ``taught.p``, ``[chains,
+        depth]``.
         """
 
 
@@ -66,8 +67,9 @@ class Student(Protocol):
 class TrainedKind:
     """Options for training drafts of one kind.
 
-    ``about``: a short description of the kind. ``options``: fields of `TrainOptions` that the kind
-    supports and others may not. ``init``: default of the initial weights; None: random.
+    ``about``: a short description of the kind. ``options``: fields of `TrainOptions` that this kind
+    supports and that some other kinds do not. ``init``: default for the initial weights; None for
+    random ones.
     """
 
     about: str
@@ -82,9 +84,10 @@ class Recipe(TrainedKind):
     ``make``: makes a head with random weights from fields of `HeadConfig`, the number of layers and
     the block size. ``begin_as_target``: copies the target's last layers into a head; its last
     argument is the target's number of layers. ``begin_with_pairs``: initialises the part of a head
-    that reads only the previous token, from neighbouring tokens of answers ``[num, 2]``.
-    ``student``: wraps a head for training. ``brings_output``: whether the files of a reduced head
-    include its rows of the target's output layer, which other engines expect with the map of ids.
+    that reads only the previous token, from pairs of neighbouring tokens in answers, [num, 2].
+    ``student``: wraps a head for training. ``brings_output``: whether the files of a head with a
+    reduced vocabulary include the rows of the target's output layer for it. Other engines require
+    these rows.
     """
 
     make: Callable[[dict[str, Any], int, int], Any]
@@ -98,7 +101,7 @@ class Recipe(TrainedKind):
 
 
 def next_values(values: Tensor, anchors: Tensor, depth: int, fill: int) -> Tensor:
-    """Return the values at ``depth`` positions from each anchor on, ``[b, T] -> [b, n, depth]``.
+    """Return the values at each anchor and the positions after it, ``[b, T] -> [b, n, depth]``.
 
     Positions after the last one have the value ``fill``.
     """
@@ -108,10 +111,13 @@ def next_values(values: Tensor, anchors: Tensor, depth: int, fill: int) -> Tenso
 
 
 def next_rows(rows: Tensor, anchors: Tensor, depth: int) -> Tensor:
-    """Return the rows of the distributions from anchors on, ``[b, n, depth]``, or -1."""
+    """Return the indices of the target's distributions at each anchor and after it.
+
+    The shape is [b, n, depth]; positions without a distribution have -1.
+    """
     return next_values(rows, anchors, depth, -1)
 
 
 def pass_last_tap(fc: nn.Linear, hidden: int) -> None:
-    """Add an identity to a layer, so that it passes the last tap on."""
+    """Add an identity matrix to the columns of a layer that read the last tap."""
     fc.weight[:, -hidden:] += torch.eye(hidden)
