@@ -70,6 +70,12 @@ class Lark:
             return self.rule(name, f"{before} <[{token_id}]>")
         return self.rule(name, f"/(?s:.*){_quoted(mark)}/", options="[lazy]")
 
+    def matching(self, pattern: str, mark: str, name: str) -> str:
+        """Return a rule for text that matches a pattern, up to and including the mark."""
+        if mark in self._vocab:
+            return f"{self.rule(name, f'/{_regex(pattern)}/')} {self.mark(mark)}"
+        return self.rule(name, f"/(?:{_regex(pattern)}){_quoted(mark)}/", options="[lazy]")
+
     def lazily(self, mark: str, name: str) -> str:
         """Return a rule for one mark that matches even if other text may begin like the mark."""
         return self.rule(name, self.mark(mark), options="" if mark in self._vocab else "[lazy]")
@@ -128,6 +134,9 @@ def arguments(tool: Tool) -> str:
     """
     if not tool.parameters:
         return '"{}"'
+    if tool.input_pattern is not None:
+        text = {"type": "string", "pattern": f"^(?:{tool.input_pattern})$"}
+        return value({**tool.parameters, "properties": {"input": text}}, strict=True, of=tool.name)
     return value({"type": "object", **tool.parameters}, strict=tool.strict, of=tool.name)
 
 

@@ -112,6 +112,13 @@ class FunctionBody(Struct, kw_only=True):
     arguments: str = ""
 
 
+class CustomBody(Struct, kw_only=True):
+    """The custom tool of a call. ``input`` is its text; a chunk has a part of it."""
+
+    name: str | UnsetType = UNSET
+    input: str = ""
+
+
 class CallBody(Struct, kw_only=True):
     """A tool call; in a chunk, an addition to one, with an ``index``.
 
@@ -121,7 +128,8 @@ class CallBody(Struct, kw_only=True):
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
-    function: FunctionBody
+    function: FunctionBody | UnsetType = UNSET
+    custom: CustomBody | UnsetType = UNSET
 
 
 class MessageBody(Struct, kw_only=True):

@@ -9,6 +9,7 @@ from msgspec import UNSET, Struct
 
 from ....core.interface.output import TokenLogprob
 from ...runtime.chat import ChatAnswer
+from ...runtime.conversation.custom_tools import InputReader, input_of
 from ...serving.answers import AnswerReply
 from ...serving.serving_context import Service
 from ...types.results import CallDelta, Choice, TextDelta, ToolCall
@@ -19,6 +20,7 @@ from .answers import (
     ChatLogprobs,
     ChunkBody,
     ChunkChoiceBody,
+    CustomBody,
     DeltaBody,
     FunctionBody,
     MessageBody,
@@ -52,6 +54,8 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
         super().__init__(service, head, body)
         self._tells_sources = bool(body.token_sources)
         self._returns_ids = bool(body.return_token_ids)
+        self._custom = {tool.custom.name for tool in body.tools or () if tool.custom is not None}
+        self._inputs: dict[tuple[int, int], InputReader] = {}  # by choice and call
         self._pieces: defaultdict[int, TokenPieces] = defaultdict(  # pieces by choice
             lambda: TokenPieces(service.llm.tokenizer, service.chat.syntax.thinking)
         )
@@ -87,7 +91,7 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
             message.reasoning_content = choice.reasoning
         if choice.tool_calls:
             message.content = choice.text or None
-            message.tool_calls = [_whole_call(call) for call in choice.tool_calls]
+            message.tool_calls = [self._whole_call(call) for call in choice.tool_calls]
         if self._returns_ids and choice.message_ids is not None:
             message.token_ids = choice.message_ids
         return ChatChoiceBody(
@@ -130,7 +134,7 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
         """Return the chunks of a delta: one for its content, one for the end of the choice."""
         self.tell(delta)
         chunks = []
-        content = _delta_body(delta)
+        content = self._delta_body(delta)
         pieces = self._pieces[delta.index] if self._tells_sources else None
         if pieces is not None:
             pieces.hold(delta)
@@ -158,27 +162,38 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
             chunks.append(self.chunk(last))
         return chunks
 
+    # -- calls ----------------------------------------------------------------------------------
 
-def _whole_call(call: ToolCall | CallDelta) -> CallBody:
-    function = FunctionBody(name=call.name, arguments=call.arguments)
-    return CallBody(id=call.id, type="function", function=function)
+    def _whole_call(self, call: ToolCall) -> CallBody:
+        if call.name in self._custom:
+            custom = CustomBody(name=call.name, input=input_of(call.arguments))
+            return CallBody(id=call.id, type="custom", custom=custom)
+        function = FunctionBody(name=call.name, arguments=call.arguments)
+        return CallBody(id=call.id, type="function", function=function)
 
+    def _delta_body(self, delta: TextDelta) -> DeltaBody | None:
+        """Return the delta of a chunk; None if the step adds nothing."""
+        calls = [self._call_delta(delta.index, call) for call in delta.tool_calls]
+        if not (delta.reasoning or delta.text or calls):
+            return None
+        return DeltaBody(
+            reasoning_content=delta.reasoning or UNSET,
+            content=delta.text or UNSET,
+            tool_calls=calls or UNSET,
+        )
 
-def _delta_body(delta: TextDelta) -> DeltaBody | None:
-    """Return the delta of a chunk; None if the step adds nothing."""
-    if not (delta.reasoning or delta.text or delta.tool_calls):
-        return None
-    return DeltaBody(
-        reasoning_content=delta.reasoning or UNSET,
-        content=delta.text or UNSET,
-        tool_calls=[_call_delta(call) for call in delta.tool_calls] or UNSET,
-    )
-
-
-def _call_delta(call: CallDelta) -> CallBody:
-    if not call.id:
-        function = FunctionBody(arguments=call.arguments)
-        return CallBody(index=call.index, function=function)
-    body = _whole_call(call)
-    body.index = call.index
-    return body
+    def _call_delta(self, choice: int, call: CallDelta) -> CallBody:
+        """Return what a step adds to a call. Its first body has the id, the type and the name."""
+        body = CallBody(index=call.index)
+        if call.id:
+            body.id = call.id
+            body.type = "custom" if call.name in self._custom else "function"
+            if body.type == "custom":
+                self._inputs[choice, call.index] = InputReader()
+        name = call.name or UNSET
+        if (reader := self._inputs.get((choice, call.index))) is None:
+            body.function = FunctionBody(name=name, arguments=call.arguments)
+        else:
+            text = reader.add(call.arguments)
+            body.custom = CustomBody(name=name, input=text + (reader.end() if call.is_done else ""))
+        return body

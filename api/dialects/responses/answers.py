@@ -318,7 +318,7 @@ class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done", kw_o
 
 
 class InputDelta(ItemEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
-    """The input of a custom tool's call, in one piece: it is parsed from the complete arguments."""
+    """The next part of the input of a custom tool's call."""
 
     delta: str
 

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import UNSET
 
 from ....core.interface.output import TokenLogprob
-from ...parsing.reading.json_text import INVALID
+from ...runtime.conversation.custom_tools import InputReader
 from ...runtime.conversation.tools import plain_arguments
 from ...runtime.segments import Change, Close, Grow, GrowingText, Open, Segment, Segments
 from ...types.request_context import random_id
@@ -190,32 +190,27 @@ class CallBuilder(ItemBuilder):
 
 @dataclass(slots=True, kw_only=True)
 class CustomCallBuilder(CallBuilder):
-    """A call of a custom tool. Its input is the only argument that the model wrote."""
+    """A call of a custom tool. Its input is the argument ``input`` that the model writes."""
 
     id: str = field(default_factory=lambda: f"ctc_{random_id()}")
+    _input: InputReader = field(default_factory=InputReader)
 
     def item(self) -> OutputItem:
         """Return the item in its present state."""
-        return CustomCallItem(input=self._input, **self._named)
+        given = "" if self.status == "in_progress" else self._input.whole()
+        return CustomCallItem(input=given, **self._named)
 
     def add(self, text: str) -> list[Event]:
-        """Append the arguments of a step. They are sent when the item is complete."""
+        """Append the arguments of a step, and return the events of the input in them."""
         self.written.add(text)
-        return []
+        return self._grown(self._input.add(text))
+
+    def _grown(self, text: str) -> list[Event]:
+        return [InputDelta(**self._place, delta=text)] if text else []
 
     def _done(self) -> list[Event]:
-        given = self._input
-        delta = [InputDelta(**self._place, delta=given)] if given else []
-        return [*delta, InputDone(**self._place, input=given)]
-
-    @property
-    def _input(self) -> str:
-        """The argument "input"; the raw text if the arguments are not such an object."""
-        if self.status == "in_progress":
-            return ""
-        given = plain_arguments(self.text)
-        found = given.get("input", given.get(INVALID)) if isinstance(given, dict) else None
-        return found if isinstance(found, str) else self.text
+        last = self._grown(self._input.end())
+        return [*last, InputDone(**self._place, input=self._input.whole())]
 
 
 @dataclass(slots=True, kw_only=True)

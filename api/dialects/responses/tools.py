@@ -8,13 +8,14 @@ functions; a call is returned in the form of its tool.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from ....core.errors import InvalidRequest
+from ...runtime.conversation.custom_tools import custom_tool
 from ...runtime.conversation.left_out import tell_left_out
 from ...runtime.conversation.tools import (
     allowed_choice,
@@ -23,18 +24,11 @@ from ...runtime.conversation.tools import (
     read_choice,
 )
 from ...types.results import Tool, ToolChoice
-from .bodies import FlatChoice, FlatTool, Item, ResponsesRequest
+from .bodies import CustomFormat, FlatChoice, FlatTool, Item, ResponsesRequest
 
 Kind = Literal["function", "custom", "tool_search"]
 MAX_NAME_CHARS = 128
 TOOL_SEARCH = "tool_search"
-INPUT: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
-"""The arguments of a custom tool."""
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")
 
 
@@ -105,27 +99,27 @@ def _is_search(tool: FlatTool) -> bool:
 
 
 def _served(tool: FlatTool, name: str, namespace: str | None, *, is_loaded: bool) -> ServedTool:
-    is_custom = tool.type == "custom"
+    flat = flat_name(name, namespace)
+    if tool.type == "custom":
+        form = tool.format or CustomFormat()
+        made = custom_tool(
+            flat,
+            tool.description,
+            form.syntax,
+            form.definition,
+            param="tools",
+            is_loaded=is_loaded,
+        )
+        return ServedTool(made, "custom", name, namespace)
     made = Tool(
-        name=flat_name(name, namespace),
-        description=_custom_description(tool) if is_custom else tool.description,
-        parameters=INPUT if is_custom else tool.parameters,
+        name=flat,
+        description=tool.description,
+        parameters=tool.parameters,
         strict=bool(tool.strict),
         is_loaded=is_loaded,
     )
-    kind: Kind = "function"
-    if tool.type in ("custom", TOOL_SEARCH):
-        kind = "custom" if is_custom else "tool_search"
+    kind: Kind = "tool_search" if tool.type == TOOL_SEARCH else "function"
     return ServedTool(made, kind, name, namespace)
-
-
-def _custom_description(tool: FlatTool) -> str | None:
-    """Return the description of a custom tool, with the grammar of its input."""
-    form = tool.format or None
-    if form is None or not form.definition:
-        return tool.description
-    grammar = f"The input follows this {form.syntax or ''} grammar:\n{form.definition}"
-    return f"{tool.description}\n\n{grammar}" if tool.description else grammar
 
 
 def tool_choice(body: ResponsesRequest, served: Sequence[ServedTool]) -> ToolChoice:

@@ -228,18 +228,24 @@ def gemma_block(lark: Lark, tools: Sequence[Tool], marks: GemmaMarks) -> str:
 
     def written(tool: Tool) -> str:
         begin = lark_text(f"{_CALL}{tool.name}{{")
-        return f'{begin} {_arguments(lark, tool, tools.index(tool), quote)} "}}"'
+        return f'{begin} {_arguments(lark, tool, tools.index(tool), marks)} "}}"'
 
     return f"{lark.each(tools, written)} {lark.mark(marks.end)}"
 
 
-def _arguments(lark: Lark, tool: Tool, index: int, quote: str) -> str:
+def _arguments(lark: Lark, tool: Tool, index: int, marks: GemmaMarks) -> str:
     properties = properties_of(tool)
     if not properties and takes_any(tool):
         return '(pair ("," pair)*)?'
     required, root = required_of(tool), tool.parameters or {}
+    if tool.input_pattern is not None:
+        text = lark.matching(tool.input_pattern, marks.quote, f"input_{index}")
+        return f'"input:" {lark.mark(marks.quote)} {text}'
     members = [
-        (f"{lark_text(key + ':')} ({_of(tool, schema, root, quote)})", key in required)
+        (
+            f"{lark_text(key + ':')} ({_of(tool, schema, root, lark.mark(marks.quote))})",
+            key in required,
+        )
         for key, schema in properties.items()
     ]
     return listed(lark, members, f"args_{index}", comma=",")

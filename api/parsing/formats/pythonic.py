@@ -357,6 +357,9 @@ def pythonic_block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
 
 
 def _keywords(lark: Lark, tool: Tool, name: str) -> str:
+    if tool.input_pattern is not None:
+        text = {"type": "string", "pattern": f"^(?:{tool.input_pattern})$"}
+        return f'"input=" {_of(tool, "input", text)}'
     properties = properties_of(tool)
     if not properties and takes_any(tool):
         lark.rule("KEY", r"/[a-z_][a-z0-9_]{0,63}/")

@@ -504,12 +504,12 @@ def tagged_block(lark: Lark, tools: Sequence[Tool], tags: Tags) -> str:
         begin = lark_text(f"\n{tags.function}{tool.name}{tags.quote}{tags.named}\n")
         if not tags.function:
             begin = lark_text(f"{tool.name}\n")
-        return f"{begin} {_tagged(lark, tool, tags)} {close}"
+        return f"{begin} {_tagged(lark, tool, tools.index(tool), tags)} {close}"
 
     return f"{lark.each(tools, written)} {lark.mark(tags.end)}"
 
 
-def _tagged(lark: Lark, tool: Tool, tags: Tags) -> str:
+def _tagged(lark: Lark, tool: Tool, index: int, tags: Tags) -> str:
     parts = []
     brk, behind = (r'"\n"', r'"\n"') if tags.has_breaks else ("", r'"\n"')
     for key, schema in properties_of(tool).items():
@@ -520,6 +520,9 @@ def _tagged(lark: Lark, tool: Tool, tags: Tags) -> str:
             part = f"{begin} {_of(tool, key, schema)} {end}"
         elif texts := [each for each in listed_values(schema) if isinstance(each, str)]:
             part = f"{begin} ({' | '.join(map(lark_text, texts))}) {end}"
+        elif tool.input_pattern is not None:
+            pattern = f"(?:{tool.input_pattern})" + ("\n" if tags.has_breaks else "")
+            part = f"{begin} {lark.matching(pattern, tags.value_end, f'input_{index}')} {behind}"
         else:
             _check_text(tool, schema)
             part = f"{begin} plain {behind}"

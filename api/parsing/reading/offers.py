@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
+from ...structured.pattern_check import matches
 from .json_text import INVALID
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Offers:
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         self._schemas: dict[str, Schema] = {tool.name: tool.parameters or {} for tool in tools}
         self._strict = {tool.name for tool in tools if tool.strict}
+        self._patterns = {tool.name: tool.input_pattern for tool in tools}
 
     def __contains__(self, name: object) -> bool:
         return name in self._schemas
@@ -67,7 +69,9 @@ class Offers:
             return False
         schema = self.schema(name)
         if name in self._strict:
-            return _is_readable(schema) and _fits(given, schema, schema)
+            pattern = self._patterns[name]
+            is_valid = _is_readable(schema) and _fits(given, schema, schema)
+            return is_valid and (pattern is None or matches(pattern, given["input"]))
         required = required_names(schema)
         told = {key: each for key, each in given.items() if each is not None or key in required}
         return not _is_schema(given, _properties(schema)) and _fits(told, schema, schema)

@@ -15,6 +15,7 @@ from ...structured.schemas.preparing import with_options
 from ...types.fields import Refused
 from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import MAX_CHOICES, MAX_GRAMMAR_CHARS
+from .custom_tools import custom_tool
 from .left_out import tell_left_out
 
 SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}  # retention in seconds
@@ -52,16 +53,39 @@ class FunctionSpec(Struct, kw_only=True):
     strict: bool | None = None
 
 
-class ToolSpec(Struct, kw_only=True):
-    """An entry of ``tools``. Only functions are supported; other types are skipped."""
+class GrammarSpec(Struct, kw_only=True):
+    """``format.grammar`` of a custom tool."""
 
-    known_kinds: ClassVar[frozenset[str]] = frozenset({"function"})
+    syntax: str
+    definition: GrammarText
+
+
+class CustomFormat(Struct, kw_only=True):
+    """``format`` of a custom tool: any text, or a grammar."""
+
+    type: Literal["text", "grammar"] = "text"
+    grammar: GrammarSpec | None = None
+
+
+class CustomSpec(Struct, kw_only=True):
+    """A custom tool, whose input is one text."""
+
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class ToolSpec(Struct, kw_only=True):
+    """An entry of ``tools``: a function or a custom tool. Other types are skipped."""
+
+    known_kinds: ClassVar[frozenset[str]] = frozenset({"function", "custom"})
     type: str = "function"
     function: FunctionSpec | None = None
+    custom: CustomSpec | None = None
 
 
 class FunctionName(Struct):
-    """The name of a function."""
+    """The name of a function or a custom tool."""
 
     name: str
 
@@ -71,6 +95,7 @@ class AllowedTool(Struct, kw_only=True):
 
     type: str = "function"
     function: FunctionName | None = None
+    custom: FunctionName | None = None
 
 
 class AllowedTools(Struct, kw_only=True):
@@ -81,10 +106,11 @@ class AllowedTools(Struct, kw_only=True):
 
 
 class NamedChoice(Struct, kw_only=True):
-    """A ``tool_choice`` that names one function or lists the allowed functions."""
+    """A ``tool_choice`` that names one tool or lists the allowed tools."""
 
     type: str = "function"
     function: FunctionName | None = None
+    custom: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
 
 
@@ -124,28 +150,44 @@ Tools = list[ToolSpec]
 
 
 def read_tools(specs: Sequence[ToolSpec] | None) -> list[Tool]:
-    """Return the function tools of a body. Tools of other types are skipped with a warning.
+    """Return the functions and custom tools of a body. Other tools are skipped with a warning.
 
-    Raises `InvalidRequest` for a function tool without a function.
+    Raises `InvalidRequest` for a function tool without a function, a custom tool without its
+    fields, and an invalid grammar.
     """
     tools = []
     for index, spec in enumerate(specs or ()):
-        if spec.type != "function":
+        where = f"tools[{index}]"
+        if spec.type == "custom":
+            tools.append(_read_custom(spec.custom, where))
+        elif spec.type != "function":
             tell_left_out("tools of type", spec.type)
-            continue
-        if spec.function is None:
-            where = f"tools[{index}]"
+        elif spec.function is None:
             raise InvalidRequest(f"{where} must have a function", param=where)
-        function = spec.function
-        tools.append(
-            Tool(
-                name=function.name,
-                description=function.description,
-                parameters=function.parameters,
-                strict=bool(function.strict),
+        else:
+            function = spec.function
+            tools.append(
+                Tool(
+                    name=function.name,
+                    description=function.description,
+                    parameters=function.parameters,
+                    strict=bool(function.strict),
+                )
             )
-        )
     return tools
+
+
+def _read_custom(spec: CustomSpec | None, where: str) -> Tool:
+    """Return a custom tool. Raises `InvalidRequest`."""
+    if spec is None:
+        raise InvalidRequest(f"{where} must have custom", param=where)
+    param, form = f"{where}.custom.format", spec.format or CustomFormat()
+    if form.type == "text":
+        return custom_tool(spec.name, spec.description, param=param)
+    if form.grammar is None:
+        raise InvalidRequest(f"{param} must have a grammar", param=param)
+    syntax, definition = form.grammar.syntax, form.grammar.definition
+    return custom_tool(spec.name, spec.description, syntax, definition, param=f"{param}.grammar")
 
 
 def read_choice(
@@ -158,12 +200,13 @@ def read_choice(
     if isinstance(choice, NamedChoice):
         if choice.allowed_tools is not None:
             specs = choice.allowed_tools.tools
-            names = {spec.function.name for spec in specs if spec.function is not None}
+            named = [spec.function or spec.custom for spec in specs]
+            names = {each.name for each in named if each is not None}
             mode = choice.allowed_tools.mode
             return allowed_choice(names, tools, mode=mode, parallel=parallel)
-        if choice.function is None:
-            raise InvalidRequest("tool_choice must name a function", param="tool_choice")
-        return named_choice(choice.function.name, tools, parallel=parallel)
+        if (named_tool := choice.function or choice.custom) is None:
+            raise InvalidRequest("tool_choice must name a tool", param="tool_choice")
+        return named_choice(named_tool.name, tools, parallel=parallel)
     if choice == "required" and not tools:
         raise InvalidRequest("tool_choice needs tools", param="tool_choice")
     return ToolChoice(mode=choice or "auto", parallel=parallel)

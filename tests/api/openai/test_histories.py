@@ -143,7 +143,7 @@ def test_a_sound_of_the_user_is_refused_and_named_and_one_of_an_answer_left_out(
 
 
 def test_tools_of_other_types_than_functions_are_left_out(server, engine, caplog):
-    tools = [{"type": "web_search"}, {"type": "custom", "custom": {"name": "sh"}}]
+    tools = [{"type": "web_search"}, {"type": "of_the_future"}]
     body = {"messages": [USER], "tools": tools, "max_tokens": 1}
     with httpx.Client(base_url=server.url, timeout=20) as http:
         http.post("/v1/chat/completions", json=body).raise_for_status()

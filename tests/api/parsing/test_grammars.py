@@ -16,9 +16,11 @@ from foretoken.api.parsing.formats.gemma import GEMMA
 from foretoken.api.parsing.formats.tagged import TAGGED
 from foretoken.api.parsing.grammars import value
 from foretoken.api.parsing.reading.offers import kinds
+from foretoken.api.runtime.conversation.custom_tools import custom_tool, input_of
 from foretoken.api.structured.grammar_text import json_rule
 from foretoken.api.types.results import Tool, ToolChoice
 from support.parse_harness import WEATHER, F, Read, read, syntax
+from support.patches import SHORT, SHORT_GRAMMAR
 from support.random_walk_model import Model
 
 NODE = Tool(
@@ -399,3 +401,20 @@ def test_a_form_of_harmony_stands_in_the_last_channel(model):
     call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
     assert model.accepts(with_tools, call)
     assert model.accepts(with_tools, final)
+
+
+@pytest.mark.parametrize("choice", [REQUIRED, AUTO], ids=["required", "auto"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_input_of_a_custom_tool_follows_its_grammar_in_every_format(model, family, choice):
+    patch = custom_tool("apply-patch", None, "lark", SHORT_GRAMMAR, param="tools[0]")
+    syntax = model.syntax(family)
+    text = syntax.constrain(ANY, tools=(patch,), choice=choice)
+    begin = BEGINNINGS.get(family) or FAMILIES[family].marks[0]
+    for seed in range(2):
+        ids = model.walk(text, seed, "" if choice is REQUIRED else begin)
+        answer = model.spell(ids, syntax.shown_ids(tools=True))
+        found = read(lambda: syntax.parser(tools=(patch,)), answer)
+        assert found.calls, answer
+        for name, arguments, is_done in found.calls:
+            assert (name, is_done) == ("apply-patch", True)
+            assert SHORT.fullmatch(input_of(arguments)), answer
