@@ -98,8 +98,8 @@ typedef struct {
 /* Activations of a step. Rows of x, residual and added have `hidden` items. */
 typedef struct {
     char *x, *residual;
-    char *wide;         /* QKV and gate, attention's output, MLP gate and up; decoder->mixed items */
-    char *narrow;       /* queries, the activation's output; decoder->read items */
+    char *wide;         /* QKV, then attention's output, then MLP gate and up; or recurrent input */
+    char *narrow;       /* queries, then the activation's output; or recurrent output */
     char *beside;       /* fp32 gates of a recurrent layer, or the output of gated attention */
     char *added;        /* output of a parallel block, of a mixer beside attention, or of experts */
     char *inputs;       /* token inputs of all layers */
