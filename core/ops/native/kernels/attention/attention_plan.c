@@ -70,7 +70,7 @@ static void add_part(builder *build, int64_t segment, int64_t skipped, int64_t s
         .first_row = row,
         .first_position = first,
         .num_rows = num_rows,
-        /* In layers that are not mutual, rows see less; hidden keys add exact zeros. */
+        /* Rows of layers that are not mutual see less; hidden keys add exact zeros. */
         .reach = batch->reaches ? batch->reaches[row + num_rows - 1] : first + num_rows,
         .shared = shared,
     };

@@ -1,8 +1,8 @@
 /* The thread pool: workers take pieces of a job from shared counters.
  *
  * A job is one range of tasks, or one range per thread. With its own range, a thread first takes
- * the pieces of that range in order, which suits a stream of weights, and then what is left of the
- * others.
+ * the pieces of that range in order, which suits a stream of weights, and then the remaining pieces
+ * of the other ranges.
  *
  * After a job, a worker spins for some tens of microseconds, because the next operation of a step
  * follows at once. Then it sleeps: on two cores, a spinning thread would take time from the event
@@ -158,7 +158,7 @@ static void take_range(range *from) {
     }
 }
 
-/* Take the pieces of the thread's own range, then what is left of the other ranges. */
+/* Take the pieces of the thread's own range, then the remaining pieces of the other ranges. */
 static void take_pieces(int thread) {
     for (int i = 0; i < pool.num_ranges; i++)
         take_range(&pool.ranges[(thread + i) % pool.num_ranges]);

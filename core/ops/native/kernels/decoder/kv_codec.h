@@ -9,7 +9,7 @@
 #include "common/vector.h"
 
 enum {
-    FT_KV_PLAIN = 0, /* in the model's dtype, without a scale */
+    FT_KV_PLAIN = 0, /* items of the model's dtype, without a scale */
     FT_KV_INT8 = 1,
 };
 

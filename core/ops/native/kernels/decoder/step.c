@@ -62,11 +62,11 @@ typedef struct {
     ft_rule rule;
     ft_activation activation;
     int64_t is_parallel;       /* whether the MLP reads what attention reads */
-    const ft_experts *experts; /* in place of gate_up and down, or NULL */
+    const ft_experts *experts; /* replaces gate_up and down; or NULL */
     int64_t part, kv_layer;    /* part of the pool, and layer in it, of keys and values */
     const ft_extras *extras;   /* or NULL */
-    const ft_recurrent *recurrent; /* in place of attention, or NULL */
-    const ft_conv *conv;           /* in place of attention, or NULL */
+    const ft_recurrent *recurrent; /* replaces attention; or NULL */
+    const ft_conv *conv;           /* replaces attention; or NULL */
     const ft_recurrent *beside;    /* beside attention, with the same input; or NULL */
     const ft_latent *latent;       /* parts of latent attention, or NULL */
 } ft_layer;
@@ -90,7 +90,7 @@ FT_EXPORT void ft_embedding(const int64_t *ids, const void *table, void *out, in
 /* The updates of one adapter for the linears of all layers, and the rows that get them. */
 enum { NUM_PLACES = 4 }; /* first, second, gate_up, down */
 typedef struct {
-    const ft_lora *const *updates; /* [num_layers, NUM_PLACES], NULL where there is none */
+    const ft_lora *const *updates; /* [num_layers, NUM_PLACES]; NULL: no update */
     const int64_t *rows;           /* [num_rows] */
     int64_t num_rows;
 } ft_adapted;

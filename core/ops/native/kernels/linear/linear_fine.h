@@ -125,9 +125,9 @@ FT_INLINE const char *part_dots(const char *w, const char *x, const int32_t *off
 #endif
 
 /* Add a part of a group to the sum of a row. `dot` is the product of the row's activations with the
- * values, `row_sum` the sum of these activations. */
+ * values, `row_sum` the sum of the activations. */
 FT_INLINE vf add_part(vf sum, vf dot, vf scale, vf min, vf row_scale, vf row_sum, const int kind) {
-    if (kind == FT_LINEAR_INT4_ZERO) /* exact, because all of these are integers */
+    if (kind == FT_LINEAR_INT4_ZERO) /* exact, because all numbers are integers */
         dot = vf_fma(min, vf_mul(row_sum, vf_set1(-1.0f)), dot);
     sum = vf_fma(dot, vf_mul(scale, row_scale), sum);
     return has_min(kind) ? vf_fma(min, vf_mul(row_sum, row_scale), sum) : sum;
