@@ -20,7 +20,7 @@ enum {
     K_BYTES = K_STEPS * 4 * PANEL, /* bytes of a panel in two tiles */
     HALF = 4 * AMX_COLUMNS,     /* bytes of a step in one tile */
     STRIDE = 4 * PANEL,         /* bytes of a step */
-    NEAR = 4096,                /* bytes prefetched ahead for few rows; 0.85 of the speed with 16384 */
+    NEAR = 4096,                /* bytes prefetched ahead for few rows; 16384: 0.85 of the speed */
     GROUPED_ROWS = 32,          /* least rows for grouped kinds on the unit; not measured yet */
 };
 

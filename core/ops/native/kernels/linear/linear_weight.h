@@ -13,12 +13,12 @@ enum {
     FT_LINEAR_INT8_GROUP = 5, /* a scale for each output and group */
     FT_LINEAR_BFLOAT16_WIDE = 6, /* bfloat16, multiplied as float32 */
     FT_LINEAR_INT4_ZERO = 7,  /* a scale, and a zero that is subtracted from every value */
-    FT_LINEAR_INT4_K = 8,     /* GGUF's Q4_K: byte scales and minima, with factors for 256 columns */
+    FT_LINEAR_INT4_K = 8,     /* GGUF's Q4_K: byte scales and minima, factors for 256 columns */
     FT_LINEAR_INT5_K = 9,     /* Q5_K */
     FT_LINEAR_INT6_K = 10,    /* Q6_K: a scale for every 16 columns, no minima */
     FT_LINEAR_IQ4_NL = 11,    /* GGUF's IQ4_NL: 4 bits index a table of 16 values */
     FT_LINEAR_MXFP4 = 12,     /* 4 bits are E2M1, scales are powers of two */
-    FT_LINEAR_IQ4_XS = 13,    /* IQ4_NL's table; signed byte scales, with a factor for 256 columns */
+    FT_LINEAR_IQ4_XS = 13,    /* IQ4_NL's table; signed byte scales, a factor for 256 columns */
     FT_LINEAR_INT4_GROUP = 14, /* GGUF's Q4_0: like INT4, with 16-bit activations */
     FT_LINEAR_INT5_GROUP = 15, /* Q5_0: like INT4_GROUP, with 5 bits */
     FT_LINEAR_INT5_MIN = 16,  /* Q5_1: like INT4_MIN, with 5 bits */
