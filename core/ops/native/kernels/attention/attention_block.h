@@ -56,7 +56,7 @@ typedef struct {
 typedef struct {
     _Alignas(64) uint32_t keys[KEYS * MAX_DIM];   /* [SUBS][words of a head][16] */
     _Alignas(64) uint32_t values[KEYS * MAX_DIM]; /* [KEYS, or pairs or quads of keys][padded] */
-    _Alignas(64) float scores[ROOM][KEYS];        /* then weights */
+    _Alignas(64) float scores[ROOM][KEYS];        /* scores, then weights */
     _Alignas(64) bf16 weights[ROOM][KEYS];        /* bf16, or high bytes, then low bytes */
     _Alignas(64) float acc[QUERIES * MAX_DIM];    /* [queries][padded] weighted values */
     _Alignas(64) float wide[ROOM * MAX_DIM];      /* [queries][dim] queries widened to fp32 */

@@ -107,7 +107,7 @@ typedef struct {
 
 static int64_t round_up(int64_t bytes) { return ft_ceil_div(bytes, 64) * 64; }
 
-/* Returns 0, or -1 when there is no memory. */
+/* Place the activations of a step in scratch memory. Returns 0, or -1 when there is no memory. */
 static int find_space(const ft_decoder *decoder, const ft_part *parts, int64_t num_parts,
                       step_space *space) {
     int64_t rows = parts->batch->num_rows, most_queries = 0, most_qkv = 0;

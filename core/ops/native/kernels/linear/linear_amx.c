@@ -254,7 +254,8 @@ static void run_panels(void *context, int64_t begin, int64_t end) {
     AMX_RELEASE();
 }
 
-/* Returns -1 when there is no memory. */
+/* Copy the end of each row of x, after whole tiles, to x_rest. Returns -1 when there is no
+ * memory. */
 static int copy_rest_of_x(amx_job *job) {
     const int64_t rows = job->job->rows, begin = job->num_whole * AMX_ROW_BYTES;
     const int64_t bytes = ft_min(AMX_ROW_BYTES, job->row_bytes - begin);

@@ -13,7 +13,7 @@ enum { PIECE = 16384, /* products that make a task worth another thread */
 #if defined(FT_AVX512) || defined(FT_AVX2)
 enum { TILE = 4 };
 #else
-enum { TILE = 1 }; /* without vectors, more is only more code */
+enum { TILE = 1 }; /* without vector units, larger tiles would only add code */
 #endif
 
 typedef struct {

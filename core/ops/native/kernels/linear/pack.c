@@ -265,7 +265,7 @@ FT_INLINE void put_super(const uint16_t *factors, const uint8_t *scales, char *a
         for (int i = 0; i < FT_SUPER; i++) at[PANEL * 2 + i * PANEL + lane] = (char)scales[i];
 }
 
-/* Rows [begin, end) of the source, which lie in one panel. `form` and `kind` are constants. */
+/* Pack rows [begin, end) of the source, which are in one panel. `form` and `kind` are constants. */
 FT_INLINE void pack_rows(const pack_job *job, char *panel, int64_t begin, int64_t end,
                          const int form, const int kind) {
     const ft_source *source = job->source;

@@ -370,7 +370,7 @@ static int run(choose_job *job, int64_t num_walks) {
     return atomic_load(&job->failed) ? -1 : 0;
 }
 
-/* Returns 0, or -1 when there is no memory. */
+/* Choose the tokens of all walks. Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_choose(const float *logits, int64_t vocab, const int64_t *hashes,
                         const ft_walk *walks, int64_t num_walks, const int64_t *drafts,
                         int64_t *tokens, int64_t *num_places) {
