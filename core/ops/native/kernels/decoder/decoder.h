@@ -29,8 +29,8 @@ typedef struct {
                                 * not see, never falling in a segment; NULL: its position + 1 */
 } ft_batch;
 
-/* A part of the KV pool. A page is [num_layers, 2, num_kv_heads] blocks [page_size, head_dim]; the
- * 2 is missing where values are items of the keys. Blocks hold items of the model's dtype, or a
+/* A part of the KV pool. A page is [num_layers, 2, num_kv_heads] blocks [page_size, head_dim],
+ * without the 2 if values are items of the keys. Blocks hold items of the model's dtype, or a
  * format of kv_codec.h, which may add an fp32 scale for each of the page_size vectors. */
 typedef struct {
     void *data;
