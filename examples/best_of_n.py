@@ -1,4 +1,4 @@
-"""The best of n answers, then the best continuations of it: one prompt, computed once.
+"""The best of n answers, then the best of n continuations of it: each prompt is computed once.
 
     pip install openai
     python examples/best_of_n.py [URL]    (or FORETOKEN_URL; the default is `make serve`)
@@ -33,13 +33,13 @@ ROUNDS, N, TOKENS = 3, 4, 24
 
 
 def score(choice: Any) -> float:  # noqa: ANN401 - a choice of openai's
-    """Mean log-probability of a token: how sure the model was of its own words."""
+    """Return the mean log-probability of a choice's tokens: how sure the model was of them."""
     logprobs = choice.logprobs.token_logprobs or [-math.inf]
     return sum(logprobs) / len(logprobs)
 
 
 def main(url: str) -> None:
-    """Grow the prompt by the best of n, a few times."""
+    """Extend the prompt by the best of n continuations, `ROUNDS` times."""
     text = PROMPT
     with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         model = client.models.list().data[0].id

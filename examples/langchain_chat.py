@@ -1,4 +1,4 @@
-"""LangChain: streaming, structured output, and a tool that is called.
+"""LangChain: streaming, structured output, and a forced tool call.
 
 pip install langchain-openai
 python examples/langchain_chat.py [URL]    (or FORETOKEN_URL; the default is `make serve`)
@@ -20,7 +20,7 @@ URL = os.environ.get("FORETOKEN_URL", "http://127.0.0.1:8000")
 
 
 class Weather(BaseModel):
-    """What it is like outside."""
+    """The weather outside."""
 
     sky: Literal["clear", "cloudy", "rainy"]
     wind: Literal["none", "some", "a lot"]
@@ -33,7 +33,7 @@ def look_outside(window: Literal["north", "south"]) -> str:
 
 
 def main(url: str) -> None:
-    """One of each."""
+    """Stream an answer, ask for structured output, and force a tool call."""
     served = OpenAI(base_url=f"{url}/v1", api_key="none").models.list().data[0].id
     chat = ChatOpenAI(
         base_url=f"{url}/v1",
@@ -42,7 +42,7 @@ def main(url: str) -> None:
         max_tokens=128,
         temperature=0,
         stream_usage=True,
-        extra_body={"speculation": "auto"},  # what foretoken adds goes here
+        extra_body={"speculation": "auto"},  # request fields that only foretoken has go here
     )
     whole = AIMessageChunk("")
     for chunk in chat.stream("Hello!"):

@@ -31,7 +31,7 @@ def look_outside(window: Literal["north", "south"]) -> str:
 
 
 async def main(url: str) -> None:
-    """Run it; a small model calls because it must, a trained one because it should."""
+    """Run an agent whose `tool_choice` forces the call, so that an untrained model calls, too."""
     set_tracing_disabled(True)  # traces would go to OpenAI
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
     served = (await client.models.list()).data[0].id

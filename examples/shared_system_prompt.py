@@ -1,9 +1,9 @@
-"""A service whose users all have the same long system prompt: it is computed once, at the start.
+"""A service with the same long system prompt for all users, computed once at the start.
 
     pip install openai
     python examples/shared_system_prompt.py [URL]    (or FORETOKEN_URL; the default is `make serve`)
 
-Tells the hit rate: which part of all prompt tokens was not computed again.
+Prints the hit rate: the fraction of all prompt tokens that came from the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 URL = os.environ.get("FORETOKEN_URL", "http://127.0.0.1:8000")
-WARM = {"prompt_cache_options": {"prewarm": True}}  # compute the prompt and say nothing
+WARM = {"prompt_cache_options": {"prewarm": True}}  # compute the prompt, generate no tokens
 RULES = "\n".join(
     f"{number}. Rule {number} of this house is to be kind." for number in range(1, 40)
 )
@@ -25,7 +25,7 @@ QUESTIONS = ["When is breakfast?", "Is there a pool?", "May I bring a dog?", "Wh
 
 
 async def ask(client: AsyncOpenAI, model: str, user: int) -> Any:  # noqa: ANN401 - usage
-    """One user, one question; what it cost."""
+    """Ask the question of one user, and return the usage."""
     question = {"role": "user", "content": QUESTIONS[user % len(QUESTIONS)]}
     talk: Any = [SYSTEM, question]
     answer = await client.chat.completions.create(

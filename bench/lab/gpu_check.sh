@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Everything that is measured on a GPU, in one command and in under nine minutes.
+# Run all measurements on a GPU in one command, in under nine minutes.
 #
 #   bench/lab/gpu_check.sh               all stages, most important first; writes bench/results/gpu-*.json
-#                                    and docs/gpu-results.md, and copies both to $OUT where it is set
-#   bench/lab/gpu_check.sh --rehearse    tiny shapes on this processor; nothing is kept
+#                                    and docs/gpu-results.md, and copies both to $OUT if it is set
+#   bench/lab/gpu_check.sh --rehearse    tiny shapes on the CPU; results are not kept
 #   bench/lab/gpu_check.sh --only decode verify
-#   bench/lab/gpu_check.sh --pack        fetches the packages that a machine with PyTorch may lack into
-#                                    .gpu-wheels, to be carried to one that cannot install
+#   bench/lab/gpu_check.sh --pack        download the packages that a machine with PyTorch may lack into
+#                                    .gpu-wheels, to be copied to a machine that cannot install them
 #
-# python -m foretoken.bench.lab.gpu.page --from gpu-check.json takes over what $OUT got elsewhere.
+# python -m foretoken.bench.lab.gpu.page --from gpu-check.json imports results that another machine
+# wrote to $OUT.
 #
-# Needs nothing but the repository and Python 3.12 with PyTorch, Triton and the few packages below.
+# Needs only the repository, and Python 3.12 with PyTorch, Triton and the packages below.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
@@ -22,7 +23,7 @@ needed="torch triton numpy transformers safetensors sortedcontainers prometheus_
 if [ "${1:-}" = --pack ]; then
   rm -rf "$wheels"
   platforms="--platform manylinux2014_x86_64"
-  for minor in $(seq 17 39); do # pip takes each glibc by its exact number
+  for minor in $(seq 17 39); do # pip matches the exact version of glibc
     platforms="$platforms --platform manylinux_2_${minor}_x86_64"
   done
   for name in $packed; do

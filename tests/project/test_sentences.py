@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DONE_ROOMS = ("radix_cache", "core", "draft", "api")
 FRAGMENT = re.compile(r"(of|that|those|in|as|what|which|where|whose)\b", re.IGNORECASE)
 RIDDLE = re.compile(r"\b(what is|those of|that of|of these|is none|nobody)\b|; how many")
+C_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 NO_VERB = re.compile(r"(The|A|An|One|It|Its|This|All|Each|Every|No|If|When)\b")
 
 
@@ -31,6 +32,15 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
             text, first, last = words, line, line
     if text:
         yield first, text
+
+
+def c_comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the first line and the text of each comment of a C file."""
+    source = path.read_text("utf-8")
+    for found in C_COMMENT.finditer(source):
+        line = source.count("\n", 0, found.start()) + 1
+        text = " ".join(each.strip(" */") for each in found[0].split("\n"))
+        yield line, " ".join(text.split())
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str, bool]]:
@@ -53,5 +63,15 @@ def test_comments_and_docstrings_are_sentences() -> None:
         found = [(line, text, False) for line, text in comments(path)]
         for line, text, is_call in [*found, *docstrings(path)]:
             if FRAGMENT.match(text) or RIDDLE.search(text) or (is_call and NO_VERB.match(text)):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {text}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_comments_of_the_kernels_are_sentences() -> None:
+    kernels = ROOT / "core" / "ops" / "native" / "kernels"
+    wrong = []
+    for path in sorted(each for each in kernels.rglob("*") if each.suffix in (".c", ".h")):
+        for line, text in c_comments(path):
+            if FRAGMENT.match(text) or RIDDLE.search(text):
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {text}")
     assert not wrong, "\n".join(wrong)

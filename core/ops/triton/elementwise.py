@@ -19,7 +19,7 @@ def norm_kernel(
     total_ptr,  # x + residual, written where HAS_RESIDUAL
     eps,
     WIDTH: tl.constexpr,
-    TILE: tl.constexpr,  # WIDTH, to the next power of two
+    TILE: tl.constexpr,  # WIDTH, rounded up to a power of two
     HAS_RESIDUAL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_LAYER: tl.constexpr,  # whether the mean is subtracted first
@@ -71,7 +71,7 @@ def rope_write_kernel(
     q_ptr,  # [T, NUM_HEADS * HEAD_DIM], written
     kv_ptr,  # the pool's blocks, written
     scales_ptr,  # the pool's memory as float32, written where SCALES_AT
-    slots_ptr,  # [T] page * page size + offset in the page; -1: no row
+    slots_ptr,  # [T] page * page size + offset in the page; -1: an empty row
     positions_ptr,  # [T]
     q_cos_ptr,  # [num_positions, HEAD_DIM / 2] float32
     q_sin_ptr,
@@ -94,7 +94,7 @@ def rope_write_kernel(
     IS_BEHIND: tl.constexpr,  # whether the norm, per head, is after RoPE
     IS_CHAINED: tl.constexpr,
 ):
-    """Process one head of a row: norm and turn queries and keys, store keys and values."""
+    """Process one head of a row: norm and rotate queries and keys, store keys and values."""
     begin(IS_CHAINED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)

@@ -58,9 +58,9 @@ class TritonOps(Ops, RoughOps):
 
     ``exact``: with "spec" and "batch" a row's bits do not depend on other rows, except in attention
     of long chunks with "spec", whose tiles are wider than those for decoding rows. "off" leaves
-    linears to the library unless ``quantize`` is int8. There is no int4. ``graphs``: makes the
-    graphs of a decoder's layers. "auto": CUDA graphs on a GPU; "off", or "auto" on a CPU: kernels
-    are launched one by one, with the same bits.
+    linears to the library unless ``quantize`` is int8. ``quantize`` may not be int4. ``graphs``:
+    makes the graphs of a decoder's layers. "auto": CUDA graphs on a GPU; "off", or "auto" on a CPU:
+    kernels are launched one by one, with the same bits.
     """
 
     min_rows = 1
@@ -98,12 +98,12 @@ class TritonOps(Ops, RoughOps):
         torch.set_num_threads(count)
 
     def compile_forward(self, weights: DecoderWeights) -> TritonStep:
-        """Return a step with one graph per number of rows; few rows also get their tokens."""
+        """Return a step with one graph per number of rows; with few rows it also chooses tokens."""
         make_graph = self._make_graph(weights.embedding.device)
         one_tile = self.exact == "batch"
         for layer in weights.layers:
             if isinstance(layer.mlp, ExpertWeights):
-                self._tables(layer.mlp)  # copies to the device, which a captured graph must not
+                self._tables(layer.mlp)  # copies to the device, which is not possible in a capture
         return TritonStep(self, weights, self.sampler, one_tile=one_tile, make_graph=make_graph)
 
     def _make_graph(self, device: torch.device) -> MakeGraph | None:

@@ -21,16 +21,17 @@ from numpy.typing import NDArray
 from ...batch import IntArray, RaggedBatch
 
 SPLIT = 256  # positions of a split
-# Splits of a stretch. A tile of 64 queries that stores its partial sums of a stretch moves 8 bytes
-# per number, against 4 * 4096 operations: a few percent of their time, and nothing for the first
-# 4,096 positions of a prompt. Yet 64 rows after 32k positions have 9 times as many items.
+# Splits of a stretch. A tile of 64 queries that stores partial sums of a stretch moves 8 bytes for
+# each number, after 4 * 4096 operations for it: a few percent of the time, and nothing for the
+# first 4,096 positions of a prompt, which are one stretch. In return, 64 rows after 32k positions
+# have 9 items for the programs instead of one.
 KV_SPLIT_GROUP = 16
 NARROW_LEN = 32  # greatest number of rows of a narrow segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkItems:
-    """Work items of one kind of tile. All arrays are [num_items] but ``rows``.
+    """Work items of one kind of tile. All arrays except ``rows`` are [num_items].
 
     Item i computes ``rows[first_rows[i] : first_rows[i] + num_rows[i]]`` of the batch against the
     pages of segment ``tables[i]``, from split ``first_splits[i]`` to ``last_splits[i]`` inclusive.
@@ -62,7 +63,8 @@ class TileSchedule:
     places: IntArray  # [num_rows]; -1: no places
     rows_in_tile: IntArray  # [num_rows]; -1: a narrow row
     last_seen: IntArray  # [num_rows] last position of pages and tail that a row sees
-    ends: IntArray  # [num_rows] places of all rows up to each; the first row has a tile's places
+    # [num_rows] number of places up to and including each row; a tile's count at its first row
+    ends: IntArray
 
     @property
     def num_places(self) -> int:
@@ -161,7 +163,7 @@ def _rows_in_tile(batch: RaggedBatch, is_wide: NDArray[np.bool_], wide_rows: int
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tiles:
-    """Neighbouring rows of long chunks. All arrays are [num_tiles] but ``rows``."""
+    """Tiles of neighbouring rows of long chunks. All arrays except ``rows`` are [num_tiles]."""
 
     rows: IntArray  # rows, tile by tile
     starts: IntArray  # first index in ``rows``

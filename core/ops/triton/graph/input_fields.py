@@ -92,7 +92,7 @@ def fill(
 
 
 def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:
-    """Write the inputs of the choice of tokens; unused places, with None all, become void."""
+    """Write the sampler's inputs; unused places become void, or all places if it is None."""
     columns = to["controls"].reshape(-1, NUM_COLUMNS)
     count = 0 if controls is None else len(controls.columns)
     columns[count:, ROW] = -1

@@ -21,7 +21,7 @@ from .tiled_linear import TiledLinear
 from .tiles import FEW_ROWS, Bits, step_inputs
 
 COLUMNS = 64  # outputs of a tile
-NEIGHBOURS = 16  # neighbouring programs, for tiles of rows with one tile of a weight
+NEIGHBOURS = 16  # neighbouring programs, which have the same tile of a weight and other rows
 SORTED_CHUNK = 1024  # pairs that a program reads at once
 SUMMED_TILE = 1024  # columns of a program
 EXPERT_OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}

@@ -57,15 +57,15 @@ def kept_groups(
 def route_kernel(
     logits_ptr,  # [T, NUM_EXPERTS] float32
     bias_ptr,  # [NUM_EXPERTS] float32, read where HAS_BIAS
-    slots_ptr,  # [T], read where HAS_SLOTS; -1: no row
+    slots_ptr,  # [T], read where HAS_SLOTS; -1: an empty row
     weights_ptr,  # [T, TOP_K] float32
     chosen_ptr,  # [T, TOP_K] int32, best first; NUM_EXPERTS for an empty row
     least,
     factor,
     NUM_EXPERTS: tl.constexpr,
-    TILE: tl.constexpr,  # NUM_EXPERTS, to the next power of two
+    TILE: tl.constexpr,  # NUM_EXPERTS, rounded up to a power of two
     TOP_K: tl.constexpr,
-    TOP_TILE: tl.constexpr,  # TOP_K, to the next power of two
+    TOP_TILE: tl.constexpr,  # TOP_K, rounded up to a power of two
     IS_SIGMOID: tl.constexpr,
     OF_CHOSEN: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -80,7 +80,7 @@ def route_kernel(
     number, slot = tl.arange(0, TILE), tl.arange(0, TOP_TILE)
     is_slot = slot < TOP_K
     at = row * TOP_K + slot
-    if HAS_SLOTS:  # noqa: SIM102  (decided by the compiler; the other is not)
+    if HAS_SLOTS:  # noqa: SIM102  (constant at compile time, unlike the inner condition)
         if tl.load(slots_ptr + row) < 0:
             tl.store(weights_ptr + at, tl.zeros([TOP_TILE], tl.float32), mask=is_slot)
             tl.store(chosen_ptr + at, tl.full([TOP_TILE], NUM_EXPERTS, tl.int32), mask=is_slot)
@@ -92,7 +92,7 @@ def route_kernel(
     choice = scores
     if HAS_BIAS:
         choice += tl.load(bias_ptr + number, mask=is_open, other=0.0)
-    choice = tl.where(choice == choice, choice, float("-inf"))  # NaN: valid experts all the same
+    choice = tl.where(choice == choice, choice, float("-inf"))  # with NaN, experts stay valid
     if NUM_GROUPS > 1:
         is_open = kept_groups(
             choice, is_open, number, TILE, NUM_GROUPS, KEPT_GROUPS, NUM_EXPERTS // NUM_GROUPS,

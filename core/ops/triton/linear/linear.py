@@ -239,7 +239,7 @@ def linear_kernel(
     is_row, is_column = row < num_rows, column < OUT
     x_at = x_ptr + row.to(tl.int64)[:, None] * IN + inner[None, :]
     stride = num_steps * WIDTH if BITS else IN
-    # Columns beyond the last read it again, and are not stored.
+    # Columns beyond the last one read the last column's weights, and are not stored.
     from_column = tl.minimum(column, OUT - 1).to(tl.int64)
     weight_at = weight_ptr + from_column[:, None] * stride + inner[None, :]
     numbers_at = scale_ptr + from_column[:, None]  # used where BITS is 4
@@ -262,7 +262,7 @@ def linear_kernel(
             TILE_IN, IS_EVEN, BITS, POLICY,
         )  # fmt: skip
         # An outer loop over pieces would wait for the first bytes of every piece.
-        if IS_CUT and not IS_APART:  # noqa: SIM102  (decided by the compiler; the other is not)
+        if IS_CUT and not IS_APART:  # noqa: SIM102  (constant, unlike the inner condition)
             if step + 1 == end:
                 total += part
                 part = tl.zeros_like(part)

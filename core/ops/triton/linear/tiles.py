@@ -33,7 +33,8 @@ _WIDE = 4096  # outputs from which a tile of a quantised weight has 128 columns
 _MIN_STEPS = 6  # least steps of a piece; shorter ones would mostly wait for their first bytes
 _NEIGHBOURS = 1024  # rows whose x stays in the L2 cache while the weight is read
 # Rows and columns of a tile for many rows. The largest tiles read each number least often, and are
-# used if there are enough of them. The widest has registers for one sum, but not for a piece's.
+# used if there are enough of them. The widest tile has registers for one sum, but not for the sum
+# of a piece as well.
 _WIDEST = (128, 256)
 _SHAPES = (_WIDEST, (128, 128), (64, 128), (64, 64))
 
@@ -56,7 +57,7 @@ class LinearLaunch:
     is_apart: bool  # whether each piece has its own program
     num_warps: int
     num_stages: int  # steps in shared memory; all but one are being loaded
-    neighbours: int  # neighbouring programs, for tiles of rows with one tile of the weight
+    neighbours: int  # neighbouring programs, which have the same tile of the weight and other rows
     policy: str  # cache policy for the weight, which is read once or by every tile of rows
     grid: tuple[int, int, int]
 

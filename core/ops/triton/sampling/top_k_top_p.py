@@ -33,7 +33,7 @@ from .gumbel_argmax_kernels import (
 )
 
 NO_KEY = tl.constexpr(0x7F800000)  # key of -inf, the greatest one
-LONG = tl.constexpr(4)  # tiles above which it pays to shorten a list first
+LONG = tl.constexpr(4)  # tiles of a list above which it is faster to shorten the list first
 
 
 @triton.jit

@@ -1,11 +1,13 @@
 /* Paged attention in place, for decode, verify and prefill rows alike.
  *
- * A task is rows of one segment, or of several that share pages, and one KV head: the query heads
- * of that KV head together, up to QUERIES of them. Keys are taken 64 at a time at absolute positions, in the order of the
- * plan's walk, so a query adds up the same numbers in the same order whatever rides beside it.
+ * A task is the rows of one segment, or of several segments that share pages, and one KV head with
+ * the query heads that read it: at most QUERIES queries. Keys are read in blocks of 64 at absolute
+ * positions, in the order of the plan's walk, so a query adds the same numbers in the same order
+ * whatever other queries are in its task.
  *
- * A block's keys are turned once, for all queries that take it, so that sixteen of them lie side by
- * side; then a score is one running sum over the head's dimensions, whatever the number of queries.
+ * The keys of a block are transposed once for all queries that read it, so that sixteen keys lie
+ * side by side. A score is then one running sum over the head's dimensions, for any number of
+ * queries.
  */
 #include "attention_queries.h"
 
@@ -13,7 +15,7 @@
 #include <xmmintrin.h>
 #endif
 
-/* Where each query comes from, which is where its output goes; returns how many there are. */
+/* Set the row, position and reach of each query. Returns the number of queries. */
 static int64_t line_up_queries(const attend_task *task, attend_space *space) {
     const int64_t *reaches = task->job->rule->is_mutual ? task->job->batch->reaches : NULL;
     int64_t query = 0;
@@ -31,7 +33,7 @@ static int64_t line_up_queries(const attend_task *task, attend_space *space) {
     return query;
 }
 
-/* A query's number among those of all rows, which is its place in q and in out. */
+/* Index of a query in q and in out, which are [num_rows, num_heads] vectors. */
 static int64_t place_of(const attend_task *task, const attend_space *space, int64_t query) {
     int64_t head = task->first + query % task->group;
     return space->rows[query] * task->job->heads->num_heads + head;
@@ -79,11 +81,11 @@ static void end_task(const attend_task *task, const attend_space *space) {
     }
 }
 
-/* A step's block for its queries. `rows` are its keys, `next_rows` the next step's. */
+/* Add a step's block to its queries. `rows` are its keys, `next_rows` the keys of the next step. */
 static void attend_block(const attend_task *task, attend_space *space, const ft_attend_step *step,
                          const char **rows, const char *const *next_rows) {
     int64_t first = space->first_query[step->first], stop = space->first_query[step->stop];
-    while (first < stop && space->reaches[first] <= step->lo) first++; /* these see none of it */
+    while (first < stop && space->reaches[first] <= step->lo) first++; /* sees no key */
     if (first == stop) return;
     if (is_scaled(task)) {
         load_scales(task, space, step);
@@ -114,7 +116,7 @@ static void attend_one(const attend_task *task, attend_space *space) {
     end_task(task, space);
 }
 
-/* A task of the plan, for all of its shares of the first KV head, then of the next: they are `index`. */
+/* Return the task at `index` of [tasks of the plan, KV heads, shares]. */
 static attend_task find_task(const attend_job *job, int64_t index) {
     const ft_heads *heads = job->heads;
     int64_t shares = job->plan->num_shares, of_task = heads->num_kv_heads * shares;
@@ -135,7 +137,7 @@ static attend_task find_task(const attend_job *job, int64_t index) {
     };
 }
 
-/* Numbers too small to be normal become 0, as the products of bf16 pairs have it anyway. */
+/* 0x8040 flushes subnormal numbers to 0 (FTZ and DAZ), which the bf16 dot products do anyway. */
 static void attend_piece(void *context, int64_t begin, int64_t end) {
     attend_job *job = context;
     attend_space *space = ft_scratch(FT_SCRATCH_ATTENTION, sizeof *space);

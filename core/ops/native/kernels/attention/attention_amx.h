@@ -1,11 +1,13 @@
-/* Scores and weighted values through the matrix unit (amx.h): of bf16, and of scaled keys.
+/* Scores and weighted values on the matrix unit (amx.h), for bf16 and for scaled keys.
  *
- * Up to sixteen queries are a tile, each a row of it, so a query's bits do not depend on the others.
- * A block's turned keys and paired values are tiles as they lie: sixteen keys, or dimensions, side by
- * side, along words of dimensions, or of keys. Both are filled up with zeros to whole tiles.
- * A last tile of queries may go beyond them, into space that is kept for that; its sums are not read.
+ * Up to sixteen queries are the rows of a tile, so the bits of a query do not depend on the others.
+ * The transposed keys and the paired values of a block are tiles as they lie in memory. A tile row
+ * of keys is one word of dimensions of sixteen keys; a tile row of values is one word of keys for
+ * sixteen dimensions. Both are padded with zeros to whole tiles. The last tile of queries may
+ * extend beyond the last query, into memory that is reserved for it (ROOM); those sums are not
+ * read.
  *
- * Of bytes the unit's sums are exact, so all bits are those of attention_bytes.h.
+ * The unit's sums of bytes are exact, so results have the same bits as with attention_bytes.h.
  */
 #ifndef FT_ATTENTION_AMX_H
 #define FT_ATTENTION_AMX_H
@@ -14,16 +16,17 @@
 
 #if defined(FT_AMX)
 
-enum { TILE_WORDS = AMX_ROW_BYTES / 4 }; /* along a tile */
+enum { TILE_WORDS = AMX_ROW_BYTES / 4 }; /* words of a tile row */
 
-/* Sums 0 to 3 and queries 4, 5 with as many rows as the task has queries; 6 and 7 the other side. */
+/* Set the tile shapes: sums (0 to 3) and queries or weights (4, 5) have a row for each query, at
+ * most 16; keys or values (6, 7) have 16 rows. */
 static void set_shapes(int64_t num_queries) {
     const uint8_t few = (uint8_t)ft_min(num_queries, AMX_ROWS);
     const uint8_t rows[8] = {few, few, few, few, few, few, AMX_ROWS, AMX_ROWS};
     ft_amx_configure(rows);
 }
 
-/* A bf16 query, zeros behind it, in the space of the widened queries. */
+/* Copy a bf16 query, padded with zeros, to the memory of the widened queries. */
 static void pack_pairs(const attend_task *task, attend_space *space, int64_t query,
                        const char *items) {
     const int64_t bytes = key_stride(task) * 4;
@@ -34,7 +37,7 @@ static void pack_pairs(const attend_task *task, attend_space *space, int64_t que
 
 /* ---- bf16 ---- */
 
-/* Four sixteens of keys for the queries from `at` on. */
+/* Scores of the block's 64 keys for the tile of queries from `at` on. */
 FT_INLINE void score_pairs_amx(attend_space *space, int64_t at, int64_t words) {
     const char *queries = (const char *)space->wide + at * words * 4;
     AMX_ZERO(0);
@@ -60,8 +63,8 @@ FT_INLINE void score_pairs_amx(attend_space *space, int64_t at, int64_t words) {
     AMX_STORE(3, scores + 48, KEYS * 4);
 }
 
-/* Weighted values of `vecs` (1 to 4) sixteens of dimensions from `d` on, over `keys` keys, to
- * products [16][64]. */
+/* Write weighted values of `vecs` (1 to 4) times 16 dimensions from `d` on, summed over `keys`
+ * keys, to products [16][64]. */
 FT_INLINE void gather_pairs_amx(const attend_space *space, int64_t at, int64_t padded, int64_t d,
                                 const int vecs, int64_t keys, float *products) {
     const int64_t stride = padded * 4;
@@ -90,7 +93,7 @@ FT_INLINE void gather_pairs_amx(const attend_space *space, int64_t at, int64_t p
     AMX_STORE(3, products + 48, 256);
 }
 
-/* What a block adds to the sums of queries [at, stop), at most sixteen. */
+/* Scale the sums of queries [at, stop), at most sixteen, by `keep` and add the block's products. */
 static void add_to_sums(attend_space *space, int64_t at, int64_t stop, int64_t padded, int64_t d,
                          int vecs, const float *products) {
     for (int64_t query = at; query < stop; query++, products += 64) {
@@ -114,7 +117,7 @@ static void gather_pairs_of(attend_space *space, int64_t at, int64_t stop, int64
     }
 }
 
-/* ---- bytes: 256 times the sums of the high bytes, and those of the low ones ---- */
+/* ---- bytes: 256 * sums of high bytes + sums of low bytes ---- */
 
 typedef struct {
     _Alignas(64) int32_t high[AMX_ROWS][16], low[AMX_ROWS][16];
@@ -125,7 +128,7 @@ FT_INLINE vf join_row(const amx_sums *sums, int64_t row, int lane) {
     return vf_fma(high, vf_set1(256.0f), vf_from_vi(vi_load(sums->low[row] + lane)));
 }
 
-/* Sums 0 and 1, 2 and 3: high and low bytes of two sixteens of columns. */
+/* Store tiles 0 to 3: high and low sums of sixteen columns, then of the next sixteen. */
 FT_INLINE void store_byte_sums(amx_sums sums[2]) {
     AMX_STORE(0, sums[0].high, 64);
     AMX_STORE(1, sums[0].low, 64);
@@ -133,10 +136,10 @@ FT_INLINE void store_byte_sums(amx_sums sums[2]) {
     AMX_STORE(3, sums[1].low, 64);
 }
 
-/* Sixteens `sub` and `sub + 1` of keys for queries [at, stop), at most sixteen. */
+/* Scores of 32 keys from key 16 * `sub` on for queries [at, stop), at most sixteen. */
 static void score_bytes_amx(attend_space *space, int64_t at, int64_t stop, int64_t words, int sub) {
     amx_sums sums[2];
-    const char *queries = (const char *)space->queries[at]; /* in the widened queries' space */
+    const char *queries = (const char *)space->queries[at]; /* see pack_query */
     AMX_ZERO(0);
     AMX_ZERO(1);
     AMX_ZERO(2);
@@ -162,7 +165,7 @@ static void score_bytes_amx(attend_space *space, int64_t at, int64_t stop, int64
         }
 }
 
-/* Sums of two sixteens of dimensions from `d` on, of one where there is no other. */
+/* Sums of `vecs` (1 or 2) times 16 dimensions from `d` on. */
 FT_INLINE void gather_bytes_amx(const attend_space *space, int64_t padded, int64_t d, int vecs,
                                 amx_sums sums[2]) {
     AMX_ZERO(0);
@@ -180,7 +183,7 @@ FT_INLINE void gather_bytes_amx(const attend_space *space, int64_t padded, int64
     store_byte_sums(sums);
 }
 
-/* A block's 64 keys are one tile, zeros behind the last one. */
+/* Add weighted values of a block; its 64 keys, padded with zeros, are the depth of one tile. */
 static void gather_bytes_of(attend_space *space, int64_t at, int64_t stop, int64_t padded) {
     amx_sums sums[2];
     const char *weights = (const char *)space->weights[at];

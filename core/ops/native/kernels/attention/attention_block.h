@@ -1,4 +1,4 @@
-/* A task of attention, and how it brings a block of keys and values from the pages. */
+/* Tasks of attention, and the loading of a block of keys and values from the pages. */
 #ifndef FT_ATTENTION_BLOCK_H
 #define FT_ATTENTION_BLOCK_H
 
@@ -8,25 +8,25 @@
 #include "decoder/kv_codec.h"
 
 #if defined(FT_DOT_BF16) || defined(FT_AMX)
-#define FT_PAIRS 1 /* bf16 is kept in pairs, for instructions that multiply these */
+#define FT_PAIRS 1 /* bf16 numbers are kept in pairs, for instructions that multiply pairs */
 #endif
 
 enum {
-    SUBS = KEYS / 16, /* sixteens of a block */
+    SUBS = KEYS / 16, /* groups of 16 keys in a block */
 #if defined(FT_AVX2)
     TILE = 6, /* queries that share the loads of a block */
 #else
     TILE = 4,
 #endif
     MAX_DIM = FT_MAX_DIM,
-    BYTE_QUERY = 2 * MAX_DIM, /* bytes of a query as two bytes an item */
+    BYTE_QUERY = 2 * MAX_DIM, /* bytes of a query with two bytes for each item */
 #if defined(FT_AMX)
-    ROOM = QUERIES + AMX_ROWS, /* for a last tile of queries that goes beyond them */
+    ROOM = QUERIES + AMX_ROWS, /* the last tile of queries may extend beyond the last query */
 #else
     ROOM = QUERIES,
 #endif
 };
-#define HIDDEN (-1e30f) /* finite: a block in which all is hidden must not yield NaN */
+#define HIDDEN (-1e30f) /* finite, so that a block of hidden keys does not give NaN */
 
 typedef struct {
     const char *q;
@@ -40,38 +40,38 @@ typedef struct {
     int failed; /* set when a thread has no memory */
 } attend_job;
 
-/* A task of the plan for one KV head, or for a share of the query heads that read it. Its queries: of
- * every part's rows, `group` of the row's query heads one after the other. */
+/* A task of the plan for one KV head, or for a share of the query heads that read it. Its queries
+ * are `group` query heads of each row of each part, in this order. */
 typedef struct {
     const attend_job *job;
     const ft_attend_part *parts;
     int64_t num_parts;
     int64_t head;         /* the KV head */
-    int64_t first, group; /* of the query heads, how many of them */
-    int64_t dim;          /* of a query and of a key */
-    int64_t value_dim, padded; /* of a value; rounded up to sixteen */
+    int64_t first, group; /* first query head, and their number */
+    int64_t dim;          /* items of a query and of a key */
+    int64_t value_dim, padded; /* items of a value, and these rounded up to a multiple of 16 */
 } attend_task;
 
-/* A thread's own memory. Words are fp32 numbers, or pairs of bf16, or quads of bytes. */
+/* Working memory of a thread. A word is an fp32 number, a pair of bf16 or a quad of bytes. */
 typedef struct {
     _Alignas(64) uint32_t keys[KEYS * MAX_DIM];   /* [SUBS][words of a head][16] */
-    _Alignas(64) uint32_t values[KEYS * MAX_DIM]; /* [KEYS][padded], or pairs of keys, [KEYS / 2] */
-    _Alignas(64) float scores[ROOM][KEYS];        /* then weights */
-    _Alignas(64) bf16 weights[ROOM][KEYS];        /* rounded, where sums of products are of bf16 */
+    _Alignas(64) uint32_t values[KEYS * MAX_DIM]; /* [KEYS, or pairs or quads of keys][padded] */
+    _Alignas(64) float scores[ROOM][KEYS];        /* scores, then weights */
+    _Alignas(64) bf16 weights[ROOM][KEYS];        /* bf16, or high bytes, then low bytes */
     _Alignas(64) float acc[QUERIES * MAX_DIM];    /* [queries][padded] weighted values */
     _Alignas(64) float wide[ROOM * MAX_DIM];      /* [queries][dim] queries widened to fp32 */
-    _Alignas(64) float exp_sums[QUERIES][16];     /* of every sixteenth key */
+    _Alignas(64) float exp_sums[QUERIES][16];     /* sum i has keys i, i + 16, ... of each block */
     float max_score[QUERIES], keep[QUERIES];
-    /* Of scaled keys and values alone. */
+    /* Only for scaled keys and values: */
     _Alignas(64) float key_scales[KEYS], value_scales[KEYS];
     float taint;
     float query_scale[QUERIES], weight_scale[QUERIES];
     int32_t bias[QUERIES][2];
     const void *queries[QUERIES];
-    int64_t rows[QUERIES], positions[QUERIES]; /* of each query, in the batch, in its sequence */
-    int64_t reaches[QUERIES];                  /* the first position that it does not see */
-    int64_t first_query[QUERIES + 1];          /* of each part */
-    const char *key_rows[2][KEYS]; /* of this block and the next one, in the pages, in turns */
+    int64_t rows[QUERIES], positions[QUERIES]; /* row in the batch, position in the sequence */
+    int64_t reaches[QUERIES];                  /* the first position that a query does not see */
+    int64_t first_query[QUERIES + 1];          /* index of each part's first query */
+    const char *key_rows[2][KEYS]; /* addresses in the pages, for this block and the next in turn */
     const float *value_rows[KEYS];
 } attend_space;
 
@@ -88,7 +88,7 @@ static int uses_dot(const ft_heads *heads) {
 
 static int64_t item_size(const ft_heads *heads) { return heads->dtype == FT_BFLOAT16 ? 2 : 4; }
 
-/* Whether keys and values are whole numbers with scales. */
+/* Whether keys and values are integers with scales. */
 static int is_scaled(const attend_task *task) { return ft_is_scaled(task->job->kv); }
 
 /* Whether the matrix unit computes the task. */
@@ -101,18 +101,19 @@ static int uses_amx(const attend_task *task) {
 #endif
 }
 
-/* Words of a turned key. */
+/* Words of a transposed key. */
 static int64_t key_words(const attend_task *task) {
     if (is_scaled(task)) return ft_ceil_div(task->dim, 4);
     return uses_dot(task->job->heads) ? task->dim / 2 : task->dim;
 }
 
-/* These, and behind them zeros up to whole tiles of the matrix unit. */
+/* Words of a transposed key, padded to whole tiles where the matrix unit computes. */
 static int64_t key_stride(const attend_task *task) {
     return uses_amx(task) ? ft_ceil_div(key_words(task), 16) * 16 : key_words(task);
 }
 
-/* Keys of a block whose values are read: those there are, and zeros up to a whole sixteen or tile. */
+/* Number of keys whose values the products read: `count`, rounded up to 16 or to a whole tile. The
+ * values after `count` are zeros. */
 static int64_t filled_keys(const attend_task *task, int64_t count) {
     int64_t unit = !uses_amx(task) ? 16 : is_scaled(task) ? 64 : 32;
     return ft_ceil_div(count, unit) * unit;
@@ -125,24 +126,26 @@ static int64_t vector_bytes(const attend_task *task) {
 
 /* -- a block of keys and values --------------------------------------------------------------- */
 
-/* From a key or its scale to the value's, in bytes. */
+/* Bytes from a key to its value, and from the key's scale to the value's. */
 static int64_t value_offset(const attend_task *task) {
     const ft_heads *heads = task->job->heads;
     return heads->rank ? 0 : heads->num_kv_heads * task->job->kv->block_bytes;
 }
 
-/* Pages lie anywhere, so that the CPU does not foresee what is read next. Into the second cache,
- * and a few rows at a time: the first has too few reads under way (measured, 0.7 times). */
+/* Prefetch a row, because the CPU cannot predict in which page the next row lies. Rows go into the
+ * second-level cache, a few at a time: the first level allows too few outstanding reads (measured:
+ * 0.7 times the speed). */
 FT_INLINE void fetch_soon(const char *row, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
 }
 
-/* Keys of a segment from a position on that lie behind each other in a page. */
+/* Consecutive keys of a segment that are adjacent in one page. */
 typedef struct {
     int64_t page, offset, count;
 } key_run;
 
-/* Those before `stop`; the tail's, wherever it has put them, one by one. */
+/* Return the run of keys that starts at `position` and ends before `stop`. A key of the tail is a
+ * run of its own because its slot may be anywhere. */
 static key_run find_run(const attend_job *job, int64_t segment, int64_t position, int64_t stop) {
     const ft_batch *batch = job->batch;
     int64_t size = job->kv->page_size, tail = batch->tail_from[segment];
@@ -155,7 +158,8 @@ static key_run find_run(const attend_job *job, int64_t segment, int64_t position
     return (key_run){page, offset, ft_min(count, size - offset)};
 }
 
-/* Addresses of a step's keys, and behind them of zeros. */
+/* Write the addresses of a step's keys to `rows`, and the address of zeros for the keys after
+ * them. */
 static void find_keys(const attend_task *task, const ft_attend_step *step, const char **rows) {
     const attend_job *job = task->job;
     int64_t segment = task->parts[step->first].segment, lo = step->lo;
@@ -174,7 +178,7 @@ static void find_keys(const attend_task *task, const ft_attend_step *step, const
 }
 
 #if defined(FT_AVX2)
-/* Eight rows of eight words, turned, to every sixteenth word from `out` on. */
+/* Transpose eight rows of eight words; rows of the result are 16 words apart. */
 FT_INLINE void turn_eight(__m256 *a, uint32_t *out) {
     __m256 b[8];
 #pragma GCC unroll 4
@@ -197,7 +201,7 @@ FT_INLINE void turn_eight(__m256 *a, uint32_t *out) {
 }
 #endif
 
-/* Sixteen rows of sixteen words: out[word][row]. */
+/* Transpose sixteen rows of sixteen words to out[word][row]. */
 FT_INLINE void turn_square(const char *const *rows, int64_t byte, uint32_t *out) {
 #if defined(FT_AVX512)
     __m512i a[16], b[16];
@@ -246,7 +250,7 @@ FT_INLINE void turn_square(const char *const *rows, int64_t byte, uint32_t *out)
 #endif
 }
 
-/* Sixteen rows of bf16 as fp32: out[dimension][row]. */
+/* Transpose sixteen rows of bf16 to fp32, out[dimension][row]. */
 static void turn_wide(const char *const *rows, int64_t dim, uint32_t *out) {
     int64_t d = 0;
 #if defined(FT_AVX2)
@@ -268,7 +272,8 @@ static void turn_words(const char *const *rows, int64_t words, uint32_t *out) {
         for (int i = 0; i < 16; i++) memcpy(out + word * 16 + i, rows[i] + word * 4, 4);
 }
 
-/* The block's keys, turned; what lies behind `count` reads as 0: the pages hold anything there. */
+/* Transpose the block's keys, and prefetch its values. Keys after `count` must be rows of zeros,
+ * because pages hold arbitrary data there. */
 static void load_keys(const attend_task *task, attend_space *space, const char **rows,
                       int64_t count) {
     const ft_heads *heads = task->job->heads;
@@ -287,7 +292,7 @@ static void load_keys(const attend_task *task, attend_space *space, const char *
 }
 
 #if defined(FT_PAIRS)
-/* Two rows of bf16 as pairs, padded with zeros. */
+/* Interleave two rows of bf16 to pairs, padded with zeros to a multiple of 16. */
 FT_INLINE void pair_rows(const bf16 *first, const bf16 *second, int64_t dim, uint32_t *out) {
     int64_t d = 0;
 #if defined(FT_AVX512)
@@ -310,11 +315,11 @@ static const char *value_row(const attend_task *task, const char *const *rows, i
     return i < count ? rows[i] + value_offset(task) : (const char *)zeros;
 }
 
-/* The block's values, as pairs or in fp32, where they are if they can be used there. `next` are
- * the keys that follow. */
+/* Load the block's values as pairs or as fp32 rows, and prefetch the next block's keys, `next`.
+ * fp32 rows that need no padding are used where they are, in the pages. */
 static void load_values(const attend_task *task, attend_space *space, const char *const *rows,
                         const char *const *next, int64_t count) {
-    int64_t bytes = task->dim * item_size(task->job->heads); /* of the keys that are fetched */
+    int64_t bytes = task->dim * item_size(task->job->heads); /* bytes of a prefetched key */
     int64_t dim = task->value_dim, padded = task->padded, stop = filled_keys(task, count);
 #if defined(FT_PAIRS)
     if (uses_dot(task->job->heads)) {

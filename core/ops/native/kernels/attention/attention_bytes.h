@@ -1,10 +1,10 @@
-/* Scaled keys and values: scores and weighted values as sums of products of bytes.
+/* Attention over scaled keys and values: scores and weighted values as sums of byte products.
  *
- * A query becomes 16-bit integers, and so do a query's weights of a block, each times its value's
- * scale. Such a number is two bytes, 256 * high + low. An instruction multiplies twice as many
- * bytes as bf16 numbers, so both bytes together cost what bf16 does, the sums are exact, and no
- * key or value is ever widened, which would take longer than to read it. What is lost is below
- * 2^-15 of a query's largest item, or of a block's largest weight.
+ * A query is quantised to 16-bit integers. So are its weights of a block, after each is multiplied
+ * by the scale of its value. Such an integer is two bytes, 256 * high + low. An instruction
+ * multiplies twice as many bytes as bf16 numbers, so two bytes cost as much as one bf16 number, the
+ * sums are exact, and keys and values are never widened, which would take longer than reading them.
+ * The error is below 2^-15 of a query's largest item, or of a block's largest weight.
  */
 #ifndef FT_ATTENTION_BYTES_H
 #define FT_ATTENTION_BYTES_H
@@ -12,13 +12,14 @@
 #include "attention_block.h"
 #include "common/simd.h"
 
-enum { PARTS = 16 / FT_LANES }; /* vectors of sixteen sums */
+enum { PARTS = 16 / FT_LANES }; /* vectors that hold sixteen sums */
 #define QUERY_TOP 32639.0f      /* 256 * 127 + 127 */
 #define WEIGHT_TOP 65535.0f
 
 /* -- a block of keys and values --------------------------------------------------------------- */
 
-/* Scales of a step's keys and values, zeros behind them; `taint` is NaN if a value's is. */
+/* Load the scales of a step's keys and values, padded with zeros. `taint` becomes NaN if the scale
+ * of a value is not finite, else 0. */
 static void load_scales(const attend_task *task, attend_space *space, const ft_attend_step *step) {
     const attend_job *job = task->job;
     int64_t segment = task->parts[step->first].segment, lo = step->lo;
@@ -38,7 +39,8 @@ static void load_scales(const attend_task *task, attend_space *space, const ft_a
     space->taint = v_sum(taint);
 }
 
-/* The block's keys, turned: four dimensions of sixteen keys side by side. */
+/* Transpose the block's keys, so that four dimensions of sixteen keys lie side by side, and
+ * prefetch its values. */
 static void load_key_bytes(const attend_task *task, attend_space *space, const char **rows,
                            int64_t count) {
     int64_t words = key_words(task), stride = key_stride(task), whole = task->dim / 4;
@@ -54,7 +56,7 @@ static void load_key_bytes(const attend_task *task, attend_space *space, const c
     }
 }
 
-/* Four rows of bytes, a dimension's four side by side, padded with zeros. */
+/* Interleave four rows of bytes to quads, padded with zeros to a multiple of 16 quads. */
 FT_INLINE void quad_rows(const char *const *rows, int64_t dim, uint32_t *out) {
     int64_t d = 0;
 #if defined(FT_AVX512) || defined(FT_AVX2)
@@ -76,7 +78,7 @@ FT_INLINE void quad_rows(const char *const *rows, int64_t dim, uint32_t *out) {
     for (; d % 16; d++) out[d] = 0;
 }
 
-/* The block's values, in quads of keys. `next` are the keys that follow. */
+/* Load the block's values in quads of keys, and prefetch the next block's keys, `next`. */
 static void load_value_bytes(const attend_task *task, attend_space *space, const char *const *rows,
                              const char *const *next, int64_t count) {
     for (int64_t i = 0; i < filled_keys(task, count); i += 4) {
@@ -91,9 +93,9 @@ static void load_value_bytes(const attend_task *task, attend_space *space, const
 
 /* -- queries and weights as integers ---------------------------------------------------------- */
 
-/* Sixteen whole numbers to bytes: 256 * high + low, where low is from -half to 255 - half. */
+/* Split sixteen integers into bytes, 256 * high + low, with low from -half to 255 - half. */
 FT_INLINE void split_numbers(ft_vec numbers, int32_t half, void *high, void *low) {
-#if defined(FT_AVX512) /* which compilers do not find by themselves */
+#if defined(FT_AVX512) /* compilers do not find these instructions by themselves */
     __m512i whole = _mm512_cvtps_epi32(numbers);
     __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(half)), 8);
     _mm_storeu_si128(high, _mm512_cvtepi32_epi8(upper));
@@ -109,7 +111,8 @@ FT_INLINE void split_numbers(ft_vec numbers, int32_t half, void *high, void *low
 #endif
 }
 
-/* High bytes, and MAX_DIM further the low ones, in the space of the widened query. */
+/* Quantise a query to 16 bits, in the memory of the widened query: high bytes, and low bytes
+ * MAX_DIM bytes after them. */
 static void pack_query(attend_space *space, int64_t query, const char *items, int64_t dim,
                        int is_bf16) {
     int8_t *high = (int8_t *)space->wide + query * BYTE_QUERY, *low = high + MAX_DIM;
@@ -119,12 +122,12 @@ static void pack_query(attend_space *space, int64_t query, const char *items, in
     float reach = v_reach(wide, dim);
     for (int64_t d = 0; d < dim; d += FT_WIDTH) {
         ft_vec x = v_round(v_mul(v_load(wide + d), v_set(QUERY_TOP / reach)));
-        x = v_max(v_min(x, v_set(QUERY_TOP)), v_set(-QUERY_TOP)); /* a NaN is no more */
+        x = v_max(v_min(x, v_set(QUERY_TOP)), v_set(-QUERY_TOP)); /* NaN is replaced */
         split_numbers(x, 128, high + d, low + d);
     }
     space->queries[query] = high;
     space->query_scale[query] = reach / QUERY_TOP;
-    /* Keys are held against it as numbers from 0 on, 128 too large. */
+    /* Products take keys as unsigned bytes, 128 too large; the bias subtracts the excess. */
     space->bias[query][0] = space->bias[query][1] = 0;
     for (int64_t d = 0; d < ft_ceil_div(dim, 4) * 4; d++) {
         space->bias[query][0] -= 128 * high[d];
@@ -132,7 +135,7 @@ static void pack_query(attend_space *space, int64_t query, const char *items, in
     }
 }
 
-/* A query's weights of a block: high bytes, then the low ones. */
+/* Quantise a query's weights of a block to 16 bits: high bytes, then low bytes. */
 static void pack_weights(attend_space *space, int64_t query, const ft_vec *weights) {
     uint8_t *high = (uint8_t *)space->weights[query], *low = high + KEYS;
     ft_vec scaled[SUBS], top = v_set(0.0f);
@@ -143,7 +146,7 @@ static void pack_weights(attend_space *space, int64_t query, const ft_vec *weigh
     float reach = v_top(top);
     for (int sub = 0; sub < SUBS; sub++) {
         ft_vec x = v_round(v_mul(scaled[sub], v_set(WEIGHT_TOP / reach)));
-        x = v_min(x, v_set(WEIGHT_TOP)); /* a NaN is no more */
+        x = v_min(x, v_set(WEIGHT_TOP)); /* NaN is replaced */
         split_numbers(x, 0, high + sub * 16, low + sub * 16);
     }
     space->weight_scale[query] = reach / WEIGHT_TOP + space->taint;
@@ -159,7 +162,7 @@ FT_INLINE vf join_sums(const byte_sums *sums, int part) {
     return vf_fma(vf_from_vi(sums->high[part]), vf_set1(256.0f), vf_from_vi(sums->low[part]));
 }
 
-/* Two sixteens of keys at a time: more sums would not fit the registers. */
+/* Scores of 32 keys from key 16 * `sub` on: more sums would not fit into the registers. */
 FT_INLINE void score_bytes(attend_space *space, int64_t first, int count, int64_t words, int sub) {
     byte_sums sums[TILE][2];
     for (int r = 0; r < count; r++)
@@ -195,7 +198,7 @@ FT_INLINE void score_bytes(attend_space *space, int64_t first, int count, int64_
         }
 }
 
-/* `vecs` (1 or 2) sixteens of dimensions from `d` on, over `stop` keys. */
+/* Add weighted values of `vecs` (1 or 2) times 16 dimensions from `d` on, over `stop` keys. */
 FT_INLINE void gather_bytes(attend_space *space, int64_t first, int count, int64_t padded,
                             int64_t d, int vecs, int64_t stop) {
     byte_sums sums[TILE][2];

@@ -1,10 +1,10 @@
-/* Tasks of attention: which rows take their keys together, and the order of their blocks. */
+/* The plan of attention: the rows that read their keys together, and the order of the blocks. */
 #include "attention_plan.h"
 
 #include <stdlib.h>
 
-/* Products that make a task worth another thread: some microseconds. A thread that had nothing to do for
- * longer would sleep, and be woken for the matrix behind attention. */
+/* Products that make a task worth another thread: some microseconds of work. A thread that is idle
+ * for longer goes to sleep, and must be woken for the matrix after attention. */
 enum { LEAST_WORK = 1 << 14 };
 
 /* -- shared blocks ---------------------------------------------------------------------------- */
@@ -16,7 +16,7 @@ typedef struct {
     int64_t segment;
 } sharer;
 
-/* Keys of the whole blocks before a segment's rows and before its tail. */
+/* Number of keys in the whole blocks before a segment's rows and before its tail. */
 static int64_t whole_blocks(const ft_batch *batch, int64_t segment) {
     return ft_min(batch->starts[segment], batch->tail_from[segment]) / KEYS * KEYS;
 }
@@ -27,7 +27,7 @@ static sharer find_sharer(const ft_batch *batch, int64_t page_size, int64_t segm
     return (sharer){(const char *)pages, (size_t)count * sizeof *pages, segment};
 }
 
-/* By their bytes: any order does that puts equal beginnings beside each other. */
+/* Order by the bytes of the page ids: any order will do that puts equal prefixes side by side. */
 static int by_pages(const void *first, const void *second) {
     const sharer *a = first, *b = second;
     int order = memcmp(a->pages, b->pages, a->bytes < b->bytes ? a->bytes : b->bytes);
@@ -36,7 +36,7 @@ static int by_pages(const void *first, const void *second) {
     return a->segment < b->segment ? -1 : 1;
 }
 
-/* Keys, whole blocks, that two segments have in the same pages and before their rows. */
+/* Number of keys, in whole blocks before their rows, that two segments have in the same pages. */
 static int64_t count_shared(const ft_batch *batch, int64_t page_size, const sharer *a,
                             const sharer *b) {
     const int64_t *a_pages = (const int64_t *)a->pages, *b_pages = (const int64_t *)b->pages;
@@ -52,7 +52,7 @@ static int64_t count_shared(const ft_batch *batch, int64_t page_size, const shar
 typedef struct {
     const ft_batch *batch;
     int64_t page_size;
-    int64_t most_rows; /* of a task */
+    int64_t most_rows; /* most rows of a task */
     sharer *sharers;
     int64_t num_sharers;
     ft_attend_part *parts;
@@ -70,13 +70,13 @@ static void add_part(builder *build, int64_t segment, int64_t skipped, int64_t s
         .first_row = row,
         .first_position = first,
         .num_rows = num_rows,
-        /* Layers that are not mutual see less: the blocks behind add exact zeros. */
+        /* Rows of layers that are not mutual see less; hidden keys add exact zeros. */
         .reach = batch->reaches ? batch->reaches[row + num_rows - 1] : first + num_rows,
         .shared = shared,
     };
 }
 
-/* Long segments become tasks of one part each, short ones wait to be sorted. */
+/* Cut long segments into tasks of one part, and collect short segments as sharers. */
 static void sift_segments(builder *build) {
     const ft_batch *batch = build->batch;
     for (int64_t segment = 0; segment < batch->num_segments; segment++) {
@@ -92,7 +92,7 @@ static void sift_segments(builder *build) {
     }
 }
 
-/* Sharers as parts beside each other; returns how many rows they have. */
+/* Sort the sharers and add them as parts. Returns the number of their rows. */
 static int64_t line_up(builder *build) {
     int64_t rows = 0;
     const sharer *sharers = build->sharers;
@@ -106,8 +106,9 @@ static int64_t line_up(builder *build) {
     return rows;
 }
 
-/* Where the task that begins at `first` stops: where nothing is shared, or where it is full. Then
- * rather somewhat earlier, where less is shared: what is, the next task brings again. */
+/* Return the part before which the task that starts at `first` stops: the first part that shares
+ * nothing, or that does not fit. In the second case, stop in the last half of the task at the part
+ * that shares least, because the next task loads the shared keys again. */
 static int64_t find_stop(const builder *build, int64_t first, int64_t most_rows) {
     const ft_attend_part *parts = build->parts;
     int64_t stop = first + 1, rows = parts[first].num_rows;
@@ -122,7 +123,7 @@ static int64_t find_stop(const builder *build, int64_t first, int64_t most_rows)
     return best;
 }
 
-/* Tasks of the parts from `first` on, of at most `most_rows` rows. */
+/* Cut the parts from `first` on into tasks of at most `most_rows` rows, or of one part. */
 static void cut_tasks(builder *build, int64_t first, int64_t most_rows) {
     while (first < build->num_parts) {
         build->firsts[build->num_tasks++] = first;
@@ -131,8 +132,8 @@ static void cut_tasks(builder *build, int64_t first, int64_t most_rows) {
     }
 }
 
-/* Long segments first: what remains to the end of a job should be small. Sharers are not put into
- * fewer tasks than there are threads. */
+/* Long segments come first, so that the last pieces of a job are small. Sharers are cut into enough
+ * tasks for all threads. */
 static void build_tasks(builder *build, int64_t num_kv_heads) {
     sift_segments(build);
     int64_t first = build->num_parts, rows = line_up(build);
@@ -142,7 +143,7 @@ static void build_tasks(builder *build, int64_t num_kv_heads) {
     build->firsts[build->num_tasks] = build->num_parts;
 }
 
-/* What a plan points to: with `memory` where it lies there, else how many bytes it takes. */
+/* Place the arrays of a plan in `memory`. Returns their bytes; with `memory` NULL, only that. */
 static size_t lay_out(builder *build, char *memory) {
     int64_t most = 0, segments = build->batch->num_segments;
     for (int64_t i = 0; i < segments; i++)
@@ -155,18 +156,19 @@ static size_t lay_out(builder *build, char *memory) {
     return parts + firsts + (size_t)segments * sizeof *build->sharers;
 }
 
-/* How many tasks of a KV head make a piece that is worth another thread. */
+/* Number of tasks that make a piece worth another thread. */
 static int64_t find_grain(const builder *build, int64_t head_products) {
     const ft_batch *batch = build->batch;
     int64_t keys = 0;
     for (int64_t i = 0; i < batch->num_segments; i++)
         keys += batch->lens[i] * (batch->starts[i] + batch->lens[i]);
-    int64_t work = ft_max(1, keys * head_products / build->num_tasks); /* of a task */
+    int64_t work = ft_max(1, keys * head_products / build->num_tasks); /* products of a task */
     return ft_max(1, LEAST_WORK / work);
 }
 
-/* Shares of a KV head's query heads where its tasks are fewer than the threads. Only of latents, which
- * all heads read: their keys take as long to turn as a few heads to score. */
+/* Return the number of shares of a KV head's query heads: more than `shares` if latent attention
+ * has fewer tasks than threads. One KV head serves all its query heads, so transposing the keys
+ * again for each share takes only as long as scoring a few heads. */
 static int64_t more_shares(const builder *build, const ft_heads *heads, int64_t shares) {
     if (!heads->rank) return shares;
     int64_t wanted = ft_ceil_div(ft_num_threads(), build->num_tasks * heads->num_kv_heads);
@@ -199,14 +201,14 @@ int ft_plan_attention(const ft_part *parts, int64_t count, ft_attend_plan *plans
 
 /* -- the walk --------------------------------------------------------------------------------- */
 
-/* The first block of which a part's first row sees something. */
+/* Position of the first block that a part's first row sees. */
 static int64_t first_seen(const ft_attend_part *part, int64_t window) {
     int64_t seen = window > 0 ? ft_max(0, part->first_position + 1 - window) : 0;
     return seen / KEYS * KEYS;
 }
 
-/* The parts that share the block at `lo` with part `first`, or, where none of them sees it, the first
- * block after it that some do: the farther, the fewer share. */
+/* Return the block at `lo` and the parts that share it with part `first`. If none of them sees that
+ * block, return the next block that one of them sees, which fewer parts may share. */
 static ft_attend_step find_step(const ft_attend_part *parts, int64_t num_parts, int64_t window,
                                 int64_t first, int64_t lo) {
     for (;;) {
@@ -224,7 +226,8 @@ ft_attend_step ft_attend_first(const ft_attend_part *parts, int64_t num_parts, i
     return find_step(parts, num_parts, window, 0, 0);
 }
 
-/* The first part's next block; after its last one, the next part's first that is not done. */
+/* Go to the first part's next block. After its last block, go to the next part's first block that
+ * was not shared with it. */
 ft_attend_step ft_attend_next(const ft_attend_part *parts, int64_t num_parts, int64_t window,
                               const ft_attend_step *step) {
     const ft_attend_part *part = &parts[step->first];
@@ -235,8 +238,8 @@ ft_attend_step ft_attend_next(const ft_attend_part *parts, int64_t num_parts, in
     return (ft_attend_step){0};
 }
 
-/* Blocks of keys that attention over a batch brings from the pages, for a share of a KV head, each counted
- * as often as it is brought; -1 when there is no memory. Computes nothing else. */
+/* Return how many loads of key blocks attention over a batch takes for one share of a KV head; -1
+ * when there is no memory. Computes no attention. */
 FT_EXPORT int64_t ft_attention_blocks(const ft_batch *batch, const ft_kv *kv,
                                       const ft_heads *heads, int64_t window) {
     ft_attend_plan plan;

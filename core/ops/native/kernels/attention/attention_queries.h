@@ -1,8 +1,7 @@
-/* What a block of keys and values adds to queries: scores, weights, weighted values.
+/* Scores, weights and weighted values of queries with a block of keys and values.
  *
- * A query's own operations are the same whatever queries stand beside it. Blocks are merged by an
- * online softmax (arXiv 1805.02867); one that a query does not see, or sees in part, adds exact
- * zeros where it is hidden.
+ * The operations of a query do not depend on the other queries. Blocks are merged by an online
+ * softmax (arXiv 1805.02867); the keys of a block that a query does not see add exact zeros.
  */
 #ifndef FT_ATTENTION_QUERIES_H
 #define FT_ATTENTION_QUERIES_H
@@ -12,8 +11,9 @@
 
 /* -- scores ----------------------------------------------------------------------------------- */
 
-/* Sixteens of keys, or of values, that a tile of `count` queries takes at once: enough sums that none
- * waits for itself, and no more than there are registers. */
+/* Vectors of 16 keys, or of 16 dimensions of values, that a tile of `count` queries takes at
+ * once: enough independent sums to hide the latency of an addition, and no more than fit into
+ * registers. */
 FT_INLINE int sixteens(const int count) {
 #if defined(FT_AVX2)
     return count == 1 ? 4 : count <= 3 ? 2 : 1;
@@ -23,7 +23,7 @@ FT_INLINE int sixteens(const int count) {
 #endif
 }
 
-/* `subs` sixteens of the block's keys from the `from`-th on: as many as registers take. */
+/* Scores of 16 * `subs` keys from key 16 * `from` on. */
 FT_INLINE void score_wide(attend_space *space, int64_t first, int count, int64_t dim, int from,
                           const int subs) {
     ft_vec sums[TILE][SUBS];
@@ -45,7 +45,7 @@ FT_INLINE void score_wide(attend_space *space, int64_t first, int count, int64_t
 }
 
 #if defined(FT_DOT_BF16) && !defined(FT_AMX)
-#define FT_DOT_TILES 1 /* tiles of TILE queries by that instruction; the matrix unit has others */
+#define FT_DOT_TILES 1 /* the instruction computes tiles of TILE queries; AMX has its own tiles */
 #endif
 #if defined(FT_DOT_TILES)
 FT_INLINE __m512bh pairs_at(const uint32_t *p) { return (__m512bh)_mm512_load_si512(p); }
@@ -103,7 +103,7 @@ static void fill_hidden(float *row, int64_t from, int64_t to, float value) {
     for (int64_t i = to; i < KEYS; i++) row[i] = value;
 }
 
-/* To bf16, where the products are of pairs of these. */
+/* Round weights to bf16, for products of bf16 pairs. */
 FT_INLINE void round_weights(bf16 *out, const ft_vec *weights) {
 #if defined(FT_DOT_BF16)
     for (int sub = 0; sub < SUBS; sub += 2) {
@@ -122,7 +122,7 @@ static void cap_scores(float *row, float cap) {
     }
 }
 
-/* Scores of one query to weights, of which it sees [from, to). */
+/* Turn the scores of a query into weights; the query sees keys [from, to) of the block. */
 static void weigh(const attend_task *task, attend_space *space, int64_t query, int64_t from,
                   int64_t to) {
     float *row = space->scores[query];
@@ -134,7 +134,7 @@ static void weigh(const attend_task *task, attend_space *space, int64_t query, i
     ft_vec top = v_max(v_max(at[0], at[1]), v_max(at[2], at[3]));
     float max_score = space->max_score[query];
     space->keep[query] = 1.0f;
-    if (v_exceeds(top, v_set(max_score))) { /* seldom, behind the first blocks */
+    if (v_exceeds(top, v_set(max_score))) { /* rare after the first blocks */
         max_score = v_top(top);
         space->keep[query] = exp_one(space->max_score[query] - max_score);
         space->max_score[query] = max_score;
@@ -156,7 +156,7 @@ static void weigh(const attend_task *task, attend_space *space, int64_t query, i
     v_store(sums, v_fma(v_load(sums), v_set(space->keep[query]), sum));
 }
 
-/* The query's first and last visible key within the block at `lo`. */
+/* Weigh the keys of the block at `lo` that the query sees: below its reach and in its window. */
 static void weigh_seen(const attend_task *task, attend_space *space, int64_t query, int64_t lo) {
     int64_t position = space->positions[query], window = task->job->rule->window;
     int64_t to = ft_min(KEYS, ft_max(0, space->reaches[query] - lo));
@@ -166,7 +166,8 @@ static void weigh_seen(const attend_task *task, attend_space *space, int64_t que
 
 /* -- weighted values -------------------------------------------------------------------------- */
 
-/* `vecs` sixteens of dimensions from `d` on, of `count` queries, over `stop` keys. */
+/* Add weighted values of 16 * `vecs` dimensions from `d` on to `count` queries, over `stop`
+ * keys. */
 FT_INLINE void gather_wide(attend_space *space, int64_t first, int count, int64_t padded,
                            int64_t d, int vecs, int64_t stop) {
     ft_vec sums[TILE][4];
@@ -241,7 +242,8 @@ FT_INLINE void gather_tile(const attend_task *task, attend_space *space, int64_t
 
 /* -- all queries of a block ------------------------------------------------------------------- */
 
-/* Whole tiles, then the rest; a query's own operations are the same in a tile of any size. */
+/* Make `call` for whole tiles, then for the rest. A query's operations are the same in a tile of
+ * any size. */
 #define FT_TILES(first, stop, call)                           \
     for (int64_t at = (first); at < (stop); at += TILE) {     \
         switch (ft_min(TILE, (stop) - at)) {                  \

@@ -1,17 +1,19 @@
-/* Latent attention: the matrices of each head are computed together, one job for all of them. */
+/* Latent attention. The products with the matrices of all heads are one job. */
 #include "latent.h"
 
-/* The working memory of a call. Rows lie head after head where a head's matrix reads or writes them. */
+/* The working memory of a call. Rows are [heads, rows] where a head's matrix reads or writes
+ * them. */
 typedef struct {
     char *made;     /* [rows, q_width + key] of `first` */
-    char *q;        /* [rows, q_width], normed */
-    char *queries;  /* [rows, num_heads * (nope + turned)]; without q_up those in `made` */
+    char *q;        /* [rows, q_width], after the norm */
+    char *queries;  /* [rows, num_heads * (nope + turned)]; unused without q_up */
     char *latent;   /* [rows, rank] */
-    char *one, *other; /* [rows, (num_heads + 1) * the widest of a head's], in turns */
+    char *one, *other; /* [rows, (num_heads + 1) * the widest row of a head], used in turn */
     int64_t *firsts;   /* [num_heads + 1] */
 } latent_space;
 
-/* Columns of rows to columns of others, `count` times a row, from and to every so many bytes. */
+/* Copy `count` pieces of `bytes` bytes in each row. The strides are in bytes: from row to row, and
+ * from piece to piece (each). */
 typedef struct {
     const char *from;
     char *to;
@@ -37,7 +39,7 @@ static void *take(char **memory, int64_t bytes) {
     return taken;
 }
 
-/* All that a call works with; with `memory` NULL, its size alone. */
+/* Place the arrays of a call in `memory`. Returns their bytes; with `memory` NULL, only that. */
 static int64_t lay_out(const ft_latent *latent, const ft_linear_weight *first,
                        const ft_heads *heads, int64_t rows, int64_t item, char *memory,
                        latent_space *space) {
@@ -55,7 +57,8 @@ static int64_t lay_out(const ft_latent *latent, const ft_linear_weight *first,
     return at - memory;
 }
 
-/* The queries before they meet the latents: their address, and the bytes from a row to the next. */
+/* Compute the queries as they are before the key matrices of the heads. Returns their address, or
+ * NULL when there is no memory, and sets the bytes from one row to the next. */
 static const char *make_queries(const ft_latent *latent, const latent_space *space, int64_t rows,
                                 int64_t *row_bytes, int dtype) {
     const int64_t item = dtype == FT_BFLOAT16 ? 2 : 4, width = latent->q_width;
@@ -68,7 +71,7 @@ static const char *make_queries(const ft_latent *latent, const latent_space *spa
                                                                                   : space->queries;
 }
 
-/* Rows of every head's query and of the key, [rows, (num_heads + 1) * head_dim], in space->one. */
+/* Write the queries of all heads and the key, [rows, (num_heads + 1) * head_dim], to space->one. */
 static int make_rows(const ft_latent *latent, const latent_space *space, const ft_heads *heads,
                      int64_t rows, int64_t made_row, int dtype) {
     const int64_t item = dtype == FT_BFLOAT16 ? 2 : 4, count = heads->num_heads;
@@ -95,8 +98,8 @@ static int make_rows(const ft_latent *latent, const latent_space *space, const f
     return 0;
 }
 
-/* What every head read of the latents, in space->one, to its values, [rows, num_heads * value
- * dimensions] in space->other. */
+/* Multiply the weighted latents of each head, in space->one, by its value matrix. The result is
+ * [rows, num_heads * value dimensions] in space->other. */
 static int make_values(const ft_latent *latent, const latent_space *space, const ft_heads *heads,
                        int64_t rows, int dtype) {
     const int64_t item = dtype == FT_BFLOAT16 ? 2 : 4, count = heads->num_heads;

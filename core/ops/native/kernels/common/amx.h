@@ -2,21 +2,21 @@
  *
  * A thread has eight tiles of up to 16 rows of up to 64 bytes. A dot instruction adds A times B to
  * the sums of C: C[m][n] += sum over k and i of A[m][k][i] * B[k][n][i], where k counts groups of 4
- * bytes (2 bf16 or 4 bytes) and i the numbers in a group. So B is laid out as linear_weight.h's panels and
- * attention's turned keys are, and a row of A is a row of activations as it lies in memory. A row of
- * C depends on its own row of A alone.
+ * bytes (2 bf16 or 4 bytes) and i the numbers in a group. The panels of linear_weight.h and the
+ * transposed keys of attention have this layout of B, and rows of activations are rows of A as they
+ * lie in memory. A row of C depends only on the same row of A.
  *
- * What the bf16 instruction computes was found by experiment, bit by bit: from zero, one chain of
- * fused multiply-adds over the even numbers (i = 0) and one over the odd ones, both in the order of
- * k; then even + odd; then C + that. Numbers too small to be normal count as 0, before and after
- * every operation. Sums of bytes are exact.
+ * The arithmetic of the bf16 instruction was found by experiment, bit by bit: from zero, one chain
+ * of fused multiply-adds over the even numbers (i = 0) and one over the odd ones, both in the order
+ * of k; then even + odd; then C + that sum. Subnormal numbers count as 0, before and after every
+ * operation. Sums of bytes are exact.
  *
- * A process must ask Linux for permission (build.py does); without it every instruction here ends
- * the process. Shapes are set per thread: by each piece of work for itself, which also releases the
- * tiles, for a thread switch takes longer while they are in use.
+ * A process must request permission from Linux (build.py does); without it, every tile instruction
+ * ends the process. Tile shapes belong to a thread. Each piece of work sets them and releases the
+ * tiles at its end, because a context switch takes longer while tiles are in use.
  *
- * With FT_AMX_EMULATED, amx_emulated.c of the tests stands in for the unit, and ends the process
- * where the unit would: so tests run all that is built on tiles on any x86 machine.
+ * With FT_AMX_EMULATED, amx_emulated.c of the tests replaces the unit and ends the process where
+ * the unit would, so the tests of tile code run on any x86 machine.
  */
 #ifndef FT_AMX_H
 #define FT_AMX_H
@@ -28,18 +28,18 @@
 #define FT_AMX 1
 
 enum {
-    AMX_ROWS = 16,     /* of a tile */
+    AMX_ROWS = 16,     /* rows of a tile */
     AMX_ROW_BYTES = 64,
-    AMX_COLUMNS = 16,  /* of sums, of 4 bytes each */
+    AMX_COLUMNS = 16,  /* 4-byte sums in a row of C */
     AMX_BYTES = AMX_ROWS * AMX_ROW_BYTES,
 };
 
-/* What ldtilecfg reads. */
+/* The operand of ldtilecfg. */
 typedef struct {
     uint8_t palette; /* 1: eight tiles of 1 KiB */
     uint8_t start_row;
     uint8_t reserved[14];
-    uint16_t row_bytes[16]; /* of each tile; the last eight do not exist */
+    uint16_t row_bytes[16]; /* per tile; only the first eight tiles exist */
     uint8_t rows[16];
 } ft_amx_shapes;
 
@@ -67,10 +67,10 @@ void ft_emulated_dot_bytes(int c, int a, int b, int a_signed, int b_signed);
 
 #include <immintrin.h>
 
-/* Tile numbers are part of the instructions, hence macros. Bytes of A and B are signed (S) or not
- * (U), in this order. Shapes are set and tiles loaded by lines of our own: gcc's do not say what
- * memory they read (of the shapes eight bytes, of a tile none), so that what was written there just
- * before may be left out or come too late. */
+/* These are macros because tile numbers are part of the instructions. The bytes of A, then of B,
+ * are signed (S) or unsigned (U). Two macros are inline assembly: gcc's intrinsics declare to read
+ * only eight bytes of the shapes and nothing of a tile, so gcc may drop or delay the stores before
+ * them. */
 #define AMX_CONFIGURE(shapes) __asm__ volatile("ldtilecfg %0" : : "m"(*(shapes)) : "memory")
 #define AMX_LOAD(tile, from, stride)                                       \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile                    \
@@ -87,7 +87,7 @@ void ft_emulated_dot_bytes(int c, int a, int b, int a_signed, int b_signed);
 
 #endif
 
-/* Set the rows of the eight tiles, all of 64 bytes, and make them zero. */
+/* Set the number of rows of each tile, with 64 bytes a row, and zero the tiles. */
 FT_INLINE void ft_amx_configure(const uint8_t rows[8]) {
     ft_amx_shapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) {

@@ -1,8 +1,9 @@
-/* What every kernel shares: number types, the thread pool, scratch memory.
+/* Number types, the thread pool and scratch memory, shared by all kernels.
  *
- * Law: a row's result bits depend on that row alone, not on the rows beside it, their number or
- * the number of threads. So every output element is summed in one fixed order, products are fused
- * only where an intrinsic says so (-ffp-contract=off), and a task's work follows from its index.
+ * Invariant: the result bits of a row depend on that row alone, not on the other rows of the batch,
+ * their number or the number of threads. So every output element is summed in one fixed order,
+ * multiply and add are fused only where an intrinsic asks for it (-ffp-contract=off), and the work
+ * of a task follows from its index.
  */
 #ifndef FT_COMMON_H
 #define FT_COMMON_H
@@ -25,7 +26,7 @@ FT_INLINE float ft_from_bf16(bf16 value) {
     return wide;
 }
 
-/* Round to nearest, ties to even. A NaN keeps its sign and stays one. */
+/* Round to nearest, ties to even. A NaN stays a NaN and keeps its sign. */
 FT_INLINE bf16 ft_to_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -37,28 +38,29 @@ FT_INLINE int64_t ft_min(int64_t a, int64_t b) { return a < b ? a : b; }
 FT_INLINE int64_t ft_max(int64_t a, int64_t b) { return a > b ? a : b; }
 FT_INLINE int64_t ft_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* Work on tasks [begin, end) of a job. `context` is the caller's, alive until the job is done. */
+/* Work on tasks [begin, end) of a job. The caller keeps `context` alive until the job is done. */
 typedef void (*ft_work)(void *context, int64_t begin, int64_t end);
 
-/* Run tasks [0, tasks) on the pool in pieces of `grain`, the caller taking part; returns when all
- * are done. Which thread takes a piece is left to chance (a core that is busy with something else
- * takes fewer), so a task must not depend on its thread. A call while the pool is busy, as from a
- * task or a second thread, runs in the caller alone. */
+/* Run tasks [0, tasks) on the pool in pieces of `grain` tasks; the caller takes part. Returns when
+ * all are done. Any thread may take any piece (threads on busy cores take fewer), so a task must
+ * not depend on its thread. If the pool is busy (the call comes from a task or a second thread),
+ * the caller runs all tasks alone. */
 void ft_parallel(ft_work work, void *context, int64_t tasks, int64_t grain);
 
-/* The same, but each thread begins with a range of its own of neighbouring tasks, for tasks that
- * read neighbouring memory: what one of them fetches ahead is then used by the same core. */
+/* Like ft_parallel, but each thread starts with its own range of neighbouring tasks. This is for
+ * tasks that read neighbouring memory: a core then uses the memory that its last task
+ * prefetched. */
 void ft_parallel_ranges(ft_work work, void *context, int64_t tasks, int64_t grain);
 
-/* Say what the next call of `ft_parallel_ranges` reads, evenly by task: threads that wait for it fetch
- * some of it. To be said before the job behind which they wait. */
+/* Announce the memory that the next call of `ft_parallel_ranges` reads, in equal shares per task,
+ * so that waiting threads prefetch some of it. Call it before the job after which they wait. */
 void ft_ahead(const void *memory, size_t bytes);
 
-/* Threads of the pool, the caller included. */
+/* Number of threads of the pool, including the caller. */
 int ft_num_threads(void);
 
-/* At least `bytes` of memory of this thread's own, 64-byte aligned, kept until its next call with
- * the same slot. NULL when there is no memory. Which slot is whose: */
+/* Return at least `bytes` of memory, 64-byte aligned, that belongs to this thread until its next
+ * call with the same slot; NULL when there is no memory. Each kind of use has its own slot: */
 enum {
     FT_SCRATCH_LINEAR,
     FT_SCRATCH_AMX,

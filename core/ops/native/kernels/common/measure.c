@@ -1,4 +1,4 @@
-/* The limits of the machine, for `selftest` and the benchmarks: read bandwidth and matrix rate. */
+/* Read bandwidth and matrix rate of the machine, measured for `selftest` and the benchmarks. */
 #include "amx.h"
 #include "simd.h"
 
@@ -22,17 +22,18 @@ static void read_pieces(void *context, int64_t begin, int64_t end) {
     }
     float lanes[FT_LANES];
     vf_store(lanes, vf_max(vf_max(a, b), vf_max(c, d)));
-    __asm__ volatile("" ::"r"(lanes) : "memory"); /* keeps the loads */
+    __asm__ volatile("" ::"r"(lanes) : "memory"); /* keeps the compiler from removing the loads */
 }
 
-/* Read `bytes` (rounded down to whole MiB) once, on the pool; the caller takes the time. */
+/* Read `bytes` (rounded down to whole MiB) once, on the pool; the caller measures the time. */
 FT_EXPORT void ft_read(const void *data, int64_t bytes) {
     ft_parallel(read_pieces, (void *)(uintptr_t)data, bytes / PIECE, 8);
 }
 
 #if defined(FT_AMX)
 
-/* 12 products of two tiles: four sums, so that none waits for itself. */
+/* Floating point operations of one tile product. A round has 12 products; they go to four sums in
+ * turn, so that no product waits for the one before it. */
 enum { PRODUCT_OPERATIONS = 2 * AMX_ROWS * AMX_COLUMNS * AMX_ROW_BYTES / 2 };
 
 static void multiply(void *context, int64_t begin, int64_t end) {
@@ -71,15 +72,15 @@ static void multiply(void *context, int64_t begin, int64_t end) {
     for (int i = 0; i < CHAINS; i++) total = vf_add(total, sums[i]);
     float lanes[FT_LANES];
     vf_store(lanes, total);
-    __asm__ volatile("" ::"r"(lanes) : "memory"); /* keeps the sums */
+    __asm__ volatile("" ::"r"(lanes) : "memory"); /* keeps the compiler from removing the sums */
     (void)context;
 }
 
 #endif
 
-/* `rounds` times ROUND times 12 bf16 dot products of a vector, or of two tiles where there is a
- * matrix unit, from registers, on the pool. Returns the number of floating point operations; the
- * caller takes the time. */
+/* Compute `rounds` * ROUND * 12 bf16 dot products from registers, on the pool: products of vectors,
+ * or of tiles on a matrix unit. Returns the number of floating point operations; the caller
+ * measures the time. */
 FT_EXPORT double ft_multiply(int64_t rounds) {
     ft_parallel(multiply, NULL, rounds, 1);
     return (double)rounds * ROUND * 12 * PRODUCT_OPERATIONS;

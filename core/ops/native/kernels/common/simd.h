@@ -1,7 +1,8 @@
 /* Vectors of FT_LANES floats or 32-bit integers, one set of names for every variant.
  *
- * avx512 (with bf16 and VNNI): 16 lanes; avx2: 8; scalar: 4, in the compiler's generic vectors,
- * which become SSE2 or NEON (or FT_SCALAR_LANES, for tests that need the panels of avx512). Results may differ between variants, never within one.
+ * avx512 (with bf16 and VNNI) has 16 lanes, avx2 has 8. scalar has 4, in the compiler's generic
+ * vectors, which become SSE2 or NEON; tests that need the panels of avx512 set FT_SCALAR_LANES to
+ * 16. Results may differ between variants, never within one.
  *
  * Pairs and quads: a 32-bit lane of weights or activations holds 2 bf16 or 4 bytes that are
  * neighbours along K; a dot product adds the products of a lane to that lane of the sum.
@@ -55,13 +56,13 @@ FT_INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
 FT_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 FT_INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 FT_INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
-/* Bits of every lane moved up by n, or down if n is negative. */
+/* Shift the bits of every lane left by n, or right by -n if n is negative. */
 FT_INLINE vi vi_moved(vi a, const int n) {
     return n < 0 ? _mm512_srli_epi32(a, (unsigned)-n) : _mm512_slli_epi32(a, (unsigned)n);
 }
 FT_INLINE vi vi_low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 FT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm512_srli_epi16(a, 4)); }
-/* Bytes of a table of 16, by indices of at most 15. */
+/* Look up every byte of `index` (0 to 15) in a table of 16 bytes. */
 FT_INLINE vi vi_lookup(const uint8_t *table, vi index) {
     __m128i row = _mm_loadu_si128((const __m128i *)table);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(row), index);
@@ -69,17 +70,18 @@ FT_INLINE vi vi_lookup(const uint8_t *table, vi index) {
 FT_INLINE vf vf_dot_bf16(vf sum, vi w, vi x) {
     return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x);
 }
-/* The first and the second of every pair of bf16, widened. */
+/* The first, or the second, bf16 of every pair, widened to float. */
 FT_INLINE vf vf_even_bf16(vi pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 FT_INLINE vf vf_odd_bf16(vi pairs) {
     return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int32_t)0xffff0000u)));
 }
-/* Unsigned bytes times signed ones, exact. */
-FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) { /* gcc 12 copies the intrinsic's sums to and fro */
+/* Add products of unsigned bytes w and signed bytes x; exact. */
+FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) { /* gcc 12 copies the intrinsic's sums needlessly */
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
     return sum;
 }
-/* Two vectors of unsigned numbers of at most 15 times a broadcast quad; read by vi_gathered. */
+/* Add the products of two vectors of unsigned bytes (0 to 15) and the quad of signed bytes at x to
+ * two sums, which vi_gathered reads. */
 FT_INLINE void vi_gather_u4s8(vi *sum, vi left, vi right, const void *x) {
     vi quad = _mm512_set1_epi32(*(const int32_t *)x);
     sum[0] = vi_dot_u8s8(sum[0], left, quad);
@@ -87,10 +89,10 @@ FT_INLINE void vi_gather_u4s8(vi *sum, vi left, vi right, const void *x) {
 }
 FT_INLINE vi vi_gathered(vi sum) { return sum; }
 FT_INLINE vi vi_max(vi a, vi b) { return _mm512_max_epi32(a, b); }
-/* Of all lanes the highest, or the sum. */
+/* The maximum, or the sum, of all lanes. */
 FT_INLINE int32_t vi_highest(vi a) { return _mm512_reduce_max_epi32(a); }
 FT_INLINE int32_t vi_total(vi a) { return _mm512_reduce_add_epi32(a); }
-/* The lowest byte of every lane. */
+/* Store the lowest byte of every lane. */
 FT_INLINE void vi_store_bytes(void *p, vi a) {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a));
 }
@@ -162,8 +164,9 @@ FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) { /* maddubs would saturate at 255 
     vi odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 }
-/* Adds the products of two vectors of weights with one broadcast group to two sums. gcc would add
- * products to each other first and broadcast all rows' groups at once: more than 16 registers. */
+/* Add the products of two vectors of weights and one broadcast group to two sums. From intrinsics,
+ * gcc adds products to each other first and broadcasts the groups of all rows at once, which takes
+ * more than 16 registers. */
 #define FT_TWO_PRODUCTS(multiply, add, sum, left, right, x)                                    \
     do {                                                                                       \
         vi group, product;                                                                     \
@@ -172,16 +175,16 @@ FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) { /* maddubs would saturate at 255 
                 : "+x"((sum)[0]), "+x"((sum)[1]), "=&x"(group), "=&x"(product)                 \
                 : "x"(left), "x"(right), "m"(*(const int32_t *)(x)));                          \
     } while (0)
-/* Unsigned numbers of at most 15 times signed bytes, for a group's 8 quads: 8 times 2 products of 15
- * and 128 fit 16 bits. The sums are to be read by vi_gathered. */
+/* The sums are 16-bit numbers until vi_gathered widens them: the 8 quads of a group add 8 * 2
+ * products of at most 15 * 128 to each, which fits. */
 FT_INLINE void vi_gather_u4s8(vi *sum, vi left, vi right, const void *x) {
     FT_TWO_PRODUCTS("vpmaddubsw", "vpaddw", sum, left, right, x);
 }
 FT_INLINE vi vi_gathered(vi sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
-/* Of each lane bytes 0 and 2, or 1 and 3, as 16-bit numbers. */
+/* Bytes 0 and 2, or 1 and 3, of every lane as 16-bit numbers. */
 FT_INLINE vi vi_even_bytes(vi a) { return _mm256_and_si256(a, _mm256_set1_epi16(255)); }
 FT_INLINE vi vi_odd_bytes(vi a) { return _mm256_srli_epi16(a, 8); }
-/* Products of signed 16-bit numbers, exact. */
+/* Add the products of two vectors of signed 16-bit pairs and the pair at x to two sums; exact. */
 FT_INLINE void vi_dot_words(vi *sum, vi left, vi right, const void *x) {
     FT_TWO_PRODUCTS("vpmaddwd", "vpaddd", sum, left, right, x);
 }
@@ -192,8 +195,8 @@ FT_INLINE vi vi_max(vi a, vi b) { return _mm256_max_epi32(a, b); }
     return _mm_cvtsi128_si32(add(four, _mm_shuffle_epi32(four, 0xb1)))
 FT_INLINE int32_t vi_highest(vi a) { FT_FOLD_LANES(_mm_max_epi32, a); }
 FT_INLINE int32_t vi_total(vi a) { FT_FOLD_LANES(_mm_add_epi32, a); }
-/* Of every lane the low byte, or the low half: of each four lanes the first and the third, then the
- * others, as vi_even_bytes and vi_odd_bytes have weights. */
+/* Store the low byte, or the low 16 bits, of every lane. The 16-bit numbers of each four lanes are
+ * stored in the order 0, 2, 1, 3, to match vi_even_bytes and vi_odd_bytes of weights. */
 FT_INLINE void vi_store_bytes(void *p, vi a) {
     vi four = _mm256_shuffle_epi8(a, _mm256_set1_epi32(0x0c080400));
     vi eight = _mm256_permutevar8x32_epi32(four, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
@@ -338,7 +341,7 @@ FT_INLINE void vi_store_words(void *p, vi a) {
 
 FT_INLINE vf vf_zero(void) { return vf_set1(0.0f); }
 FT_INLINE vi vi_zero(void) { return vi_set1(0); }
-/* One 32-bit group of activations in every lane. */
+/* Broadcast the 32-bit group of activations at p to every lane. */
 FT_INLINE vi vi_broadcast(const void *p) {
     int32_t group;
     memcpy(&group, p, 4);

@@ -1,21 +1,21 @@
 /* The thread pool: workers take pieces of a job from shared counters.
  *
- * A job is one range of tasks, or a range for each thread: then a thread takes the pieces of its own
- * range one after the other, as a stream of weights wants it, and afterwards what is left of others.
+ * A job is one range of tasks, or one range per thread. With its own range, a thread first takes
+ * the pieces of that range in order, which suits a stream of weights, and then the remaining pieces
+ * of the other ranges.
  *
- * After a job a worker spins for some tens of microseconds, as the next operation of a step follows
- * at once, and then sleeps: beside an event loop on two cores, a spinning thread steals its time.
- * Meanwhile it fetches what the caller said the next matrix is: small operations take one thread,
- * and the memory would have nothing to do while they last.
- * The caller never waits for a worker that has not come yet: it does the work itself, closes the
- * job, and waits for those inside only.
+ * After a job, a worker spins for some tens of microseconds, because the next operation of a step
+ * follows at once. Then it sleeps: on two cores, a spinning thread would take time from the event
+ * loop. While it spins, it prefetches the matrix that ft_ahead announced: small operations run in
+ * one thread, and memory would be idle meanwhile. The caller never waits for a worker that has not
+ * entered the job: it does the work itself, closes the job, and waits only for the workers inside
+ * it.
  *
- * A thread that the system takes off its core within a piece holds up the whole job. Where other
- * processes leave too little for all threads, that happens in every few milliseconds, and fewer
- * threads may be faster than many that wait for each other. So the caller reads from time to time how
- * long the threads ran and were kept from running; where they were, it tries one thread less, and
- * keeps what a thread more hardly adds to (ft_crew_judge). Where the system tells nothing, all take
- * part.
+ * A thread that is preempted within a piece delays the whole job. If other processes leave too
+ * little time for all threads, this happens every few milliseconds, and fewer threads may be
+ * faster. So the caller reads from time to time how long the threads ran and how long they waited
+ * for a core. If they waited, it tries one thread less, and keeps that number if the thread added
+ * little (ft_crew_judge). Where the system does not report these times, all threads take part.
  */
 #define _GNU_SOURCE
 #include "common.h"
@@ -38,35 +38,35 @@
 enum { MAX_THREADS = 256, SPINS = 1000, CLOSED = 1 << 30 };
 enum {
     LINE = 64,
-    BURST = 16 * LINE,         /* bytes that are fetched between two looks for a job */
-    MOST_AHEAD = 256 * 1024, /* bytes of a worker: half of a second-level cache */
+    BURST = 16 * LINE,         /* bytes prefetched between two checks for a job */
+    MOST_AHEAD = 256 * 1024, /* bytes that a worker prefetches: half of a second-level cache */
 };
 
-/* Time of threads, all together: nanoseconds that they ran, and that others ran in their place. */
+/* Nanoseconds, summed over threads, for which they ran, and for which they waited for a core. */
 typedef struct {
     int64_t ran, delayed;
 } ft_times;
 
-/* How many threads take part. */
+/* The number of threads that take part, and the trial of another number. */
 typedef struct {
-    int32_t threads;   /* there are so many, the caller included */
-    int32_t active;    /* those with smaller numbers take part */
-    int32_t before;    /* while another number is tried, the one before; else 0 */
-    int32_t direction; /* of the next trial: 1 more, or -1 */
+    int32_t threads;   /* size of the pool, including the caller */
+    int32_t active;    /* threads with numbers below this take part */
+    int32_t before;    /* during a trial, the former `active`; else 0 */
+    int32_t direction; /* the next trial adds (1) or removes (-1) a thread */
     int32_t patience;  /* windows before the next trial */
-    int32_t calm;      /* windows since the last one */
-    int64_t rate;      /* thousandths of cores that ran before the trial */
+    int32_t calm;      /* windows since the last trial */
+    int64_t rate;      /* thousandths of a core that the threads used before the trial */
 } ft_crew;
 
 enum {
-    WINDOW = 100000000, /* nanoseconds of jobs, after which they are judged */
+    WINDOW = 100000000, /* nanoseconds of jobs that are judged together */
     LEAST_PATIENCE = 2,
     MOST_PATIENCE = 32,
-    MOST_DELAY = 250, /* thousandths of a core: as much as an event loop beside two threads takes */
+    MOST_DELAY = 250, /* thousandths of a core, which an event loop takes from two threads */
 };
 
-/* Whether the last of so many threads adds a sixth of what each of the others runs; what it spins
- * is in it. */
+/* Whether the last of `threads` threads adds at least a sixth of the average rate of the others.
+ * Rates include the time that threads spin. */
 static int is_worth_it(int32_t threads, int64_t rate, int64_t rate_without) {
     return 6 * (rate - rate_without) * (threads - 1) >= rate_without;
 }
@@ -76,7 +76,7 @@ static int32_t next_trial(const ft_crew *crew, int is_delayed) {
     return fewer && (crew->direction < 0 || !more) ? -1 : more;
 }
 
-/* Judges a window of jobs that took `span`, by the times of those that took part. */
+/* Judge a window of jobs that took `span` ns by the `times` of the threads that took part. */
 FT_EXPORT void ft_crew_judge(ft_crew *crew, int64_t span, ft_times times) {
     const int64_t rate = times.ran * 1000 / span;
     if (crew->before) {
@@ -101,7 +101,7 @@ static int64_t now(void) {
     return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
 }
 
-/* Tasks that are taken in order. On a cache line of its own: every piece writes to it. */
+/* Tasks that are taken in order. Each range has a cache line, because every piece writes to it. */
 typedef struct {
     _Alignas(64) _Atomic int64_t next; /* first task not yet taken */
     int64_t end;
@@ -109,27 +109,27 @@ typedef struct {
 
 /* The arguments of a worker when it starts. */
 typedef struct {
-    uint64_t seen; /* the last job before it */
-    int thread;    /* its number; the caller's is 0 */
-    _Atomic pid_t id; /* the system's name for it, once it runs */
+    uint64_t seen; /* the last job before the worker */
+    int thread;    /* number of the worker; the caller's is 0 */
+    _Atomic pid_t id; /* thread id, set by the worker once it runs */
 } start;
 
-/* The jobs that are judged next. */
+/* The window of jobs that is judged next. */
 typedef struct {
-    int64_t span;   /* of its jobs so far, in nanoseconds */
-    ft_times times; /* of the threads that take part, until it began */
-    pid_t caller;   /* 0: it has not begun */
+    int64_t span;   /* nanoseconds of its jobs so far */
+    ft_times times; /* times of the active threads up to its start */
+    pid_t caller;   /* thread id; 0: the window has not started */
 } window;
 
 static struct {
     pthread_mutex_t busy;   /* held by the caller whose job runs, and while the pool is resized */
     pthread_mutex_t lock;   /* guards the sleep of workers and of the caller */
-    pthread_cond_t wake;    /* a new job, or the end */
+    pthread_cond_t wake;    /* signals a new job, or the end */
     pthread_cond_t finished;
     pthread_t workers[MAX_THREADS];
     start starts[MAX_THREADS];
     int num_workers;
-    ft_crew crew;         /* the caller's, as all here but what is atomic */
+    ft_crew crew;         /* like all fields that are not atomic, only the caller uses it */
     window judged;
     _Atomic int active;   /* threads of the present job */
     ft_work work;
@@ -138,9 +138,9 @@ static struct {
     range ranges[MAX_THREADS];
     int num_ranges;
     _Atomic uint64_t job;     /* counts jobs; workers wait for it to change */
-    _Atomic(const char *) ahead; /* what the next job of ranges reads */
+    _Atomic(const char *) ahead; /* memory that the next job of ranges reads */
     _Atomic size_t ahead_bytes;
-    _Atomic int gate;         /* workers inside the job; + CLOSED when none may enter */
+    _Atomic int gate;         /* number of workers inside the job; + CLOSED when none may enter */
     _Atomic int stop;
 } pool = {
     .busy = PTHREAD_MUTEX_INITIALIZER,
@@ -158,20 +158,20 @@ static void take_range(range *from) {
     }
 }
 
-/* The thread's own range, then those of the others. */
+/* Take the pieces of the thread's own range, then the remaining pieces of the other ranges. */
 static void take_pieces(int thread) {
     for (int i = 0; i < pool.num_ranges; i++)
         take_range(&pool.ranges[(thread + i) % pool.num_ranges]);
 }
 
-/* What a worker has still to fetch of its range. */
+/* Memory [at, end) that a worker has still to prefetch of its share of the announcement `of`. */
 typedef struct {
     const char *of, *at, *end;
 } fetch;
 
 static int fetch_some(fetch *left, int thread) {
     const char *ahead = atomic_load_explicit(&pool.ahead, memory_order_relaxed);
-    if (ahead != left->of) { /* no harm if the size is of another one: nothing is read for good */
+    if (ahead != left->of) { /* the size may be another announcement's: a prefetch cannot fault */
         const size_t bytes = atomic_load_explicit(&pool.ahead_bytes, memory_order_relaxed);
         const size_t own = bytes / (size_t)atomic_load(&pool.active);
         left->of = ahead;
@@ -242,7 +242,7 @@ static void cut_ranges(int64_t tasks, int num_ranges) {
     }
 }
 
-/* Adds what a thread took so far; nothing if the system does not tell. */
+/* Add the times of a thread so far, or nothing if the system does not report them. */
 static void add_times(ft_times *times, pid_t thread) {
     char path[64];
     snprintf(path, sizeof path, "/proc/self/task/%d/schedstat", (int)thread);
@@ -262,7 +262,7 @@ static void begin_window(pid_t caller) {
         add_times(&pool.judged.times, atomic_load(&pool.starts[i].id));
 }
 
-/* Takes note of a job of so many nanoseconds. */
+/* Count a job of `span` nanoseconds, and judge the window once it is full. */
 static void note_job(int64_t span) {
     pool.judged.span += span;
     if (pool.judged.span < WINDOW) return;
@@ -331,7 +331,7 @@ static void stop_workers(void) {
     atomic_store(&pool.stop, 0);
 }
 
-/* A forked child has no workers; its first jobs run in the caller alone. */
+/* A forked child has no workers: its jobs run in the caller alone until it calls ft_set_threads. */
 static void forget_workers(void) {
     pool.num_workers = 0;
     atomic_store(&pool.gate, CLOSED);
@@ -343,8 +343,9 @@ static void forget_workers(void) {
 
 static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_workers); }
 
-/* Resize the pool to `threads`, the caller of a job included; 1 means no pool. Returns how many
- * there are now: fewer when the system gives no more. Waits for a running job. */
+/* Resize the pool to `threads` threads, including the caller of a job; 1 means no workers. Waits
+ * for a running job. Returns the new number, which is smaller if the system cannot create so
+ * many. */
 FT_EXPORT int ft_set_threads(int threads) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch_forks);
@@ -369,7 +370,7 @@ FT_EXPORT int ft_set_threads(int threads) {
     return count;
 }
 
-/* Memory of a thread, given back when it ends. */
+/* Scratch memory of a thread, freed when the thread ends. */
 struct arena {
     void *data[FT_SCRATCH_SLOTS];
     size_t bytes[FT_SCRATCH_SLOTS];

@@ -1,6 +1,6 @@
-/* Sixteen floats at a time, spelled for AVX-512, for AVX2 and for plain C.
+/* Vectors of sixteen floats, for AVX-512, AVX2 and plain C.
  *
- * Every operation rounds each of its sixteen elements on its own, so that an element's bits depend
+ * Every operation rounds each of the sixteen elements separately, so that an element's bits depend
  * on its inputs and the build alone. Sums over the elements have one fixed order.
  */
 #ifndef FT_VECTOR_H
@@ -16,7 +16,7 @@
 #define FT_AVX2 1
 #endif
 #if defined(FT_AVX512) && defined(__AVX512BF16__)
-#define FT_DOT_BF16 1 /* products of bf16 pairs, summed in fp32, in one instruction */
+#define FT_DOT_BF16 1 /* one instruction multiplies bf16 pairs and adds the products in fp32 */
 #endif
 #if defined(FT_AVX512) || defined(FT_AVX2)
 #include <immintrin.h>
@@ -36,7 +36,7 @@ FT_INLINE ft_vec v_sub(ft_vec a, ft_vec b) { return _mm512_sub_ps(a, b); }
 FT_INLINE ft_vec v_mul(ft_vec a, ft_vec b) { return _mm512_mul_ps(a, b); }
 FT_INLINE ft_vec v_div(ft_vec a, ft_vec b) { return _mm512_div_ps(a, b); }
 FT_INLINE ft_vec v_fma(ft_vec a, ft_vec b, ft_vec c) { return _mm512_fmadd_ps(a, b, c); }
-/* The greater; b where either is NaN, so a NaN in b survives. */
+/* The greater, or b if either is NaN: a NaN in b survives. */
 FT_INLINE ft_vec v_max(ft_vec a, ft_vec b) { return _mm512_max_ps(a, b); }
 FT_INLINE ft_vec v_min(ft_vec a, ft_vec b) { return _mm512_min_ps(a, b); }
 FT_INLINE ft_vec v_round(ft_vec x) { return _mm512_roundscale_ps(x, 0); }
@@ -99,7 +99,7 @@ FT_INLINE __m256 ft_widen8(const bf16 *p) {
 FT_INLINE ft_vec v_load_bf16(const bf16 *p) {
     return (ft_vec){ft_widen8(p), ft_widen8(p + 8)};
 }
-/* Eight floats, rounded to bf16, in the high halves of 32 bits. */
+/* Eight floats, rounded to bf16: the result is in the high 16 bits of each lane. */
 FT_INLINE __m256i ft_round8(__m256 x) {
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -146,8 +146,8 @@ FT_INLINE void v_store_bf16(bf16 *p, ft_vec x) {
 
 #endif
 
-/* Sum and maximum of the sixteen: halves, then quarters, and so on. And whether one of x is greater
- * than its like in y. */
+/* v_sum and v_top: the sum and the maximum of the sixteen elements, of halves, then quarters, and
+ * so on. v_exceeds: whether any element of x is greater than the same element of y. */
 #if defined(FT_AVX512)
 FT_INLINE float v_sum(ft_vec x) { return _mm512_reduce_add_ps(x); }
 FT_INLINE float v_top(ft_vec x) { return _mm512_reduce_max_ps(x); }
@@ -188,8 +188,8 @@ FT_INLINE int v_exceeds(ft_vec x, ft_vec y) {
 }
 #endif
 
-/* e to the x, from -87 to 88; below and above as at these ends. Relative error below 2e-7.
- * Exactly 1 at 0, NaN at NaN. A Taylor polynomial on [-ln2 / 2, ln2 / 2]. */
+/* e to the power of x, where x is clamped to [-87, 88]. Relative error below 2e-7, exactly 1 at 0,
+ * NaN at NaN. A Taylor polynomial on [-ln2 / 2, ln2 / 2]. */
 FT_INLINE ft_vec v_exp(ft_vec x) {
     x = v_min(v_set(88.0f), v_max(v_set(-87.0f), x));
     ft_vec power = v_round(v_mul(x, v_set(1.44269504f)));
@@ -225,7 +225,7 @@ FT_INLINE ft_vec v_tanh(ft_vec x) {
     return t;
 }
 
-/* Loads and stores of the first n of sixteen; what is not there reads as 0. */
+/* Load or store the first n of sixteen elements; the others load as 0. */
 FT_INLINE ft_vec v_load_n(const float *p, int64_t n) {
     if (n >= FT_WIDTH) return v_load(p);
     float at[FT_WIDTH] = {0};
@@ -254,7 +254,7 @@ FT_INLINE float v_reach(const float *p, int64_t n) {
     return v_top(top) + v_sum(taint);
 }
 
-/* The same of either type of element. */
+/* Load and store the first n elements from item `at` on, which are bf16 or float. */
 FT_INLINE ft_vec v_get(const void *p, int64_t at, int64_t n, int is_bf16) {
     if (!is_bf16) return v_load_n((const float *)p + at, n);
     const bf16 *source = (const bf16 *)p + at;
@@ -279,7 +279,7 @@ FT_INLINE void v_put(void *p, int64_t at, ft_vec x, int64_t n, int is_bf16) {
     memcpy(target, part, (size_t)n * 2);
 }
 
-/* As rounded to the dtype. */
+/* Round to bf16, or return float elements unchanged. */
 FT_INLINE ft_vec v_as(ft_vec x, int is_bf16) {
     if (!is_bf16) return x;
     bf16 rounded[FT_WIDTH];

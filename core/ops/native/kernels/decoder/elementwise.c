@@ -1,4 +1,4 @@
-/* Norms, RoPE with the KV write, activation, embedding: what touches every number once. */
+/* Elementwise kernels: norms, RoPE with the KV write, activations, embedding. */
 #include "kv_codec.h"
 #include "common/vector.h"
 
@@ -23,7 +23,7 @@ static float inverse_rms(ft_vec squares, int64_t width, float eps) {
     return 1.0f / sqrtf(v_sum(squares) / (float)width + eps);
 }
 
-/* (x + residual) * factor into residual, the sum as rounded to the dtype. */
+/* Write (x + residual) * factor to residual; x + residual is rounded to the dtype first. */
 FT_INLINE void add_row(const char *x, char *residual, float factor, int64_t width, int dtype) {
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         ft_vec sum = v_add(v_get(x, i, width - i, dtype), v_get(residual, i, width - i, dtype));
@@ -32,7 +32,7 @@ FT_INLINE void add_row(const char *x, char *residual, float factor, int64_t widt
     }
 }
 
-/* Inlined once for each pair of dtypes, which frees the loops of asking for them. */
+/* Inlined once for each pair of dtypes, so that the loops do not branch on them. */
 FT_INLINE void rms_row(const norm_job *job, const char *x, char *out, int dtype, int weight_dtype) {
     int64_t width = job->width;
     ft_vec squares = v_set(0.0f);
@@ -48,7 +48,7 @@ FT_INLINE void rms_row(const norm_job *job, const char *x, char *out, int dtype,
     }
 }
 
-/* Zeros behind the first n of sixteen. */
+/* Keep the first n of sixteen elements and set the others to 0. */
 FT_INLINE ft_vec first_of(ft_vec x, int64_t n) {
     if (n >= FT_WIDTH) return x;
     float at[FT_WIDTH] = {0};
@@ -138,7 +138,7 @@ FT_INLINE ft_vec gelu_tanh(ft_vec x) {
     return v_div(x, v_add(v_exp(inner), v_set(1.0f)));
 }
 
-/* relu(x) ** 2: arXiv 2109.08668. NaN stays so. */
+/* relu(x) ** 2: arXiv 2109.08668. NaN stays NaN. */
 FT_INLINE ft_vec relu2(ft_vec x) {
     ft_vec positive = v_max(v_set(0.0f), x);
     return v_mul(positive, positive);
@@ -149,7 +149,8 @@ FT_INLINE ft_vec activated_by(ft_vec x, int kind) {
     return kind == FT_SILU ? v_silu(x) : gelu_tanh(x);
 }
 
-/* Of gpt-oss (arXiv 2508.10925): (factor + 1) * gate * sigmoid(1.702 gate), both clamped. */
+/* The activation of gpt-oss (arXiv 2508.10925): (factor + 1) * gate * sigmoid(1.702 gate), where
+ * factor and gate are clamped. */
 FT_INLINE ft_vec clamped_swiglu(ft_vec gate, ft_vec factor, float limit, int dtype) {
     ft_vec top = v_set(limit), bottom = v_set(-limit);
     gate = v_min(top, gate);
@@ -247,7 +248,7 @@ FT_INLINE ft_vec add_squares(ft_vec squares, const char *x, int64_t width, int d
     return squares;
 }
 
-/* Items from i on of both halves of a head, turned (arXiv 2104.09864). */
+/* Sixteen items of each half of a head, rotated by RoPE (arXiv 2104.09864). */
 typedef struct {
     ft_vec first, second;
 } turned_pair;
@@ -258,7 +259,7 @@ FT_INLINE turned_pair turn_items(ft_vec x, ft_vec y, const float *cos, const flo
     return (turned_pair){v_sub(v_mul(x, c), v_mul(y, s)), v_add(v_mul(y, c), v_mul(x, s))};
 }
 
-/* Squares of a turned head, sixteen sums. */
+/* Sum the squares of a rotated head in sixteen lanes. */
 FT_INLINE ft_vec turned_squares(const char *head, const float *cos, const float *sin, int64_t half,
                                 int dtype) {
     ft_vec squares = v_set(0.0f);
@@ -272,8 +273,8 @@ FT_INLINE ft_vec turned_squares(const char *head, const float *cos, const float 
     return squares;
 }
 
-/* Head `index` of a row, normed before it is turned or behind that; queries are scaled. `whole`:
- * one over the RMS of all heads of its kind, where the norm is over these. */
+/* Norm and rotate head `index` of a row, in the order of the layer; scale it if it is a query.
+ * `whole`: one over the RMS of all query heads, or all key heads, where the norm is over them. */
 FT_INLINE void turn_head(const rope_job *job, int64_t row, int64_t index, const char *head,
                          float whole, int dtype, void *out, int out_dtype) {
     const ft_turn *turn = job->turn;
@@ -307,7 +308,8 @@ FT_INLINE void turn_head(const rope_job *job, int64_t row, int64_t index, const 
     }
 }
 
-/* Items of a head of which the last ones are turned, times `scale`: a query, or a key. */
+/* Rotate the items after `rank` of a query or a key of latent attention, and multiply all by
+ * `scale`. */
 FT_INLINE void turn_latent(const rope_job *job, int64_t row, int64_t table, const char *head,
                            float scale, int dtype, void *out) {
     int64_t rank = job->heads->rank, half = ft_turned_dim(job->heads) / 2;
@@ -324,7 +326,7 @@ FT_INLINE void turn_latent(const rope_job *job, int64_t row, int64_t table, cons
     }
 }
 
-/* The queries of a row and the key that all of them read. */
+/* Rotate the queries of a row, and write the one key that all of them read. */
 FT_INLINE void latent_row(const rope_job *job, int64_t row, int dtype) {
     const ft_heads *heads = job->heads;
     const ft_kv *kv = job->kv;
@@ -339,7 +341,7 @@ FT_INLINE void latent_row(const rope_job *job, int64_t row, int dtype) {
     turn_latent(job, row, job->turn->k_table, head, 1.0f, dtype, keys + offset * bytes);
 }
 
-/* A value, normed where values are. */
+/* Copy a value, with the layer's norm of values if there is one. */
 FT_INLINE void copy_value(const ft_heads *heads, const char *value, int dtype, void *out,
                           int out_dtype) {
     int64_t dim = heads->head_dim;
@@ -352,7 +354,7 @@ FT_INLINE void copy_value(const ft_heads *heads, const char *value, int dtype, v
     }
 }
 
-/* A key and its value to a place in their blocks. Head `index` of the row is the key's. */
+/* Write a key, which is head `index` of the row, and its value to the row's slot. */
 FT_INLINE void write_kv(const rope_job *job, int64_t row, int64_t index, const char *key,
                         const char *value, float whole, int dtype) {
     const ft_kv *kv = job->kv;
@@ -373,7 +375,7 @@ FT_INLINE void write_kv(const rope_job *job, int64_t row, int64_t index, const c
     }
 }
 
-/* One over the RMS of `count` heads together; 1 where the norm is not over these. */
+/* One over the RMS of `count` heads together; 1 where the norm is not over all heads. */
 FT_INLINE float whole_inverse(const rope_job *job, const char *heads, int64_t count, int dtype) {
     if (!job->turn->norm || !job->turn->is_whole) return 1.0f;
     int64_t width = count * job->heads->head_dim;
@@ -418,7 +420,7 @@ void ft_rope_rows(const void *qkv, void *q, const ft_batch *batch, const ft_kv *
 
 /* -- for Python ------------------------------------------------------------------------------- */
 
-/* With a residual, that becomes the sum; without a norm, nothing else happens. */
+/* ft_norm_rows, or ft_add_rows if `norm` is NULL. */
 FT_EXPORT void ft_add_norm(const void *x, void *residual, float factor, const ft_norm *norm,
                            void *out, int64_t rows, int64_t width, int dtype) {
     if (norm) ft_norm_rows(x, residual, factor, norm, out, rows, width, dtype);
@@ -439,7 +441,8 @@ FT_EXPORT void ft_rope_write(const void *qkv, void *q, const ft_batch *batch, co
     ft_rope_rows(qkv, q, batch, kv, heads, layer, turn);
 }
 
-/* Rows `ids` [rows] of a table whose rows are `bytes` long, to out; for an id below 0 the first. */
+/* Copy rows `ids` [rows] of a table, whose rows are `bytes` long, to `out`; an id below 0 copies
+ * row 0. */
 FT_EXPORT void ft_embedding(const int64_t *ids, const void *table, void *out, int64_t rows,
                             int64_t bytes) {
     for (int64_t row = 0; row < rows; row++) {

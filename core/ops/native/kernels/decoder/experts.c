@@ -1,13 +1,14 @@
-/* Experts: rows are sorted by expert, each expert computes its own, tasks are panels of experts. */
+/* Experts: rows are sorted by expert, and each expert computes its rows; tasks are panels of the
+ * experts' weights. */
 #include "experts.h"
 #include "common/vector.h"
 
 enum { PIECE = 64 };      /* rows of a routing task */
-enum { ELSEWHERE = -1 };  /* place of a row whose expert another rank has */
+enum { ELSEWHERE = -1 };  /* place of a row whose expert is on another rank */
 
 /* -- routing ---------------------------------------------------------------------------------- */
 
-/* What a routing job reads and writes, by row. */
+/* The inputs and outputs of a routing job. */
 typedef struct {
     const ft_experts *experts;
     const float *logits; /* [rows, num_experts] */
@@ -32,7 +33,8 @@ static void softmax(const float *logits, float *out, int64_t count) {
     for (int64_t i = 0; i < count; i++) out[i] /= total;
 }
 
-/* The best of `count` that is not taken, the first of equals; some one where all are NaN. */
+/* Index of the greatest of `count` values that is not taken, the first of equal ones. If the first
+ * one not taken is NaN, that one. */
 static int64_t best_of(const float *values, const uint8_t *taken, int64_t count) {
     int64_t best = -1;
     for (int64_t i = 0; i < count; i++)
@@ -40,7 +42,7 @@ static int64_t best_of(const float *values, const uint8_t *taken, int64_t count)
     return best;
 }
 
-/* Take all experts of the groups that are not among the best. */
+/* Mark all experts of groups that are not kept as taken, so that none of them is chosen. */
 static void leave_groups(const ft_routing *routing, const float *choice, uint8_t *taken) {
     float judged[FT_MAX_EXPERTS];
     uint8_t kept[FT_MAX_EXPERTS] = {0};
@@ -101,9 +103,9 @@ typedef struct {
     float *logits, *weights, *gate;
     int32_t *chosen;
     int64_t *firsts;    /* [num_experts + 1] where each expert's rows begin */
-    int64_t *places;    /* [rows, top_k] where among them a row's lie */
+    int64_t *places;    /* [rows, top_k] index in x and y of each row and expert */
     char *x, *y;        /* [rows * top_k, hidden], sorted by expert */
-    char *wide, *narrow; /* likewise, what the experts compute with */
+    char *wide, *narrow; /* sorted by expert: inputs and outputs of the activation */
     char *shared;       /* [rows, hidden] */
 } experts_space;
 
@@ -131,7 +133,7 @@ static void sort_rows(const experts_job *job) {
     firsts[0] = 0;
 }
 
-/* Each row to the places of its experts. */
+/* Copy each row to the places of its experts. */
 static void scatter_piece(void *context, int64_t begin, int64_t end) {
     const experts_job *job = context;
     int64_t top_k = job->experts->routing.top_k;
@@ -182,14 +184,14 @@ static void *take(char **memory, int64_t bytes) {
     return taken;
 }
 
-/* One of the experts that are here; all have one shape. */
+/* Number of the first expert on this rank; all experts have the same shapes. */
 static int64_t one_here(const ft_experts *experts) {
     int64_t number = 0;
     while (!experts->first[number]) number++;
     return number;
 }
 
-/* All that a call works with; with `memory` NULL, its size alone. */
+/* Place the arrays of a call in `memory`. Returns their bytes; with `memory` NULL, only that. */
 static int64_t lay_out(const ft_experts *experts, int64_t rows, int64_t hidden, int64_t item,
                        char *memory, experts_space *space) {
     const ft_routing *routing = &experts->routing;

@@ -1,6 +1,6 @@
-/* How a pool stores a vector of keys or values. The codes are those of core/interface/kv_codec.py.
+/* How a pool stores a vector of keys or values. core/interface/kv_codec.py has the same codes.
  *
- * A scaled vector is whole numbers of a byte, and an fp32 scale in its block.
+ * A scaled vector is signed bytes, and an fp32 scale in the same block.
  */
 #ifndef FT_KV_CODEC_H
 #define FT_KV_CODEC_H
@@ -9,7 +9,7 @@
 #include "common/vector.h"
 
 enum {
-    FT_KV_PLAIN = 0, /* in the model's dtype, without a scale */
+    FT_KV_PLAIN = 0, /* items of the model's dtype, without a scale */
     FT_KV_INT8 = 1,
 };
 
@@ -23,8 +23,9 @@ FT_INLINE int64_t ft_vector_bytes(const ft_kv *kv, const ft_heads *heads) {
     }
 }
 
-/* Write a vector to its place in a block: its largest item becomes the codec's greatest number, zeros
- * have the scale 0. One that is not finite has a scale of NaN, so that all of it is NaN when read. */
+/* Quantise a vector and write it to its place in a block. The item of largest magnitude becomes 127
+ * or -127; a vector of zeros has the scale 0. A vector that is not finite has a NaN scale, so that
+ * all of it is NaN when read. */
 FT_INLINE void ft_store_vector(const ft_kv *kv, const ft_heads *heads, char *block, int64_t offset,
                                const float *vector) {
     const float greatest = 127.0f;

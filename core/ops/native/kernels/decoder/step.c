@@ -1,4 +1,4 @@
-/* The layers of a whole decoder in one call: the same kernels in the same order as one by one. */
+/* All layers of a decoder in one call, by the kernels and in the order of separate calls. */
 #include "decoder.h"
 #include "experts.h"
 #include "attention/latent.h"
@@ -8,31 +8,32 @@
 #include "state/state.h"
 #include "common/vector.h"
 
-/* -- Gemma 4's parts: see ../gemma4.py ---------------------------------------------------------- */
+/* -- Gemma 4's parts: see core/ops/gemma4.py
+ * ---------------------------------------------------- */
 
-/* Experts beside the MLP, which read the stream by norms of their own. */
+/* Experts beside the MLP, which read the residual stream through their own norms. */
 typedef struct {
-    const ft_experts *experts; /* NULL: there are none */
+    const ft_experts *experts; /* NULL: no experts */
     const ft_norm *norm, *router_norm, *out_norm, *mlp_out_norm;
 } ft_beside;
 
-/* What a layer makes of its input of each token, behind its MLP. */
+/* The block after a layer's MLP that reads the layer's input for each token. */
 typedef struct {
-    const ft_linear_weight *gate, *out; /* NULL: there are no such inputs */
+    const ft_linear_weight *gate, *out; /* NULL: no token inputs */
     const ft_norm *out_norm;
     ft_activation activation;
 } ft_token_input;
 
-/* What a layer has besides Llama's parts. */
+/* Parts of a layer that Llama does not have. */
 typedef struct {
-    const ft_norm *out_norm; /* of the sum of MLP and experts, in place of the layer's mlp_out_norm */
-    float factor;            /* of the stream behind the layer */
+    const ft_norm *out_norm; /* norm of MLP + experts, in place of the layer's mlp_out_norm */
+    float factor;            /* multiplies the residual stream after the layer */
     ft_beside beside;
     ft_token_input token_input;
 } ft_extras;
 
-/* The inputs of all layers: the norm of each one's part of a projection of the embedding, plus a
- * row of a table, times a factor. */
+/* The token inputs of all layers: (norm(projection of the embedding) + row of a table) * factor,
+ * with a norm for each layer's `width` items. */
 typedef struct {
     const void *table;                  /* [vocab, num_layers * width], or NULL */
     const ft_linear_weight *projection; /* [num_layers * width, hidden] */
@@ -41,18 +42,19 @@ typedef struct {
     float factor;
 } ft_token_inputs;
 
-/* -- layers and decoder ------------------------------------------------------------------------- */
+/* -- layers and decoder
+ * ------------------------------------------------------------------------- */
 
-/* What mixes rows in place of attention or beside it: `first` makes its rows, `second` takes its
- * output, as a layer's do for attention: `first` makes QKV, and `second` is o. */
+/* A recurrent mixer in place of attention or beside it. `first` computes its input and `second`
+ * reads its output, like the QKV and o matrices of attention. */
 typedef struct {
     const ft_linear_weight *first, *gates, *second;
     ft_recurrence rule;
 } ft_recurrent;
 
-/* Norms that a layer does not have are NULL. Without one before the mixer or the MLP, these read
- * the residual stream itself. A layer without a mixer has no `second`, one without an MLP neither
- * `gate_up` nor `experts`. */
+/* A norm that a layer does not have is NULL. A mixer or an MLP without a norm before it reads
+ * the residual stream itself. `second` is NULL without a mixer, `gate_up` and `experts` without
+ * an MLP. */
 typedef struct {
     const ft_linear_weight *first, *second, *gate_up, *down;
     const ft_norm *mixer_norm, *mixer_out_norm, *mlp_norm, *mlp_out_norm;
@@ -60,24 +62,24 @@ typedef struct {
     ft_rule rule;
     ft_activation activation;
     int64_t is_parallel;       /* whether the MLP reads what attention reads */
-    const ft_experts *experts; /* in place of gate_up and down, or NULL */
-    int64_t part, kv_layer;    /* where its keys and values are */
+    const ft_experts *experts; /* replaces gate_up and down; or NULL */
+    int64_t part, kv_layer;    /* part of the pool, and layer in it, of keys and values */
     const ft_extras *extras;   /* or NULL */
-    const ft_recurrent *recurrent; /* in place of attention, or NULL */
-    const ft_conv *conv;           /* likewise */
-    const ft_recurrent *beside;    /* reads what attention reads, or NULL */
-    const ft_latent *latent;       /* of latent attention, or NULL */
+    const ft_recurrent *recurrent; /* replaces attention; or NULL */
+    const ft_conv *conv;           /* replaces attention; or NULL */
+    const ft_recurrent *beside;    /* beside attention, with the same input; or NULL */
+    const ft_latent *latent;       /* parts of latent attention, or NULL */
 } ft_layer;
 
 typedef struct {
     const ft_layer *layers;
     int64_t num_layers;
-    const void *embedding; /* [vocab, hidden], or NULL: rows of a packed weight, times a factor */
+    const void *embedding; /* [vocab, hidden]; NULL: packed_embedding * embedding_factor */
     const ft_linear_weight *packed_embedding;
     float embedding_factor;
     const ft_norm *final_norm;
-    int64_t hidden, width; /* of the residual stream, of the widest MLP */
-    int64_t mixed, gates, read; /* the widest rows that recurrent layers or gates make, see step_space */
+    int64_t hidden, width; /* items of a row of the residual stream, and of the widest MLP */
+    int64_t mixed, gates, read; /* widest rows of recurrent layers or gates, see step_space */
     ft_token_inputs token_inputs;
     const ft_linear_weight *head; /* the output layer */
 } ft_decoder;
@@ -85,27 +87,27 @@ typedef struct {
 FT_EXPORT void ft_embedding(const int64_t *ids, const void *table, void *out, int64_t rows,
                             int64_t bytes);
 
-/* An adapter's updates of all layers' linears, and the rows that get them. */
+/* The updates of one adapter for the linears of all layers, and the rows that get them. */
 enum { NUM_PLACES = 4 }; /* first, second, gate_up, down */
 typedef struct {
-    const ft_lora *const *updates; /* [num_layers, NUM_PLACES], NULL where there is none */
+    const ft_lora *const *updates; /* [num_layers, NUM_PLACES]; NULL: no update */
     const int64_t *rows;           /* [num_rows] */
     int64_t num_rows;
 } ft_adapted;
 
-/* Activations of a step, [rows, ...]. */
+/* Activations of a step. Rows of x, residual and added have `hidden` items. */
 typedef struct {
-    char *x, *residual; /* hidden */
-    char *wide;         /* QKV and its gate, then attention's output, then gate and up; `mixed` */
-    char *narrow;       /* queries, then the activation; what recurrent layers `read` */
-    char *beside;       /* what is beside `mixed`: fp32 of `gates`, or gated attention's output */
-    char *added;        /* hidden: what a parallel block adds to the stream, what experts say */
-    char *inputs;       /* of tokens for all layers */
+    char *x, *residual;
+    char *wide;         /* QKV, then attention's output, then MLP gate and up; or recurrent input */
+    char *narrow;       /* queries, then the activation's output; or recurrent output */
+    char *beside;       /* fp32 gates of a recurrent layer, or the output of gated attention */
+    char *added;        /* output of a parallel block, of a mixer beside attention, or of experts */
+    char *inputs;       /* token inputs of all layers */
 } step_space;
 
 static int64_t round_up(int64_t bytes) { return ft_ceil_div(bytes, 64) * 64; }
 
-/* Returns 0, or -1 when there is no memory. */
+/* Place the activations of a step in scratch memory. Returns 0, or -1 when there is no memory. */
 static int find_space(const ft_decoder *decoder, const ft_part *parts, int64_t num_parts,
                       step_space *space) {
     int64_t rows = parts->batch->num_rows, most_queries = 0, most_qkv = 0;
@@ -140,22 +142,23 @@ static int find_space(const ft_decoder *decoder, const ft_part *parts, int64_t n
     return 0;
 }
 
-/* What a layer's steps work on. */
+/* The state of a step, which all its operations share. */
 typedef struct {
     const ft_decoder *decoder;
     const ft_part *parts;
-    const ft_attend_plan *plans; /* of the parts */
+    const ft_attend_plan *plans; /* one for each part */
     step_space space;
     int64_t rows;
     int dtype;
-    const ft_adapted *adapted; /* [num_adapted], no row in two of them */
+    const ft_adapted *adapted; /* [num_adapted]; no row is in two of them */
     int64_t num_adapted;
     const int64_t *ids; /* [rows] */
-    int64_t num_behind; /* layers behind which rows of images get more, `behind` of them */
-    const char *behind;
+    int64_t num_behind; /* number of first layers after which image rows are added */
+    const char *behind; /* [num_behind, rows, hidden] these image rows */
 } step_job;
 
-/* Add what adapters change of y, which a linear at a place of the layers has made of x. */
+/* Add the updates of adapters to y, the output of the linear at `place` for x. Returns -1 when
+ * there is no memory. */
 static int adapt(const step_job *step, int64_t place, const char *x, char *y) {
     ft_lora_rows *found =
         ft_scratch(FT_SCRATCH_UPDATES, (size_t)step->num_adapted * sizeof *found);
@@ -169,7 +172,8 @@ static int adapt(const step_job *step, int64_t place, const char *x, char *y) {
     return ft_add_lora(found, count, x, y, step->dtype);
 }
 
-/* Rows x to y by a linear of a layer, and what adapters change of it. */
+/* Compute a linear of a layer from x to y, with the updates of adapters. Returns -1 when there is
+ * no memory. */
 static int run_linear(const step_job *step, int64_t index, const ft_linear_weight *weight,
                       const char *x, char *y) {
     if (ft_linear(weight, x, step->dtype, step->rows, y, step->dtype)) return -1;
@@ -181,12 +185,13 @@ static int run_linear(const step_job *step, int64_t index, const ft_linear_weigh
     return 0;
 }
 
-/* The norm of rows of the stream's width, where there is one. */
+/* Write the norm of x [rows, hidden] to out; do nothing if `norm` is NULL. */
 static void norm_rows(const step_job *step, const char *x, const ft_norm *norm, char *out) {
     if (norm) ft_norm_rows(x, NULL, 1.0f, norm, out, step->rows, step->decoder->hidden, step->dtype);
 }
 
-/* Add x to the stream, times `factor`; what is read next, its norm in `out` or the stream itself. */
+/* Add x to the residual stream and multiply the stream by `factor`. Returns the next input: the
+ * norm of the stream, in `out`, or without a norm the stream itself. */
 static const char *add(const step_job *step, const char *x, float factor, const ft_norm *norm,
                        char *out) {
     char *residual = step->space.residual;
@@ -199,7 +204,8 @@ static const char *add(const step_job *step, const char *x, float factor, const 
     return out;
 }
 
-/* Rows x to what `second` takes; NULL when there is no memory. */
+/* Compute attention from x [rows, hidden]. Returns the input of `second`, or NULL when there is no
+ * memory. */
 static const char *run_attention(const step_job *step, int64_t index, const char *x) {
     const ft_layer *layer = &step->decoder->layers[index];
     const ft_part *part = &step->parts[layer->part];
@@ -219,7 +225,7 @@ static const char *run_attention(const step_job *step, int64_t index, const char
     return attended;
 }
 
-/* The same by the states of the sequences. */
+/* Like run_attention, for a recurrent mixer. */
 static const char *run_recurrent(const step_job *step, int64_t index, const ft_recurrent *mixer,
                                  const char *x) {
     const step_space *space = &step->space;
@@ -234,7 +240,7 @@ static const char *run_recurrent(const step_job *step, int64_t index, const ft_r
     return space->narrow;
 }
 
-/* The same by a short convolution. */
+/* Like run_attention, for a short convolution. */
 static const char *run_conv(const step_job *step, int64_t index, const char *x) {
     const ft_layer *layer = &step->decoder->layers[index];
     const step_space *space = &step->space;
@@ -245,7 +251,7 @@ static const char *run_conv(const step_job *step, int64_t index, const char *x) 
     return space->narrow;
 }
 
-/* The same by whichever the layer has. */
+/* Like run_attention, for the mixer that the layer has. */
 static const char *run_any(const step_job *step, int64_t index, const char *x) {
     const ft_layer *layer = &step->decoder->layers[index];
     const ft_part *part = &step->parts[layer->part];
@@ -257,17 +263,17 @@ static const char *run_any(const step_job *step, int64_t index, const char *x) {
     return run_attention(step, index, x);
 }
 
-/* Rows x to what a mixer beside attention adds to the stream, in `out`. */
+/* Write the output of a mixer beside attention, after its `second`, to `out`. */
 static int run_beside(const step_job *step, int64_t index, const ft_recurrent *mixer,
                       const char *x, char *out) {
     const char *mixed = run_recurrent(step, index, mixer, x);
     return mixed ? run_linear(step, index, mixer->second, mixed, out) : -1;
 }
 
-/* Rows x to what the mixer adds to the stream, in `out`, which may be x. */
+/* Write the mixer's output, after `second` and its norm, to `out`, which may be x. */
 static int run_mixer(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
-    char *added = step->space.added; /* only where no parallel MLP has its output there */
+    char *added = step->space.added; /* free, as a layer with `beside` is not parallel */
     if (layer->beside && run_beside(step, index, layer->beside, x, added)) return -1;
     const char *mixed = run_any(step, index, x);
     if (!mixed) return -1;
@@ -279,7 +285,7 @@ static int run_mixer(const step_job *step, int64_t index, const char *x, char *o
     return 0;
 }
 
-/* The same for the MLP. */
+/* Write the MLP's output, after its norm, to `out`. */
 static int run_mlp(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
     const step_space *space = &step->space;
@@ -298,7 +304,8 @@ static int run_mlp(const step_job *step, int64_t index, const char *x, char *out
     return 0;
 }
 
-/* -- Gemma 4's parts ---------------------------------------------------------------------------- */
+/* -- Gemma 4's parts
+ * ---------------------------------------------------------------------------- */
 
 /* Add the output of experts beside the MLP to `out`, the output of the MLP. */
 static int add_experts(const step_job *step, const ft_beside *beside, char *out) {
@@ -314,7 +321,7 @@ static int add_experts(const step_job *step, const ft_beside *beside, char *out)
     return 0;
 }
 
-/* The token inputs of all layers, of the embedding in the stream. */
+/* Compute the token inputs of all layers, with the embedding from the residual stream. */
 static int make_inputs(const step_job *step, const int64_t *ids) {
     const ft_token_inputs *inputs = &step->decoder->token_inputs;
     const step_space *space = &step->space;
@@ -330,7 +337,7 @@ static int make_inputs(const step_job *step, const int64_t *ids) {
     return 0;
 }
 
-/* What a layer adds to the stream of the inputs that tokens have for it, in `out`. */
+/* Write the output of a layer's token input block to `out`. */
 static int run_input(const step_job *step, int64_t index, char *out) {
     const ft_token_input *layer = &step->decoder->layers[index].extras->token_input;
     const step_space *space = &step->space;
@@ -349,7 +356,9 @@ static int run_input(const step_job *step, int64_t index, char *out) {
     return 0;
 }
 
-/* The MLP's output in `out` to what is still to be added to the stream, in `out`. */
+/* Turn the MLP's output in `out` into the last addition to the residual stream: add the experts,
+ * and if the layer has token inputs, add that sum to the stream and compute the token input
+ * block. */
 static int add_extras(const step_job *step, int64_t index, char *out) {
     const ft_extras *extras = step->decoder->layers[index].extras;
     if (extras->beside.experts && add_experts(step, &extras->beside, out)) return -1;
@@ -359,9 +368,10 @@ static int add_extras(const step_job *step, int64_t index, char *out) {
     return run_input(step, index, out);
 }
 
-/* -- the layers ---------------------------------------------------------------------------------- */
+/* -- the layers
+ * ---------------------------------------------------------------------------------- */
 
-/* Add what images add to the stream behind a layer to what the layer adds, in rows of ids below 0. */
+/* Add the image rows for this layer to `added`, in rows whose id is below 0. */
 static void add_behind(const step_job *step, int64_t index, char *added) {
     if (index >= step->num_behind) return;
     int64_t hidden = step->decoder->hidden, row_bytes = hidden * (step->dtype == FT_BFLOAT16 ? 2 : 4);
@@ -376,12 +386,12 @@ static void add_behind(const step_job *step, int64_t index, char *added) {
     }
 }
 
-/* Input x of a layer to that of the next, whose norm is `next_norm`, in `out` or the stream itself.
- * Returns NULL when there is no memory. */
+/* Run a layer on its input x. Returns the input of the next layer: the residual stream after
+ * `next_norm`, in `out`, or without a norm the stream itself; NULL when there is no memory. */
 static const char *run_layer(const step_job *step, int64_t index, const char *x,
                              const ft_norm *next_norm, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
-    /* In parallel x is read again. */
+    /* The MLP of a parallel layer reads x after the mixer has run. */
     char *added = layer->is_parallel ? step->space.added : step->space.x;
     const char *next = x;
     if (layer->second) {
@@ -398,14 +408,14 @@ static const char *run_layer(const step_job *step, int64_t index, const char *x,
     return add(step, added, layer->extras ? layer->extras->factor : 1.0f, next_norm, out);
 }
 
-/* Copies of the residual stream: at[count] boundaries, out [num_rows, count, hidden]. */
+/* Copies of the residual stream at the boundaries at[count], to out [num_rows, count, hidden]. */
 typedef struct {
     int64_t count;
     const int64_t *at;
     char *out;
 } ft_taps;
 
-/* Copy the residual stream [rows] to the place of `boundary`, if it is wanted. */
+/* Copy the residual stream to every place of `boundary` in `taps`. */
 static void tap(const ft_taps *taps, int64_t boundary, const char *residual, int64_t rows,
                 int64_t row_bytes) {
     for (int64_t index = 0; index < taps->count; index++) {
@@ -417,8 +427,8 @@ static void tap(const ft_taps *taps, int64_t boundary, const char *residual, int
     }
 }
 
-/* The stream before the layers: the rows of the embedding, and those of `given` [num_rows, hidden]
- * in the place of ids below 0. */
+/* Fill the residual stream with rows of the embedding, and with rows of `given` [num_rows, hidden]
+ * for ids below 0. */
 static void embed(const step_job *step, const int64_t *ids, const char *given, int64_t row_bytes) {
     const ft_decoder *decoder = step->decoder;
     char *residual = step->space.residual;
@@ -433,22 +443,22 @@ static void embed(const step_job *step, const int64_t *ids, const char *given, i
             memcpy(residual + row * row_bytes, given + row * row_bytes, (size_t)row_bytes);
 }
 
-/* Logits [num_logits, vocab] of rows of `hidden` [num_rows, hidden]; `at` NULL: of all of them.
- * Returns 0, or -1 when there is no memory. */
+/* Compute logits [num_logits, vocab] of the rows `at` of `hidden` [num_rows, hidden]; of all rows
+ * if `at` is NULL. Returns 0, or -1 when there is no memory. */
 static int make_logits(const step_job *step, const char *hidden, int64_t row_bytes,
                        const int64_t *at, int64_t num_logits, float *logits) {
-    char *rows = step->space.x; /* no layer needs it any more */
+    char *rows = step->space.x; /* free after the last layer */
     for (int64_t index = 0; at && index < num_logits; index++)
         memcpy(rows + index * row_bytes, hidden + at[index] * row_bytes, (size_t)row_bytes);
     return ft_linear(step->decoder->head, at ? rows : hidden, step->dtype, num_logits, logits,
                      FT_FLOAT32);
 }
 
-/* Token ids [num_rows] to the final norm's output [num_rows, hidden]; writes KV into the pool.
- * `given`: see `embed`; NULL where there are no such ids. `behind` [num_behind, num_rows, hidden]:
- * see `add_behind`. `adapted`: rows that adapters change.
- * `tapped` [num_rows, num_taps, hidden] gets the residual stream at the boundaries `tapped_at`:
- * 0 is the embedding, b lies behind b layers. `logits` [num_logits, vocab]: see `make_logits`.
+/* Run all layers on token ids [num_rows]: write KV to the pool, and the final norm's output to
+ * `out` [num_rows, hidden]. `given`: see `embed`; NULL if no id is below 0. `behind` [num_behind,
+ * num_rows, hidden]: see `add_behind`. `adapted`: updates of adapters, with their rows. `tapped`
+ * [num_rows, num_taps, hidden] gets the residual stream at the boundaries `tapped_at`: boundary 0
+ * is the embedding, boundary b follows b layers. `logits` [num_logits, vocab]: see `make_logits`.
  * Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const void *given,
                          int64_t num_behind, const void *behind, const ft_part *parts,
@@ -482,21 +492,22 @@ FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const vo
     return make_logits(&step, out, row_bytes, logit_rows, num_logits, logits);
 }
 
-/* -- a pass of drafts in one call --------------------------------------------------------------- */
+/* -- a pass of drafts in one call
+ * --------------------------------------------------------------- */
 
-/* Layers with heads alike, as ft_part; their tables are those of all positions. */
+/* Like ft_part, without a batch; the tables have all positions. */
 typedef struct {
     const ft_kv *kv;
     const ft_heads *heads;
     int64_t num_tables;
-    const float *const *tables; /* [num_tables] cos, then as many sin: [positions, turned / 2] */
+    const float *const *tables; /* [2 * num_tables] cos, then sin: each [positions, rotated / 2] */
 } ft_row_part;
 
-/* A row: at `layout` its token, its position, how many pages and how many slots of a tail it has,
- * then the pages, then the tail. */
+/* A row in `layout`: its token, its position, its number of pages, its number of tail slots, then
+ * the pages, then the tail slots. */
 enum { ROW_TOKEN, ROW_POSITION, ROW_PAGES, ROW_TAIL, ROW_HEAD };
 
-/* Memory of a pass, taken piece by piece; with `memory` NULL only counted. */
+/* Memory of a pass, taken in pieces; with `memory` NULL, pieces are only counted. */
 typedef struct {
     char *memory;
     size_t used;
@@ -529,7 +540,7 @@ static pass_space lay_out_rows(pieces *from, const ft_row_part *parts, int64_t n
     return space;
 }
 
-/* The columns of a batch, of which each row is a segment of its own. */
+/* Read `layout` into the arrays of a batch in which each row is its own segment. */
 static void read_rows(const int64_t *layout, int64_t rows, int64_t max_pages, int64_t page_size,
                       const pass_space *space) {
     const int64_t *at = layout;
@@ -550,7 +561,7 @@ static void read_rows(const int64_t *layout, int64_t rows, int64_t max_pages, in
     }
 }
 
-/* The turns of the rows' positions: cos of each table, then sin of each. */
+/* Copy the rows' cos from each table, then their sin from each, to `out`. */
 static void read_turns(const ft_row_part *part, const pass_space *space, int64_t rows, float *out) {
     const int64_t width = ft_turned_dim(part->heads) / 2;
     for (int64_t table = 0; table < 2 * part->num_tables; table++)
@@ -565,9 +576,9 @@ static void cap_logits(void *context, int64_t begin, int64_t end) {
         v_store(job[0] + at, v_mul(v_tanh(v_div(v_load(job[0] + at), cap)), cap));
 }
 
-/* One pass over rows of requests: their KV into the pool, and the best `num_best` tokens behind each,
- * as ft_best has them. `max_pages`: of a row. `cap`: of the logits; 0: none. Returns 0, or -1 when
- * there is no memory. */
+/* Run one pass over a row of each request: write its KV to the pool and find the `num_best` best
+ * next tokens, as in ft_best. `max_pages`: most pages of a row. `cap`: bound of the logits, cap *
+ * tanh(x / cap); 0: no bound. Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_row_pass(const ft_decoder *decoder, float cap, const ft_row_part *parts,
                           int64_t num_parts, const int64_t *layout, int64_t max_pages,
                           const int64_t *hashes, const ft_walk *walks, int64_t rows,

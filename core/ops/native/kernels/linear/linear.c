@@ -1,11 +1,11 @@
-/* Linear layers: one kernel for one row and for a prefill chunk, bits included.
+/* Linear layers. A row has the same result bits alone and in a prefill chunk.
  *
- * A vector holds neighbouring outputs, and activations are broadcast along it. So every output is
- * one chain of additions over k, in the order of k, and no reduction across lanes exists. A tile
- * of rows shares each load of the weights; how many rows are in it changes no output.
+ * A vector holds neighbouring outputs, and each activation is broadcast to all lanes. So an output
+ * is one chain of additions in the order of k, without a reduction across lanes. The rows of a tile
+ * share each load of weights; their number changes no output.
  *
- * The weights stream once from memory. The first tile of a panel prefetches a little ahead; where
- * more tiles follow, each of them fetches its share of the next panel into the second-level cache.
+ * The weights stream once from memory. A single tile of rows prefetches a little ahead in its
+ * panel; of several tiles, each prefetches its share of the next panel.
  */
 #include "linear.h"
 #include "linear_tile.h"
@@ -52,7 +52,8 @@ FT_INLINE void bfloat16_tile(const ft_linear_job *job, const tile_t *tile, const
     finish_sums(job, tile, sum, count);
 }
 
-/* Products in float32, for CPUs on which those of bf16 pairs take longer. x is widened already. */
+/* Products in float32, for CPUs on which products of bf16 pairs take longer. x is already
+ * float32. */
 FT_INLINE void bfloat16_wide_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
     const char *w = tile->weight, *ahead = tile->ahead;
     const float *x = (const float *)(job->x + tile->row * job->x_steps * 4);
@@ -119,8 +120,8 @@ FT_INLINE void int8_tile(const ft_linear_job *job, const tile_t *tile, const int
     ft_finish_rows(job, tile->row, tile->column, out[0], count);
 }
 
-/* 4 bits and activations of bytes, so small that the sums of a group need few bits. `min_added`: a
- * minimum is added to every weight, else an offset is taken away. */
+/* 4-bit weights and byte activations, whose sums over a group fit into 16 bits. `min_added`:
+ * whether a minimum is added to every weight; else the offset of the values is subtracted. */
 FT_INLINE void nibble_tile(const ft_linear_job *job, const tile_t *tile, const int count,
                            const int min_added) {
     const int block = block_bytes(min_added ? FT_LINEAR_INT4_MIN : FT_LINEAR_INT4);
@@ -154,7 +155,7 @@ FT_INLINE void nibble_tile(const ft_linear_job *job, const tile_t *tile, const i
         }
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) {
-            /* The offset is the group's sum where a minimum is added. */
+            /* With minima, x_offset holds the sum of the group's activations. */
             vi offset = min_added ? vi_zero() : vi_set1(x_offset[r]);
             vf row_scale = vf_set1(x_scale[r]), row_sum = vf_set1((float)x_offset[r] * x_scale[r]);
 #pragma GCC unroll 2
@@ -237,7 +238,8 @@ static void run_panels(void *context, int64_t begin, int64_t end) {
 
 static int64_t round_up(int64_t value, int64_t unit) { return ft_ceil_div(value, unit) * unit; }
 
-/* 32-bit groups of a row of x; int8 rows end at a vector, their weights do not. */
+/* Number of 32-bit groups in a row of x. int8 rows are padded to whole vectors; their weights are
+ * not. */
 static int64_t words_of_row(const ft_linear_weight *weight) {
     switch (weight->kind) {
         case FT_LINEAR_FLOAT32: return weight->in_features;
@@ -249,7 +251,7 @@ static int64_t words_of_row(const ft_linear_weight *weight) {
     }
 }
 
-/* The job of a weight's own kind for at least one row. */
+/* Make the job for a weight, without its `others`, and at least one row. */
 static ft_linear_job make_job(const ft_linear_weight *weight, int64_t rows, void *y, int64_t y_stride,
                               int y_dtype) {
     ft_linear_job job = {
@@ -264,7 +266,7 @@ static ft_linear_job make_job(const ft_linear_weight *weight, int64_t rows, void
     return job;
 }
 
-/* Pieces large enough to stream, small enough that a slow core holds nobody up. */
+/* Panels in a piece: many enough to stream, few enough that a slow core does not delay the job. */
 static int64_t grain_of(int64_t panels) {
     return ft_max(1, panels / (8 * ft_num_threads()));
 }
@@ -298,7 +300,7 @@ void ft_linear_ahead(const ft_linear_weight *next) {
 
 /* ---- many weights in one call ---- */
 
-/* A job, its rows, and where its panels and its prepared rows begin among those of all. */
+/* A job, its rows, and where its panels and its prepared rows begin when all jobs are joined. */
 typedef struct {
     ft_linear_job job;
     const char *x;
@@ -322,7 +324,7 @@ static void prepare_some(void *context, int64_t begin, int64_t end) {
     }
 }
 
-/* Panels of all jobs, one job's behind the other's. */
+/* Compute panels [begin, end), counted through all jobs. */
 static void run_some(void *context, int64_t begin, int64_t end) {
     const many_jobs *jobs = context;
     int64_t at = 0;
@@ -336,7 +338,8 @@ static void run_some(void *context, int64_t begin, int64_t end) {
     }
 }
 
-/* Add a job for rows `x` of the own kind of a weight; or do it, where that takes the matrix unit. */
+/* Add a job with rows `x`, or run it now if it takes the matrix unit. Returns -1 when there is no
+ * memory. */
 static int add_job(many_jobs *jobs, ft_linear_job job, const char *x) {
 #if defined(FT_AMX)
     if (ft_amx_suits(job.weight, job.rows)) return ft_amx_linear(&job, x, jobs->x_dtype);
@@ -373,10 +376,11 @@ int ft_linear_many(const ft_linear_weight *const *weights, const int64_t *firsts
     return 0;
 }
 
-/* Outputs of a panel: L of the layouts in linear_weight.h. */
+/* Return L of the layouts in linear_weight.h; a panel has 2 L outputs. */
 FT_EXPORT int ft_lanes(void) { return FT_LANES; }
 
-/* Rows of a full tile: one more than a multiple of them costs a step more than those before it. */
+/* Return the number of rows of a full tile. One row more than a multiple of it costs another
+ * tile. */
 FT_EXPORT int ft_tile_rows(void) {
 #if defined(FT_AMX)
     return AMX_ROWS;

@@ -1,14 +1,14 @@
-/* Linear layers through the matrix unit: bf16 and int8 weights, on the panels that linear.c streams.
+/* Linear layers on the matrix unit, for bf16 and int8 weights, with the same panels as linear.c.
  *
  * A step of a panel is 32 outputs by 4 bytes of K, so 16 steps are two tiles of weights side by
- * side, and 64 bytes of up to 16 rows of x are a tile as they lie there. One kernel serves from one
- * row to a prefill chunk: a row's sums are the same additions in the same order in a tile of any
- * rows, at any place of it. So what a last, partial tile of rows would lack is not filled up with
- * zeros: it begins some rows earlier, and computes these a second time.
+ * side, and 64 bytes of up to 16 rows of x are a tile as they lie in memory. One kernel serves from
+ * one row to a prefill chunk: the sums of a row are the same additions in the same order in any
+ * tile and at any place in it. So a last, partial tile of rows is not padded with zeros: it starts
+ * some rows earlier, and computes these a second time.
  *
- * Few rows wait for memory: two panels at once, weights fetched a little ahead. More rows wait for
- * the unit: two tiles of rows share each load of weights, and the next panel is fetched into the
- * second-level cache meanwhile, a share with each pair of tiles.
+ * Few rows are limited by memory: they take two panels at once, and weights are prefetched a little
+ * ahead. More rows are limited by the unit: two tiles of rows share each load of weights, and each
+ * pair of tiles prefetches a share of the next panel into the second-level cache.
  */
 #include "common/amx.h"
 #include "linear_job.h"
@@ -16,21 +16,21 @@
 #if defined(FT_AMX)
 
 enum {
-    K_STEPS = 16,               /* of a panel in a tile: AMX_ROW_BYTES of a row of x */
-    K_BYTES = K_STEPS * 4 * PANEL, /* of a panel in two tiles */
+    K_STEPS = 16,               /* steps of a panel in a tile: AMX_ROW_BYTES of a row of x */
+    K_BYTES = K_STEPS * 4 * PANEL, /* bytes of a panel in two tiles */
     HALF = 4 * AMX_COLUMNS,     /* bytes of a step in one tile */
     STRIDE = 4 * PANEL,         /* bytes of a step */
-    NEAR = 4096,                /* bytes that few rows fetch ahead; 16 KiB were slower (0.85) */
-    GROUPED_ROWS = 32,          /* from which the unit computes grouped kinds: not timed yet */
+    NEAR = 4096,                /* bytes prefetched ahead for few rows; 16384: 0.85 of the speed */
+    GROUPED_ROWS = 32,          /* least rows for grouped kinds on the unit; not measured yet */
 };
 
 typedef struct {
     const ft_linear_job *job;
     const char *x; /* rows of `row_bytes` */
     int64_t row_bytes;
-    int64_t num_whole;   /* tiles along K that x and the panel fill */
-    int64_t rest_steps;  /* of the panel behind these, at most K_STEPS */
-    const char *x_rest;  /* [rows][AMX_ROW_BYTES] of x behind these, zeros behind them */
+    int64_t num_whole;   /* whole tiles along K */
+    int64_t rest_steps;  /* steps of the panel after these tiles, at most K_STEPS */
+    const char *x_rest;  /* [rows][AMX_ROW_BYTES] of x after these tiles, padded with zeros */
 } amx_job;
 
 /* A tile of rows of x. */
@@ -43,7 +43,8 @@ static amx_rows rows_from(const amx_job *job, int64_t row) {
     return (amx_rows){job->x + row * job->row_bytes, job->x_rest + row * AMX_ROW_BYTES, row};
 }
 
-/* Sums 0 to 3; x 4 and, with the rows of the second tile, 5; weights 6 and 7. */
+/* Set the tile shapes: sums are tiles 0 to 3, x is tile 4 and, for the second tile of rows, 5;
+ * weights are tiles 6 and 7. */
 static void configure(int64_t first_rows, int64_t second_rows) {
     const uint8_t first = (uint8_t)first_rows, second = (uint8_t)second_rows;
     const uint8_t rows[8] = {first, first, second, second, first, second, AMX_ROWS, AMX_ROWS};
@@ -56,8 +57,8 @@ static void configure(int64_t first_rows, int64_t second_rows) {
         else AMX_DOT_BF16(c, a, b);        \
     } while (0)
 
-/* A panel's steps behind its whole tiles, and zeros: numbers of the next panel would be garbage, and
- * as bf16 perhaps NaN, which is not even nothing when it is multiplied by zero. */
+/* Copy a panel's steps after its whole tiles to `room`, padded with zeros. The bytes of the next
+ * panel would not do, although they meet zeros of x: a bf16 NaN times zero is NaN. */
 static const char *rest_of_panel(const amx_job *job, const char *panel, char *room) {
     const int64_t bytes = job->rest_steps * STRIDE;
     memcpy(room, panel + job->num_whole * K_BYTES, (size_t)bytes);
@@ -67,7 +68,7 @@ static const char *rest_of_panel(const amx_job *job, const char *panel, char *ro
 
 /* ---- results ---- */
 
-/* Exact sums of bytes to floats, in place: as int8_tile of linear.c, bit by bit. */
+/* Convert exact sums of bytes to floats in place, with the same bits as int8_tile of linear.c. */
 static void scale_sums(const ft_linear_job *job, int64_t row, int64_t column, float *sums,
                        int64_t count) {
     for (int64_t half = 0; half < PANEL; half += FT_LANES) {
@@ -85,7 +86,7 @@ static void put(const ft_linear_job *job, int64_t row, int64_t column, float *su
     ft_finish_rows(job, row, column, sums, count);
 }
 
-/* Sums 0 and 1, or 2 and 3, as [16][PANEL]. */
+/* Store sums 0 and 1, or 2 and 3, as [16][PANEL]. */
 #define STORE(first, second, sums)                       \
     do {                                                 \
         AMX_STORE(first, sums, STRIDE);                  \
@@ -99,7 +100,7 @@ FT_INLINE void fetch_near(const char *ahead) {
     for (int line = 0; line < K_BYTES; line += 64) ft_prefetch(ahead + line);
 }
 
-/* One tile along K of x and of two panels, or of one: then `w2` is NULL. */
+/* Multiply a tile of x with one tile along K of two panels, or of one panel if `w2` is NULL. */
 FT_INLINE void multiply_few(const char *x, int64_t stride, const char *w, const char *w2,
                             const int is_int8) {
     AMX_LOAD(4, x, stride);
@@ -152,10 +153,10 @@ FT_INLINE void run_few(const amx_job *job, int64_t begin, int64_t end, const int
 
 /* ---- more rows ---- */
 
-/* What a pair of tiles of rows fetches of the next panel, along K. */
+/* The share of the next panel that a pair of row tiles prefetches. */
 typedef struct {
     const char *at;
-    int64_t step; /* bytes with each tile along K */
+    int64_t step; /* bytes prefetched with each tile along K */
 } amx_share;
 
 FT_INLINE void fetch_share(amx_share *share) {
@@ -163,8 +164,8 @@ FT_INLINE void fetch_share(amx_share *share) {
         __builtin_prefetch(share->at, 0, 2);
 }
 
-/* One tile along K of two tiles of rows. Weights and x are loaded where the unit is still at work
- * on what was loaded before. */
+/* Multiply one tile along K for two tiles of rows. Weights and x are loaded while the unit still
+ * multiplies earlier tiles. */
 FT_INLINE void multiply_pair(const char *x, const char *x2, int64_t stride, const char *w,
                              amx_share *share, const int is_int8) {
     AMX_LOAD(6, w, STRIDE);
@@ -202,7 +203,8 @@ FT_INLINE void one_tile(const amx_job *job, const char *w, const char *rest_w, a
     if (job->rest_steps) multiply_few(rows.rest, AMX_ROW_BYTES, rest_w, NULL, is_int8);
 }
 
-/* All rows of a panel, a pair of tiles after the other. The last tile ends with the last row. */
+/* Compute all rows of a panel, one pair of tiles after the other. The last tile ends with the last
+ * row. */
 FT_INLINE void many_rows(const amx_job *job, int64_t panel, int64_t second_rows,
                          const int is_int8) {
     const int64_t num_rows = job->job->rows, bytes = job->job->panel_bytes;
@@ -231,7 +233,7 @@ FT_INLINE void many_rows(const amx_job *job, int64_t panel, int64_t second_rows,
 }
 
 FT_INLINE void run_many(const amx_job *job, int64_t begin, int64_t end, const int is_int8) {
-    /* Up to 32 rows the second tile has just the rows that are left, which takes less time. */
+    /* Up to 32 rows, the second tile has only the rows that are left, which takes less time. */
     const int64_t second_rows = ft_min(job->job->rows - AMX_ROWS, AMX_ROWS);
     configure(AMX_ROWS, second_rows);
     for (int64_t panel = begin; panel < end; panel++) many_rows(job, panel, second_rows, is_int8);
@@ -252,7 +254,8 @@ static void run_panels(void *context, int64_t begin, int64_t end) {
     AMX_RELEASE();
 }
 
-/* Returns -1 when there is no memory. */
+/* Copy the end of each row of x, after whole tiles, to x_rest. Returns -1 when there is no
+ * memory. */
 static int copy_rest_of_x(amx_job *job) {
     const int64_t rows = job->job->rows, begin = job->num_whole * AMX_ROW_BYTES;
     const int64_t bytes = ft_min(AMX_ROW_BYTES, job->row_bytes - begin);
@@ -266,8 +269,8 @@ static int copy_rest_of_x(amx_job *job) {
 }
 
 int ft_amx_suits(const ft_linear_weight *weight, int64_t rows) {
-    /* Sums of bytes are exact, so the unit may take int8 over from the row count at which it is
-     * faster (measured: 8). bf16 it must take at every row count, for one order of additions. */
+    /* Sums of bytes are exact, so quantised kinds may use the unit from the row count at which it
+     * is faster (int8, measured: 8). bf16 must use it always, to have one order of additions. */
     if (weight->kind == FT_LINEAR_INT8) return rows >= 8;
     if (ft_is_grouped(weight)) return rows >= GROUPED_ROWS;
     return weight->kind == FT_LINEAR_BFLOAT16;

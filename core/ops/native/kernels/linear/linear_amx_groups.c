@@ -1,17 +1,18 @@
-/* Linear layers through the matrix unit: weights whose groups have scales of their own, for prompts.
+/* Linear layers on the matrix unit for weights with a scale per group, for prompts.
  *
- * A group of a panel is unpacked once for many rows, into two tiles of bytes 8 steps deep that lie
- * side by side. What differs from linear_amx.c is that sums leave the unit after every group, where
- * they are scaled: in the order of groups and by the operations of linear_fine.h, so that all bits are
- * those of the vector kernels. Activations of 16 bits are two tiles, of low and of high bytes, with
- * sums of their own. The depth of 16 steps that the unit has is of no use here: two groups in one
- * product would have one sum.
+ * A group of a panel is unpacked once for many rows, into two tiles of bytes that are 8 steps deep
+ * and lie side by side. Unlike in linear_amx.c, sums leave the unit after every group and are
+ * scaled, in the order of groups and by the operations of linear_fine.h, so that results have the
+ * same bits as with the vector kernels. 16-bit activations are two tiles, of low and of high bytes,
+ * with separate sums. The unit's full depth of 16 steps is of no use here: two groups in one
+ * product would share a sum.
  *
- * Counted, never run on hardware. For 16 rows, 32 outputs and a group of Q4_K the unit needs 64 cycles
- * (4 products of 16) and as many to store sums, beside which vectors scale them: 224 instructions, 112
- * cycles of two ports. The vector kernel takes about 800 instructions, 400 cycles, for the same. So
- * this takes 0.3 (all overlaps) to 0.45 (nothing does) of its time; of Q6_K, whose groups are of 16,
- * 0.4 to 0.7; of int4 as of Q4_K. Unpacking takes some 60 cycles, which the rows share.
+ * The cost is estimated, not measured on hardware. For 16 rows, 32 outputs and a group of Q4_K, the
+ * unit needs 64 cycles (4 products of 16 cycles) and as many to store sums, while vector
+ * instructions scale them: 224 instructions, 112 cycles on two ports. The vector kernel takes about
+ * 800 instructions, 400 cycles, for the same work. So the unit takes 0.3 (all overlaps) to 0.45
+ * (nothing overlaps) of that time; 0.4 to 0.7 for Q6_K, which has a scale for every 16 values; for
+ * int4, the same as for Q4_K. Unpacking takes some 60 cycles, shared by the rows.
  */
 #include "linear_job.h"
 
@@ -19,7 +20,8 @@
 
 #include "linear_unpacked.h"
 
-/* Sums 0 to 3: of low bytes, of high ones, each by half of the panel; x 4 and 5; weights 6 and 7. */
+/* Set the tile shapes: sums 0 and 1 are of low bytes for both halves of the panel, sums 2 and 3 of
+ * high bytes; x is in 4 and 5, weights are in 6 and 7. */
 static void configure(const int kind) {
     const int k_bytes = FT_GROUP / num_parts(kind);
     ft_amx_shapes shapes = {.palette = 1};
@@ -30,7 +32,7 @@ static void configure(const int kind) {
     AMX_CONFIGURE(&shapes);
 }
 
-/* A last tile of rows that would not be full begins some rows earlier, as in linear_amx.c. */
+/* A last tile of rows that would not be full starts some rows earlier, as in linear_amx.c. */
 static x_tile tile_of(const ft_linear_job *job, int64_t number) {
     return (x_tile){ft_min(number * AMX_ROWS, job->rows - AMX_ROWS), AMX_ROWS, job->groups, 1};
 }

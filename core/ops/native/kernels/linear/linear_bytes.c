@@ -1,4 +1,5 @@
-/* Tiles of 5 and of 8 bits with a scale for each group. A file of their own, so that several are compiled at a time. */
+/* Tiles for 5-bit and 8-bit weights with a scale per group, in a file of their own so that several
+ * files compile in parallel. */
 #include "linear_fine.h"
 
 GROUP_TILE(int5_group, FT_LINEAR_INT5_GROUP)

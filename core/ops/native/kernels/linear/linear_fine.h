@@ -1,28 +1,29 @@
-/* Tiles of weights that a file holds quantised, whose activations are numbers of 16 bits.
+/* Tiles for weights that a file holds quantised, with 16-bit activations.
  *
- * Where an instruction multiplies bytes in quads (AVX-512), such a number is two bytes, low and high,
- * each with sums of its own. Elsewhere numbers are multiplied in pairs, and the bytes of weights are
- * widened: of every quad bytes 0 and 2 to one pair, bytes 1 and 3 to another. Sums of a group are
- * whole numbers in either case, so that they are the same in any order.
+ * Where an instruction multiplies quads of bytes (AVX-512), an activation is two bytes, low and
+ * high, with separate sums. Elsewhere 16-bit numbers are multiplied in pairs, and the bytes of
+ * weights are widened: bytes 0 and 2 of a quad to one pair, bytes 1 and 3 to another. In both cases
+ * the sums of a group are integers, so their order does not matter.
  */
 #ifndef FT_LINEAR_FINE_H
 #define FT_LINEAR_FINE_H
 
 #include "linear_tile.h"
 
-/* Parts of a group that have scales of their own. */
+/* Number of parts of a group with separate scales. */
 FT_INLINE int num_parts(const int kind) { return kind == FT_LINEAR_INT6_K ? 2 : 1; }
 
-/* Scales by part of a group, and what is added or taken; by half of the panel, as all here. */
+/* The scales of each part of a group, and its minimum or zero. The last index is the half of the
+ * panel, in all arrays here. */
 typedef struct {
     vf scale[2][2];
     vf min[2];
 } group_numbers;
 
-/* A super-group's numbers, which its groups multiply. */
+/* The factors of a super-group, by which the scales and minima of its groups are multiplied. */
 typedef struct {
     vf scale[2], min[2];
-    const char *scales; /* of iq4_xs: bytes of all groups */
+    const char *scales; /* scale bytes of all groups, for iq4_xs */
 } super_numbers;
 
 FT_INLINE super_numbers read_super(const char *w, const int kind) {
@@ -36,7 +37,7 @@ FT_INLINE super_numbers read_super(const char *w, const int kind) {
     return super;
 }
 
-/* The scales and minima of group `g`, which begin at `numbers`. */
+/* Read the scales and minima of group `g`, which begin at `numbers`. */
 FT_INLINE void read_numbers(const char *numbers, const super_numbers *super, int64_t g,
                             group_numbers *out, const int kind) {
 #pragma GCC unroll 2
@@ -61,8 +62,9 @@ FT_INLINE void read_numbers(const char *numbers, const super_numbers *super, int
     }
 }
 
-/* Sums of a part of a group for `count` rows (a constant), by row. `offsets`: what is added to them,
- * by row with a step of `parts`; NULL: nothing. Returns where the rows go on. */
+/* Sum the products of a part of a group for `count` rows (a constant) to out[row]. Every `parts`-th
+ * of `offsets` is added to the sum of a row, unless NULL. Returns the address of the next
+ * activations. */
 #if defined(FT_WORDS)
 FT_INLINE const char *part_dots(const char *w, const char *x, const int32_t *offsets, const int part,
                                 const int count, const int kind, vf out[][2]) {
@@ -102,7 +104,7 @@ FT_INLINE const char *part_dots(const char *w, const char *x, const int32_t *off
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++, x += 4) {
         vi first = offsets ? vi_set1(offsets[parts * r]) : vi_zero();
-        vi dots[2][2] = {{first, first}, {vi_zero(), vi_zero()}}; /* of low bytes, of high ones */
+        vi dots[2][2] = {{first, first}, {vi_zero(), vi_zero()}}; /* low bytes, high bytes */
 #pragma GCC unroll 2
         for (int byte = 0; byte < 2; byte++) {
 #pragma GCC unroll 8
@@ -117,21 +119,22 @@ FT_INLINE const char *part_dots(const char *w, const char *x, const int32_t *off
             out[r][half] = vf_fma(vf_from_vi(dots[1][half]), vf_set1(256.0f),
                                   vf_from_vi(dots[0][half]));
     }
-    /* A group's rows lie behind one another once, whatever its parts. */
+    /* All parts read the same rows; x moves past the group after the last part. */
     return part + 1 == parts ? x - 4 * count + 2 * FT_GROUP * count : x - 4 * count;
 }
 #endif
 
-/* The sum of a row, and what a part of a group adds to it: `dot` is its product with the values,
- * `row_sum` the sum of its activations. */
+/* Add a part of a group to the sum of a row. `dot` is the product of the row's activations with the
+ * values, `row_sum` the sum of the activations. */
 FT_INLINE vf add_part(vf sum, vf dot, vf scale, vf min, vf row_scale, vf row_sum, const int kind) {
-    if (kind == FT_LINEAR_INT4_ZERO) /* all of them are whole numbers */
+    if (kind == FT_LINEAR_INT4_ZERO) /* exact, because all numbers are integers */
         dot = vf_fma(min, vf_mul(row_sum, vf_set1(-1.0f)), dot);
     sum = vf_fma(dot, vf_mul(scale, row_scale), sum);
     return has_min(kind) ? vf_fma(min, vf_mul(row_sum, row_scale), sum) : sum;
 }
 
-/* Whether the sum of a group's activations is needed as such, not times the offset of the values. */
+/* Whether x_offset holds the sum of a group's activations, not that sum times the values'
+ * offset. */
 FT_INLINE int has_sum(const int kind) { return has_min(kind) || kind == FT_LINEAR_INT4_ZERO; }
 
 /* `count` and `kind` are constants. */

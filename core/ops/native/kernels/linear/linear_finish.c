@@ -1,5 +1,5 @@
-/* Sums of a tile to outputs: the bias is added, the sum is rounded, and padding is left out. A file of its
- * own, because every file of tiles calls it, and linear.c calls those files. */
+/* Conversion of a tile's sums to outputs: add the bias, round, and leave out padding. This is a
+ * file of its own because every file of tiles calls it, and linear.c calls the files of tiles. */
 #include "linear_job.h"
 
 static void store_tail(const ft_linear_job *job, int64_t at, int64_t count, vf value) {
@@ -11,7 +11,7 @@ static void store_tail(const ft_linear_job *job, int64_t at, int64_t count, vf v
     }
 }
 
-/* Half a panel, of which perhaps some outputs do not exist. */
+/* Write half a panel, whose last outputs may be padding. */
 FT_INLINE void finish_half(const ft_linear_job *job, int64_t row, int64_t column,
                            const float *sums) {
     const int64_t at = row * job->y_stride + column;

@@ -1,23 +1,25 @@
-/* Groups of 32 columns of a panel: what they hold, by kind of weight (linear_weight.h has the layouts). */
+/* Sizes, offsets and values of a panel's groups of 32 columns, by kind of weight (linear_weight.h
+ * has the layouts). */
 #ifndef FT_LINEAR_GROUPS_H
 #define FT_LINEAR_GROUPS_H
 
 #include "linear_job.h"
 
-enum { STEP_BYTES = PANEL * 4, NEAR = 6144 }; /* NEAR: how far ahead a panel is fetched */
+enum { STEP_BYTES = PANEL * 4, NEAR = 6144 }; /* NEAR: prefetch distance in bytes */
 
-/* Whether groups have bytes for scales, and numbers that 8 of them share stand before these. */
+/* Whether scales of groups are bytes, times factors that 8 groups share and that precede them. */
 FT_INLINE int is_k_kind(const int kind) {
     return kind == FT_LINEAR_INT4_K || kind == FT_LINEAR_INT5_K || kind == FT_LINEAR_INT6_K ||
            kind == FT_LINEAR_IQ4_XS;
 }
 
-/* Values that 4 bits name, plus 127 or, of E2M1 doubled, 12: what linear_rows.c takes away. */
+/* Tables of values by 4-bit index, plus 127, or plus 12 for doubled E2M1 values; linear_rows.c
+ * subtracts these offsets. */
 static const uint8_t iq4_values[16] = {0,   23,  44,  62,  78,  92,  105, 117,
                                        128, 140, 152, 165, 180, 196, 216, 240};
 static const uint8_t e2m1_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-/* The values of a kind, or NULL where numbers are values. */
+/* The table of a kind, or NULL where stored numbers are the values. */
 FT_INLINE const uint8_t *values_of(const int kind) {
     if (kind == FT_LINEAR_MXFP4) return e2m1_values;
     return kind == FT_LINEAR_IQ4_NL || kind == FT_LINEAR_IQ4_XS ? iq4_values : NULL;
@@ -35,7 +37,8 @@ FT_INLINE int value_bits(const int kind) {
     }
 }
 
-/* Bytes of a group of a panel, of a grouped kind: its values, and the numbers behind them. */
+/* Bytes of the values of a panel's group, and of the scales and minima after them (grouped
+ * kinds). */
 FT_INLINE int value_bytes(const int kind) { return value_bits(kind) * STEP_BYTES; }
 
 FT_INLINE int number_bytes(const int kind) {
@@ -59,7 +62,7 @@ FT_INLINE int block_bytes(const int kind) {
     }
 }
 
-/* Bytes of what the groups of a super-group share. */
+/* Bytes of the numbers that the groups of a super-group share. */
 FT_INLINE int super_bytes(const int kind) {
     if (kind == FT_LINEAR_IQ4_XS) return PANEL * (2 + FT_SUPER);
     return !is_k_kind(kind) ? 0 : kind == FT_LINEAR_INT6_K ? PANEL * 2 : PANEL * 4;
@@ -81,7 +84,7 @@ FT_INLINE int64_t panel_bytes(const int kind, int64_t in_features) {
     return steps * block_bytes(kind) + ft_ceil_div(steps, FT_SUPER) * super_bytes(kind);
 }
 
-/* Where group `g` of a panel begins, and what its super-group shares. */
+/* Offset in a panel, in bytes, of group `g`, and of the numbers that a super-group shares. */
 FT_INLINE int64_t group_at(const int kind, int64_t g) {
     return g * block_bytes(kind) + (g / FT_SUPER + 1) * super_bytes(kind);
 }
@@ -95,7 +98,7 @@ FT_INLINE int has_min(const int kind) {
            kind == FT_LINEAR_INT5_MIN;
 }
 
-/* What stored values are above the weight's own, which linear_rows.c takes from sums. */
+/* Offset of stored values over the weight's own, which linear_rows.c subtracts from sums. */
 FT_INLINE int value_offset(const int kind) {
     switch (kind) {
         case FT_LINEAR_INT8:
@@ -111,7 +114,7 @@ FT_INLINE int value_offset(const int kind) {
     }
 }
 
-/* Quad `j` of the eight of a group, of half a panel whose bytes begin at `w`. */
+/* Load quad `j` (0 to 7) of a group, for the half of a panel whose bytes begin at `w`. */
 FT_INLINE vi load_quad(const char *w, const int j, const int kind) {
     const int bits = value_bits(kind);
     if (bits == 8) return vi_load(w + j * STEP_BYTES);

@@ -1,5 +1,5 @@
-/* What linear.c or linear_amx.c computes in one call, the rows that linear_rows.c prepares for it,
- * and what linear_finish.c makes of its sums. */
+/* A job is one call of linear.c or linear_amx.c. linear_rows.c prepares its rows, and
+ * linear_finish.c converts its sums to outputs. */
 #ifndef FT_LINEAR_JOB_H
 #define FT_LINEAR_JOB_H
 
@@ -7,7 +7,8 @@
 #include "common/simd.h"
 #include "linear_weight.h"
 
-/* Where no instruction multiplies bytes in quads, linear_words.h multiplies 16-bit numbers in pairs. */
+/* Without an instruction that multiplies quads of bytes, kernels multiply pairs of 16-bit
+ * numbers. */
 #if !defined(FT_AVX512) && !defined(FT_AMX)
 #define FT_WORDS 1
 #endif
@@ -18,21 +19,21 @@ typedef struct {
     const ft_linear_weight *weight;
     const char *x; /* tiles of [x_steps][rows of the tile] 32-bit groups */
     const float *x_scale;    /* quantised rows: tiles of [groups][rows of the tile] */
-    const int32_t *x_offset; /* what the offset of the weights adds to a sum, negated, likewise;
-                              * kinds with minima or zeros: the sum of the group's quantised
-                              * activations; int6_k: two of each group */
+    const int32_t *x_offset; /* like x_scale: the sum of a group's quantised activations, times the
+                              * negated offset of the values unless the kind has minima or zeros;
+                              * int6_k: two of each group */
     int64_t rows;
     int64_t tiles, tile_rows; /* the last tile may have fewer */
     int64_t x_steps;
     int64_t groups; /* scales of a row of x */
-    int64_t steps;  /* of the kernel: x_steps, grouped kinds: groups */
+    int64_t steps;  /* steps of a panel; for grouped kinds, groups */
     int64_t panel_bytes;
     void *y;
-    int64_t y_stride; /* outputs of a row, other weights' included */
+    int64_t y_stride; /* outputs of a row of y, including other weights' */
     int y_dtype;
 } ft_linear_job;
 
-/* Whether activations are 16-bit numbers, in pairs as vi_dot_words takes them. */
+/* Whether activations are pairs of 16-bit numbers, for vi_dot_words. */
 FT_INLINE int ft_has_words(const ft_linear_weight *weight) {
 #if defined(FT_WORDS)
     return weight->kind == FT_LINEAR_INT8 || ft_is_fine(weight);
@@ -46,29 +47,31 @@ FT_INLINE int ft_has_words(const ft_linear_weight *weight) {
  * -1 when there is no memory. The rows lie in this thread's scratch memory. */
 int ft_prepare_rows(ft_linear_job *job, const void *x, int x_dtype);
 
-/* The same into memory of `ft_prepared_bytes`, which are 0 where x is taken as it is. */
+/* Like ft_prepare_rows, in memory of `ft_prepared_bytes`, which is 0 where kernels read x
+ * itself. */
 size_t ft_prepared_bytes(const ft_linear_job *job);
 void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *memory);
 
-/* Bias, rounding, and the place in y of sums [count][PANEL], whose first is that of (row, column). */
+/* Add the bias to sums [count][PANEL], round them, and write them to y from (row, column) on. */
 void ft_finish_rows(const ft_linear_job *job, int64_t row, int64_t column, const float *sums,
                     int64_t count);
 
 #if defined(FT_WORDS)
-/* Whether a panel of the job's weight is widened once for all rows, and that panel's outputs. */
+/* ft_widens: whether the panels of a job are widened once for all rows. ft_run_widened: compute
+ * such a panel. */
 int ft_widens(const ft_linear_job *job);
 void ft_run_widened(const ft_linear_job *job, int64_t panel);
 #endif
 
 #if defined(FT_AMX)
-/* Whether the matrix unit computes this weight with so many rows. */
+/* Whether the matrix unit computes this weight with `rows` rows. */
 int ft_amx_suits(const ft_linear_weight *weight, int64_t rows);
 
-/* What ft_linear does, through the unit. The job's weight, rows, steps, x_steps, groups, panel_bytes
- * and y are set. Returns -1 when there is no memory. */
+/* Compute a job on the unit. Its weight, rows, steps, x_steps, groups, panel_bytes and y must be
+ * set. Returns -1 when there is no memory. */
 int ft_amx_linear(ft_linear_job *job, const void *x, int x_dtype);
 
-/* The same for a weight of a grouped kind and at least 16 rows. */
+/* Like ft_amx_linear, for a weight of a grouped kind and at least 16 rows. */
 int ft_amx_groups(ft_linear_job *job, const void *x, int x_dtype);
 #endif
 

@@ -1,4 +1,4 @@
-/* Tiles of GGUF's K types. A file of their own, so that several are compiled at a time. */
+/* Tiles for GGUF's K types, in a file of their own so that several files compile in parallel. */
 #include "linear_fine.h"
 
 GROUP_TILE(int4_k, FT_LINEAR_INT4_K)

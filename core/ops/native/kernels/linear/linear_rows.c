@@ -1,7 +1,8 @@
-/* The activations of a linear layer: widened, quantised, and interleaved for the tiles.
+/* Preparation of a linear layer's activations: widening, quantising, and interleaving for the
+ * tiles.
  *
- * A tile reads one 32-bit group of each of its rows at a time, so these lie side by side: rows that
- * are a power of two apart would fall into the same cache set.
+ * A tile reads one 32-bit group of each of its rows at a time, so these groups lie side by side. If
+ * rows were a power of two apart instead, they would compete for the same cache set.
  */
 #include "linear_groups.h"
 
@@ -9,18 +10,18 @@ typedef struct {
     ft_linear_job *job;
     const void *x;
     int x_dtype;
-    int64_t group_size; /* that shares a scale */
+    int64_t group_size; /* items that share a scale */
     int32_t weight_offset;
-    int halves;     /* two offsets of each group: those of its halves */
-    int fine;       /* numbers of 16 bits: of each group the low bytes, then the high ones, or */
-    int words;      /* pairs of such numbers; of int8 weights these hold bytes */
+    int halves;     /* whether the halves of a group have separate offsets */
+    int fine;       /* whether numbers have 16 bits: a group's low bytes, then its high bytes; or */
+    int words;      /* pairs of 16-bit words, which for int8 weights hold numbers of byte range */
     int8_t *bytes;  /* quantised rows, before they are interleaved: [rows, x_steps * 4] */
-    uint32_t *out;  /* what job->x will be */
+    uint32_t *out;  /* becomes job->x */
     float *scale;
     int32_t *offset;
 } rows_t;
 
-/* FT_LANES of a row, widened to float, with zeros behind in_features. */
+/* Load FT_LANES items of a row as floats, from column `k` on, with zeros after in_features. */
 FT_INLINE vf load_activation(const rows_t *q, int64_t row, int64_t k) {
     const int64_t width = q->job->weight->in_features, at = row * width + k, left = width - k;
     if (left >= FT_LANES)
@@ -33,7 +34,7 @@ FT_INLINE vf load_activation(const rows_t *q, int64_t row, int64_t k) {
     return vf_load(wide);
 }
 
-/* Rounded numbers from column `k` of a group on, to the place of the group. */
+/* Store rounded numbers as the columns from `k` on of the group at `out`. */
 FT_INLINE void store_numbers(const rows_t *q, vi numbers, int64_t k, int8_t *out) {
 #if defined(FT_WORDS)
     if (q->words) {
@@ -46,10 +47,10 @@ FT_INLINE void store_numbers(const rows_t *q, vi numbers, int64_t k, int8_t *out
         vi_store_bytes(out + FT_GROUP + k, vi_moved(vi_add(numbers, vi_set1(128)), -8));
 }
 
-/* A group as whole numbers at `out`, its scale and offset at index `at`. */
+/* Quantise a group to integers at `out`, with its scale and offset at index `at`. */
 static void quantise_group(const rows_t *q, int64_t row, int64_t begin, int8_t *out, int64_t at) {
     const float most = q->fine ? 32639.0f : 127.0f; /* 256 * 127 + 127 */
-    vi highest = vi_zero(); /* as bits, in which order infinities and NaN are above all numbers */
+    vi highest = vi_zero(); /* bit patterns, which order infinities and NaN above all numbers */
     for (int64_t k = 0; k < q->group_size; k += FT_LANES)
         highest = vi_max(highest, (vi)vf_abs(load_activation(q, row, begin + k)));
     const int32_t bits = vi_highest(highest);
@@ -71,7 +72,7 @@ static void quantise_group(const rows_t *q, int64_t row, int64_t begin, int8_t *
     if (q->halves) offset[1] = -q->weight_offset * vi_total(second);
 }
 
-/* The 32-bit groups of a row, as they are in x or quantised. */
+/* Return the 32-bit groups of a row: x itself, or the row quantised. */
 static const char *row_groups(const rows_t *q, int64_t row, int64_t first, int64_t count) {
     const ft_linear_job *job = q->job;
     if (!q->bytes) {
@@ -85,7 +86,8 @@ static const char *row_groups(const rows_t *q, int64_t row, int64_t first, int64
     return (const char *)(q->bytes + row * job->x_steps * 4);
 }
 
-/* bf16 as float32, every `stride`-th word of `out`; a zero behind an odd number of them. */
+/* Widen a row of bf16 to float32, to every `stride`-th word of `out`; a zero follows an odd number
+ * of items. */
 static void widen_row(const rows_t *q, int64_t row, uint32_t *out, int64_t stride) {
     const int64_t width = q->job->weight->in_features;
     const bf16 *x = (const bf16 *)q->x + row * width;
@@ -93,7 +95,7 @@ static void widen_row(const rows_t *q, int64_t row, uint32_t *out, int64_t strid
     if (width % 2) out[width * stride] = 0;
 }
 
-/* Tile by tile: widen or quantise where asked for, and interleave the rows. */
+/* Widen or quantise the rows of each tile if necessary, and interleave them. */
 static void prepare_tiles(void *context, int64_t begin, int64_t end) {
     const rows_t *q = context;
     const ft_linear_job *job = q->job;
@@ -110,7 +112,7 @@ static void prepare_tiles(void *context, int64_t begin, int64_t end) {
             int64_t whole = job->x_steps;
             if (job->weight->kind == FT_LINEAR_BFLOAT16 && job->weight->in_features % 2) {
                 whole--;
-                out[whole * count] = *(const bf16 *)(groups + 4 * whole); /* and a zero */
+                out[whole * count] = *(const bf16 *)(groups + 4 * whole); /* one item and a zero */
             }
             if (count == 1) memcpy(out, groups, (size_t)whole * 4);
             else for (int64_t s = 0; s < whole; s++) memcpy(out + s * count, groups + 4 * s, 4);
@@ -123,7 +125,7 @@ size_t ft_prepared_bytes(const ft_linear_job *job) {
     const int as_it_is = weight->kind == FT_LINEAR_FLOAT32 ||
                          (weight->kind == FT_LINEAR_BFLOAT16 && weight->in_features % 2 == 0);
     if (job->rows == 1 && as_it_is) return 0;
-    return (size_t)(job->rows * (8 * job->x_steps + 12 * job->groups)); /* two offsets of a group */
+    return (size_t)(job->rows * (8 * job->x_steps + 12 * job->groups)); /* room for two offsets */
 }
 
 void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *memory) {
@@ -140,7 +142,7 @@ void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *me
         .fine = ft_is_fine(job->weight), .halves = job->weight->kind == FT_LINEAR_INT6_K,
         .words = ft_has_words(job->weight),
         .group_size = grouped ? FT_GROUP : job->x_steps * 4 >> ft_has_words(job->weight),
-        /* Without an offset the sum itself is wanted: a minimum or a zero multiplies it. */
+        /* -1 gives the sum itself, which a minimum or a zero multiplies. */
         .weight_offset = value_offset(job->weight->kind) ? value_offset(job->weight->kind) : -1,
     };
     ft_parallel(prepare_tiles, &q, job->tiles, 1);

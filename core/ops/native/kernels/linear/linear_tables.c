@@ -1,4 +1,5 @@
-/* Tiles of 4 bits that are numbers of values. A file of their own, so that several are compiled at a time. */
+/* Tiles for 4-bit indices into a table of values, in a file of their own so that several files
+ * compile in parallel. */
 #include "linear_fine.h"
 
 GROUP_TILE(iq4_nl, FT_LINEAR_IQ4_NL)

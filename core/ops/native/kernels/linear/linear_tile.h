@@ -1,4 +1,4 @@
-/* A tile of rows of one panel: what every kind of weight has in common. */
+/* The product of a tile of rows with one panel: code that all kinds of weight share. */
 #ifndef FT_LINEAR_TILE_H
 #define FT_LINEAR_TILE_H
 
@@ -7,12 +7,12 @@
 #if defined(FT_AVX512)
 enum { MAX_TILE = 12 }; /* rows; 24 sums, two weights and a broadcast in 32 registers */
 #elif defined(FT_AMX_EMULATED)
-enum { MAX_TILE = 3 }; /* compiled for tests alone, and slowly */
+enum { MAX_TILE = 3 }; /* only for tests, because more would compile slowly */
 #else
 enum { MAX_TILE = 6 }; /* 12 sums, two weights, a broadcast and a product in 16 registers */
 #endif
 
-/* Where a tile lies, and what it prefetches. */
+/* The place of a tile, and the memory that it prefetches. */
 typedef struct {
     const char *weight;
     const char *ahead;
@@ -32,7 +32,8 @@ FT_INLINE void finish_sums(const ft_linear_job *job, const tile_t *tile, vf sum[
     ft_finish_rows(job, tile->row, tile->column, out[0], count);
 }
 
-/* By kind a function of every number of rows, which is a constant in it. */
+/* For each kind, a function with separate code for every number of rows, which is a constant
+ * there. */
 #define CASE(kind, n) \
     case n: kind##_tile(job, tile, n); break;
 #if defined(FT_AVX512)

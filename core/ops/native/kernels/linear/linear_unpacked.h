@@ -1,15 +1,16 @@
-/* Weights whose groups have scales of their own, for many rows: some groups of a panel are unpacked
- * once, a tile of rows after the other is multiplied with them, and what is then in memory is scaled
- * and added to the rows' sums. These operations and their order are those of linear_fine.h, so that
- * all bits are, too.
+/* Weights with a scale per group, for many rows. Some groups of a panel are unpacked once, one tile
+ * of rows after the other is multiplied with them, and the products are scaled and added to the
+ * sums of the rows. The operations and their order are the same as in linear_fine.h, and so are all
+ * bits.
  */
 #ifndef FT_LINEAR_UNPACKED_H
 #define FT_LINEAR_UNPACKED_H
 
 #include "linear_fine.h"
 
-/* DEPTH: groups that are unpacked together; BLOCK_TILES: tiles of rows that share them, whose sums
- * take 32 KiB, or 24; PLANES: products of low and of high bytes of activations lie apart. */
+/* DEPTH: groups that are unpacked together. BLOCK_TILES: tiles of rows that share them; their sums
+ * take 24 KiB, or 32 KiB on the matrix unit. PLANES: 2 where products of low and of high bytes are
+ * apart. */
 #if defined(FT_WORDS)
 enum { DEPTH = 8, DOT_ROWS = MAX_TILE, PLANES = 1, VALUE_BYTES = 2, BLOCK_TILES = 64 };
 #else
@@ -17,23 +18,24 @@ enum { DEPTH = 4, DOT_ROWS = AMX_ROWS, PLANES = 2, VALUE_BYTES = 1, BLOCK_TILES 
 #endif
 enum { TILE_SUMS = DOT_ROWS * PANEL };
 
-/* Some groups of a panel. Values are bytes in quads, [8][PANEL][4], or words in pairs, as part_dots
- * of linear_fine.h takes them. */
+/* Unpacked groups of a panel. Values are quads of bytes, [8][PANEL][4], or pairs of 16-bit words in
+ * the order of part_dots of linear_fine.h. */
 typedef struct {
     _Alignas(64) char values[DEPTH][FT_GROUP * PANEL * VALUE_BYTES];
     group_numbers numbers[DEPTH];
 } unpacked_groups;
 
-/* Products of a tile of rows with the groups, by part of a group: [rows][PANEL]. */
+/* Products of a tile of rows with each part of each group, [rows][PANEL]. */
 typedef int32_t tile_dots[DEPTH][2][PLANES][TILE_SUMS];
 
-/* Rows of x, and how far apart its scales (and offsets) of neighbouring rows and groups lie. */
+/* A tile of rows of x, and the strides of the scales (and offsets) from row to row and from group
+ * to group. */
 typedef struct {
     int64_t row, count, row_step, group_step;
 } x_tile;
 
-/* Two functions that the file has which includes this: a tile of rows by its number, and its products
- * with `count` groups, whose activations begin at `x`. */
+/* The including file defines these two. tile_of returns the tile of rows with that number; multiply
+ * computes its products with `count` groups, whose activations begin at `x`. */
 static x_tile tile_of(const ft_linear_job *job, int64_t number);
 FT_INLINE void multiply(const ft_linear_job *job, const char *x, int64_t num_rows,
                         const unpacked_groups *groups, int64_t count, tile_dots dots,
@@ -68,7 +70,8 @@ FT_INLINE void unpack(const char *panel, int64_t first, int64_t count, unpacked_
     }
 }
 
-/* The same product as part_dots of linear_fine.h has, and of byte activations nibble_tile of linear.c. */
+/* Return a product as float, with the same bits as part_dots of linear_fine.h or, for byte
+ * activations, nibble_tile of linear.c. */
 FT_INLINE vf whole_dot(int32_t planes[PLANES][TILE_SUMS], int64_t at, const int32_t *offset,
                        const int num_planes) {
     vi low = vi_load(planes[0] + at);
@@ -106,7 +109,7 @@ FT_INLINE void add_up(const ft_linear_job *job, const x_tile *tile, int64_t firs
     }
 }
 
-/* A panel with `tiles` tiles of rows. */
+/* Compute a panel for `tiles` tiles of rows. */
 FT_INLINE void run_panel(const ft_linear_job *job, int64_t panel, int64_t tiles, const int kind,
                          const int num_planes) {
     const char *weight = (const char *)job->weight->weight + panel * job->panel_bytes;
@@ -134,7 +137,7 @@ FT_INLINE void run_panel(const ft_linear_job *job, int64_t panel, int64_t tiles,
     }
 }
 
-/* Kinds whose activations are numbers of 16 bits. */
+/* Kinds with 16-bit activations. */
 #define FINE_KINDS(EACH) \
     EACH(INT4_MIN) EACH(INT8_GROUP) EACH(INT4_ZERO) EACH(INT4_K) EACH(INT5_K) EACH(INT6_K) \
     EACH(IQ4_NL) EACH(MXFP4) EACH(IQ4_XS) EACH(INT4_GROUP) EACH(INT5_GROUP) EACH(INT5_MIN)

@@ -1,6 +1,6 @@
-/* Prompts over weights whose groups have scales of their own, where no instruction multiplies bytes in
- * quads: a panel is widened to words once for many rows. The tiles of linear_fine.h widen it again for
- * every six rows, which are as many as the registers hold.
+/* Prompts over weights with a scale per group, on CPUs without an instruction that multiplies quads
+ * of bytes. A panel is widened to 16-bit words once for many rows; the tiles of linear_fine.h widen
+ * it again for every six rows, the most that registers hold.
  */
 #include "linear_job.h"
 
@@ -8,7 +8,7 @@
 
 #include "linear_unpacked.h"
 
-enum { LEAST_TILES = 4 }; /* of rows, from which unpacking pays */
+enum { LEAST_TILES = 4 }; /* least tiles of rows for which it is faster to widen a panel once */
 
 static x_tile tile_of(const ft_linear_job *job, int64_t number) {
     const int64_t row = number * job->tile_rows, count = ft_min(job->tile_rows, job->rows - row);

@@ -1,19 +1,19 @@
-/* Low-rank updates: all A of all adapters in one job, then all B in another.
+/* Low-rank updates: one job for the A matrices of all adapters, then one for their B matrices.
  *
- * A task of the first is some outputs of A, for all rows of its adapter; a task of the second is a
- * chunk of the layer's outputs. So each weight is read once, and a row's sums have one order whatever
- * rides beside it.
+ * A task of the first job is some outputs of A for all rows of its adapter; a task of the second is
+ * a chunk of the layer's outputs. So each weight is read once, and the sums of a row have the same
+ * order whatever other rows there are.
  */
 #include "lora.h"
 #include "common/vector.h"
 
 enum { PIECE = 16384, /* products that make a task worth another thread */
        VECS = FT_LORA_CHUNK / FT_WIDTH };
-/* Outputs of A, and rows, that share what is loaded and widened. */
+/* Number of outputs of A, and of rows, that share each load and its widening. */
 #if defined(FT_AVX512) || defined(FT_AVX2)
 enum { TILE = 4 };
 #else
-enum { TILE = 1 }; /* without vectors, more is only more code */
+enum { TILE = 1 }; /* without vector units, larger tiles would only add code */
 #endif
 
 typedef struct {
@@ -21,13 +21,13 @@ typedef struct {
     int64_t count;
     const char *x;
     char *y;
-    float *hidden; /* of each update [num_rows, ranks], one behind the other */
+    float *hidden; /* [num_rows, ranks] for each update, one after the other */
     int dtype;
 } lora_job;
 
 static int64_t item_bytes(int dtype) { return dtype == FT_BFLOAT16 ? 2 : 4; }
 
-/* Adds sixteen products, or the first n, to each of the sums [rows][ranks] of a tile. */
+/* Add sixteen products, or the first n, to each of the sums [rows][ranks] of a tile. */
 FT_INLINE void add_products(ft_vec sums[TILE][TILE], const char *const *x, const int rows,
                             const char *const *a, const int ranks, int64_t at, int64_t n,
                             int dtype) {
@@ -42,8 +42,8 @@ FT_INLINE void add_products(ft_vec sums[TILE][TILE], const char *const *x, const
     }
 }
 
-/* Some outputs of A for some rows, which are constants wherever this is inlined: each is a chain of
- * additions of its own, in the order of the inputs. `out` [rows, stride]. */
+/* Compute `ranks` outputs of A for `rows` rows (both constants) to out [rows, stride]. Each output
+ * is summed on its own, in the order of the inputs. */
 FT_INLINE void dot_tile(const char *const *x, const int rows, const char *const *a, const int ranks,
                         int64_t width, float *out, int64_t stride, int dtype) {
     ft_vec sums[TILE][TILE];
@@ -61,7 +61,7 @@ FT_INLINE void dot_tile(const char *const *x, const int rows, const char *const 
         for (int k = 0; k < ranks; k++) out[r * stride + k] = v_sum(sums[r][k]);
 }
 
-/* Outputs [first, first + ranks) of A for all rows of an update. */
+/* Compute outputs [first, first + ranks) of A for all rows of an update. */
 FT_INLINE void read_rows(const lora_job *job, const ft_lora_rows *update, int64_t first,
                          const int ranks, float *hidden, int dtype) {
     const ft_lora *lora = update->lora;
@@ -110,8 +110,8 @@ static int64_t num_chunks(const ft_lora_block *block) {
     return ft_ceil_div(block->num_outs, FT_LORA_CHUNK);
 }
 
-/* A chunk of a block's outputs for some rows, whose number is a constant wherever this is inlined.
- * `b`: of the chunk; `read`: of each row the outputs of A; `y`: of each row the block's outputs. */
+/* Add a chunk of a block to the outputs of `rows` rows (a constant). `b`: the chunk of B; `read`:
+ * the outputs of A of each row; `y`: the outputs of each row from the block's first on. */
 FT_INLINE void add_tile(const ft_lora_block *block, const char *b, const float *const *read,
                         char *const *y, const int rows, int64_t first, int dtype) {
     ft_vec sums[TILE][VECS];
@@ -139,7 +139,7 @@ FT_INLINE void add_tile(const ft_lora_block *block, const char *b, const float *
         }
 }
 
-/* A chunk of a block's outputs for all rows of an update. */
+/* Add a chunk of a block to the outputs of all rows of an update. */
 FT_INLINE void add_chunk(const lora_job *job, const ft_lora_rows *update, const float *hidden,
                          const ft_lora_block *block, int64_t chunk, int dtype) {
     const ft_lora *lora = update->lora;

@@ -1,12 +1,12 @@
-/* Rows of weights to panels, and back: from the blocks of a GGUF file as they are mapped, or from
- * values and numbers that lie apart.
+/* Packing of weight rows into panels, and unpacking. Rows are the blocks of a mapped GGUF file, or
+ * values with scales in separate arrays.
  *
- * Every form is read a group of a row at a time into the same few bytes, and every kind is written
- * from these; so a form and a kind are a function each. Nothing is rounded.
+ * Every form is read one group of a row at a time into a group_t, and every kind is written from a
+ * group_t; so a form and a kind take one function each. Nothing is rounded.
  */
 #include "linear_groups.h"
 
-/* How rows lie before they are packed. Those of a GGUF file have ggml's numbers. */
+/* Layouts of rows before they are packed. Layouts of GGUF files have ggml's numbers. */
 enum {
     FORM_Q4_0 = 2,
     FORM_Q4_1 = 3,
@@ -19,33 +19,33 @@ enum {
     FORM_IQ4_NL = 20,
     FORM_IQ4_XS = 23,
     FORM_MXFP4 = 39,
-    FORM_APART = 64, /* values as signed bytes, numbers in arrays of their own */
-    FORM_PLAIN = 65, /* numbers of a plain kind, or signed bytes of int8 */
+    FORM_APART = 64, /* values as signed bytes, scales and minima in separate arrays */
+    FORM_PLAIN = 65, /* float32 or bfloat16 items, or signed bytes for int8 */
 };
 
 /* Rows to pack. */
 typedef struct {
     int32_t form;
-    const char *const *rows; /* where each begins; NULL: one behind the other */
-    const char *data;        /* the first, and bytes from one to the next */
+    const char *const *rows; /* address of each row; NULL: rows are at `data` */
+    const char *data;        /* first row; the next one is row_bytes after it */
     int64_t row_bytes;
-    /* FORM_APART: rows of numbers, of as many as the kind has; NULL where it has none. */
+    /* FORM_APART: numbers of each group or super-group, row by row; NULL if the kind has none. */
     const char *scale, *minimum, *factor, *min_factor;
 } ft_source;
 
 typedef struct {
     const ft_source *source;
     int32_t kind;
-    int64_t num_rows, first_row; /* of the source; where these begin in the weight */
+    int64_t num_rows, first_row; /* rows of the source; row of the weight for the first one */
     int64_t in_features;
     char *out;
 } pack_job;
 
-/* A group of a row as a panel holds it. */
+/* A group of a row, with the values that a panel stores. */
 typedef struct {
     uint8_t values[FT_GROUP];
-    uint16_t numbers[2]; /* scale, minimum or zero, of kinds with 16 bits for them */
-    uint8_t bytes[2];    /* the same of kinds with bytes; two scales of int6_k */
+    uint16_t numbers[2]; /* scale, and minimum or zero, for kinds that store them in 16 bits */
+    uint8_t bytes[2];    /* scale and minimum for kinds that store bytes; two scales for int6_k */
 } group_t;
 
 /* ---- blocks of a file: group `g` of a row ---- */
@@ -54,8 +54,8 @@ static uint16_t half_at(const uint8_t *at) { return (uint16_t)(at[0] | at[1] << 
 
 static uint32_t word_at(const uint8_t *at) { return half_at(at) | (uint32_t)half_at(at + 2) << 16; }
 
-/* The low halves of 16 bytes, then the high ones: in words, for put_group reads words, which would
- * wait for bytes that were just written one by one. */
+/* Unpack the low halves of 16 bytes, then the high halves. This writes words because put_group
+ * reads words, which would stall on bytes that were just written one by one. */
 FT_INLINE void take_nibbles(const uint8_t *from, uint8_t *values) {
     const uint64_t mask = 0x0f0f0f0f0f0f0f0full;
     for (int i = 0; i < FT_GROUP / 2; i += 8) {
@@ -68,18 +68,18 @@ FT_INLINE void take_nibbles(const uint8_t *from, uint8_t *values) {
     }
 }
 
-/* A fifth bit of each value. */
+/* Add the fifth bit of each value. */
 FT_INLINE void add_fifths(const uint8_t *from, uint8_t *values) {
     const uint32_t bits = word_at(from);
     for (int i = 0; i < FT_GROUP; i++) values[i] |= (bits >> i & 1u) << 4;
 }
 
-/* Halves of 32 bytes, the low ones of even groups. */
+/* Unpack the low halves of 32 bytes, or the high halves. */
 FT_INLINE void take_half(const uint8_t *from, int is_high, uint8_t *values) {
     for (int i = 0; i < FT_GROUP; i++) values[i] = is_high ? from[i] >> 4 : from[i] & 15;
 }
 
-/* A scale and a minimum of 6 bits among the eight of 12 bytes. */
+/* Unpack the 6-bit scale and minimum of group `at` from the 12 bytes that hold eight of each. */
 FT_INLINE void take_k_scales(const uint8_t *packed, int64_t at, uint8_t *bytes) {
     if (at < 4) {
         bytes[0] = packed[at] & 63;
@@ -90,7 +90,8 @@ FT_INLINE void take_k_scales(const uint8_t *packed, int64_t at, uint8_t *bytes) 
     }
 }
 
-/* Half of the power of two that a byte is the exponent of: twice E2M1's values are whole. */
+/* Half of the power of two with this biased exponent, as bf16. The table of E2M1 has doubled
+ * values, because these are integers. */
 FT_INLINE uint16_t half_of_power(uint8_t exponent) {
     return exponent < 2 ? (uint16_t)(32 << exponent) : (uint16_t)((exponent - 1) << 7);
 }
@@ -158,7 +159,8 @@ FT_INLINE void read_block(const uint8_t *row, int64_t g, const int form, group_t
     }
 }
 
-/* What the groups of a super-group share: two factors, and of iq4_xs its eight scales. */
+/* Read the numbers that the groups of a super-group share: one or two factors, and for iq4_xs the
+ * eight scales. */
 FT_INLINE void read_super(const uint8_t *row, int64_t super, const int form, uint16_t *factors,
                           uint8_t *scales) {
     const uint8_t *block;
@@ -187,7 +189,7 @@ static const char *row_at(const ft_source *source, int64_t row) {
     return source->rows ? source->rows[row] : source->data + row * source->row_bytes;
 }
 
-/* Numbers of `size` bytes that a row has for each group, `count` of them. */
+/* Address of the number for group `g` of a row in [rows, groups] numbers of `size` bytes. */
 static const char *numbers_of(const char *numbers, int64_t row, int64_t groups, int64_t g,
                               int64_t size) {
     return numbers + (row * groups + g) * size;
@@ -196,7 +198,7 @@ static const char *numbers_of(const char *numbers, int64_t row, int64_t groups, 
 static void read_apart(const pack_job *job, int64_t row, int64_t g, group_t *out) {
     const ft_source *source = job->source;
     const uint8_t *values = (const uint8_t *)row_at(source, row) + g * FT_GROUP;
-    /* Of a table's kinds the numbers are stored. */
+    /* Kinds with a table store the indices themselves. */
     const int offset = values_of(job->kind) ? 0 : value_offset(job->kind);
     const int64_t groups = ft_ceil_div(job->in_features, FT_GROUP);
     const int size = job->kind == FT_LINEAR_INT4_K || job->kind == FT_LINEAR_INT5_K ? 1 : 2;
@@ -225,7 +227,7 @@ static void put_word(char *values, int64_t place, int lane, uint32_t word) {
     memcpy(values + (place * PANEL + lane) * 4, &word, 4);
 }
 
-/* A group of the row of a panel that is in `lane`. */
+/* Write a group of the row in `lane` to a panel. */
 FT_INLINE void put_group(const group_t *group, char *at, int lane, const int kind) {
     const int bits = value_bits(kind);
     uint32_t quads[FT_GROUP / 4];
@@ -263,7 +265,7 @@ FT_INLINE void put_super(const uint16_t *factors, const uint8_t *scales, char *a
         for (int i = 0; i < FT_SUPER; i++) at[PANEL * 2 + i * PANEL + lane] = (char)scales[i];
 }
 
-/* Rows [begin, end) of the source, which lie in one panel. `form` and `kind` are constants. */
+/* Pack rows [begin, end) of the source, which are in one panel. `form` and `kind` are constants. */
 FT_INLINE void pack_rows(const pack_job *job, char *panel, int64_t begin, int64_t end,
                          const int form, const int kind) {
     const ft_source *source = job->source;
@@ -289,7 +291,8 @@ FT_INLINE void pack_rows(const pack_job *job, char *panel, int64_t begin, int64_
     }
 }
 
-/* Words of four bytes: a float32, two bfloat16, four bytes. Behind the last column there are zeros. */
+/* Pack rows of words of four bytes: a float32, two bfloat16 or four bytes, with zeros after the
+ * last column. */
 static void pack_plain(const pack_job *job, char *panel, int64_t begin, int64_t end) {
     enum { TOGETHER = 16 };
     const ft_source *source = job->source;
@@ -309,7 +312,7 @@ static void pack_plain(const pack_job *job, char *panel, int64_t begin, int64_t 
         }
 }
 
-/* A pair of a form and its kind: a loop of its own. */
+/* The pairs of a form and its kind; each gets a loop of its own. */
 #define PAIRS(EACH) \
     EACH(FORM_Q4_0, FT_LINEAR_INT4_GROUP) \
     EACH(FORM_Q4_1, FT_LINEAR_INT4_MIN) \
@@ -351,8 +354,9 @@ static void pack_panels(void *context, int64_t begin, int64_t end) {
     }
 }
 
-/* Rows of a source to rows [first_row, first_row + num_rows) of a weight of a kind, whose panels are
- * at `out`, zeros at first. A source of blocks has the kind of its form. */
+/* Pack a source to rows [first_row, first_row + num_rows) of a weight of `kind`. Its panels at
+ * `out` must be zeros before the first call. For a source of blocks, `kind` must be the kind of its
+ * form. */
 FT_EXPORT void ft_pack(int32_t kind, const ft_source *source, int64_t num_rows, int64_t first_row,
                        int64_t in_features, void *out) {
     pack_job job = {source, kind, num_rows, first_row, in_features, out};
@@ -365,7 +369,7 @@ FT_EXPORT int64_t ft_panel_bytes(int32_t kind, int64_t in_features) {
     return panel_bytes(kind, in_features);
 }
 
-/* ---- back: rows as an embedding's ---- */
+/* ---- unpacking of rows, for embeddings ---- */
 
 typedef struct {
     const ft_linear_weight *weight;
@@ -375,7 +379,7 @@ typedef struct {
     int dtype;
 } unpack_job;
 
-/* The numbers of a group of one output of a panel: its scales by half, and what is added. */
+/* The numbers of one output's group: a scale for each half of the group, and a minimum or zero. */
 typedef struct {
     float scale[2], min;
 } row_numbers;
@@ -417,7 +421,7 @@ static uint32_t word_of(const char *group, int64_t place, int lane) {
     return word;
 }
 
-/* The stored values of a group of one output. */
+/* Read the stored values of a group of one output. */
 static void values_at(const char *group, int lane, const int kind, uint8_t *values) {
     const int bits = value_bits(kind);
     for (int j = 0; j < FT_GROUP / 4; j++) {

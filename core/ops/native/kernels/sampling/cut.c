@@ -1,21 +1,22 @@
-/* top-k, min-p and top-p without sorting: the worst key that stays is found by its digits.
+/* top-k, min-p and top-p without sorting: a radix select finds the worst key that stays.
  *
- * Every token weighs 1 (top-k) or its mass (top-p). Keys are histogrammed by their leading bits,
- * the bin in which the weight reaches its limit is found, and only its tokens go on to the next
- * bits. What surely lies beyond the limit is left out at first, which is nearly all of a row.
+ * Every token weighs 1 (top-k) or its probability mass (top-p). A histogram of the keys' leading
+ * bits finds the bin in which the weight reaches its limit, and only the tokens of that bin go on
+ * to the next bits. Tokens that are certainly beyond the limit, nearly all of a row, are left out
+ * first.
  */
 #include "row.h"
 #include "common/simd.h"
 
 enum { FIRST_SHIFT = 20, DIGIT = 10 };
 
-/* e to the power of values <= 0 times a power of two, elementwise; 0 below -87. Relative error
- * below 2e-7, exact at 0. The polynomial is a minimax fit on [-ln2 / 2, ln2 / 2]. */
+/* exp(value) * unit for values <= 0, where `unit` is a power of two; 0 for values below -87.
+ * Relative error below 2e-7, exact at 0. The polynomial is a minimax fit on [-ln2 / 2, ln2 / 2]. */
 static void masses_block(const float *restrict values, float unit, float *restrict out) {
     for (int i = 0; i < FT_BLOCK; i++) {
         float x = values[i] < -87.0f ? -87.0f : values[i];
         float power = fmaf(x, 1.44269504f, 12582912.0f); /* rounds: 1.5 * 2**23 */
-        uint32_t shift = ft_float_bits(power) << 23;     /* onto the exponent */
+        uint32_t shift = ft_float_bits(power) << 23;     /* for the exponent */
         power -= 12582912.0f;
         float rest = fmaf(power, -0.693359375f, x); /* ln 2 in two parts */
         rest = fmaf(power, 2.12194440e-4f, rest);
@@ -31,7 +32,7 @@ static void masses_block(const float *restrict values, float unit, float *restri
     }
 }
 
-/* Masses are summed as integers in a unit in which a whole row stays below 2**62. */
+/* Masses are summed as integers; this unit keeps the sum of a whole row below 2**62. */
 static float mass_unit(int64_t vocab) {
     int bits = 64 - __builtin_clzll((uint64_t)vocab);
     return ldexpf(1.0f, 62 - bits);
@@ -45,7 +46,7 @@ static int64_t mass_of(const ft_row *row, uint32_t key) {
     return (int64_t)masses[0];
 }
 
-/* The mass of all keys of at most `most`. */
+/* Mass of all keys up to `most`. */
 static int64_t total_mass(const ft_row *row, uint32_t most) {
     float scaled[FT_BLOCK], masses[FT_BLOCK], unit = mass_unit(row->vocab);
     uint32_t keys[FT_BLOCK];
@@ -60,8 +61,8 @@ static int64_t total_mass(const ft_row *row, uint32_t most) {
     return total;
 }
 
-/* Of `count` keys, with their masses or without (NULL), those from `least` to `most`, in place and
- * in their order; returns how many. */
+/* Keep the keys from `least` to `most`, and their masses unless NULL, in place and in order.
+ * Returns the number of kept keys. */
 FT_INLINE int64_t narrow(uint32_t *keys, float *masses, int64_t count, uint32_t least,
                          uint32_t most) {
     int64_t kept = 0, i = 0;
@@ -70,7 +71,7 @@ FT_INLINE int64_t narrow(uint32_t *keys, float *masses, int64_t count, uint32_t 
     for (; i + 16 <= count; i += 16) {
         __m512i some = _mm512_loadu_si512(keys + i);
         __mmask16 fits = _mm512_cmple_epu32_mask(_mm512_sub_epi32(some, low), span);
-        /* All sixteen are stored: what is behind the kept ones was read already. */
+        /* Storing all sixteen is safe: the keys after the kept ones were read already. */
         _mm512_storeu_si512(keys + kept, _mm512_maskz_compress_epi32(fits, some));
         if (masses) {
             __m512 their = _mm512_maskz_compress_ps(fits, _mm512_loadu_ps(masses + i));
@@ -79,7 +80,7 @@ FT_INLINE int64_t narrow(uint32_t *keys, float *masses, int64_t count, uint32_t 
         kept += __builtin_popcount(fits);
     }
 #endif
-    for (; i < count; i++) { /* no branch: half of them would be mistaken */
+    for (; i < count; i++) { /* without a branch, which would often be mispredicted */
         int fits = keys[i] - least <= most - least;
         keys[kept] = keys[i];
         if (masses) masses[kept] = masses[i];
@@ -88,7 +89,7 @@ FT_INLINE int64_t narrow(uint32_t *keys, float *masses, int64_t count, uint32_t 
     return kept;
 }
 
-/* Keys of at most `most`, in the order of their ids. */
+/* List the keys up to `most` in the order of their ids. Returns their number. */
 static int64_t list_keys(const ft_row *row, uint32_t most, uint32_t *keys) {
     float scaled[FT_BLOCK];
     int64_t count = 0;
@@ -101,7 +102,8 @@ static int64_t list_keys(const ft_row *row, uint32_t most, uint32_t *keys) {
     return count;
 }
 
-/* Masses of `count` listed keys; up to the end of a block there may be nonsense behind them. */
+/* Compute the masses of `count` listed keys. Masses after them, up to the end of the block, are
+ * meaningless. */
 static void weigh_keys(const ft_row *row, int64_t count, const ft_cut_space *space) {
     float scaled[FT_BLOCK], unit = mass_unit(row->vocab);
     for (int64_t at = 0; at < count; at += FT_BLOCK) {
@@ -113,8 +115,8 @@ static void weigh_keys(const ft_row *row, int64_t count, const ft_cut_space *spa
     }
 }
 
-/* The first digit at which the weight reaches `*limit`, which then is what it had to bring; -1
- * where it never does. */
+/* Return the first digit at which the weight reaches `*limit`, or -1 if it never does. Reduces
+ * `*limit` by the weight of the digits before. */
 static int64_t find_digit(const ft_cut_space *space, int64_t count, int shift, uint32_t digits,
                           int weighs, int64_t *limit) {
     int64_t *bins = space->bins;
@@ -133,10 +135,11 @@ static int64_t find_digit(const ft_cut_space *space, int64_t count, int shift, u
 
 typedef struct {
     ft_kept kept;
-    int64_t num_ties; /* that have the key, kept or not */
+    int64_t num_ties; /* tokens with that key, kept or not */
 } selection;
 
-/* Best first, keys stay while the weight before them is below `limit`. Returns 0 if all do. */
+/* Find the keys that stay: from the best on, as long as the weight before them is below `limit`.
+ * Returns 0 if all stay. */
 static int select_keys(const ft_cut_space *space, int64_t count, int weighs, int64_t limit,
                        selection *found) {
     uint32_t key = 0, digits = FT_BINS - 1;
@@ -154,7 +157,8 @@ static int select_keys(const ft_cut_space *space, int64_t count, int weighs, int
     return 1;
 }
 
-/* A key that surely is not better than the top_k-th: the top_k-th of the blocks' best. */
+/* Return a key that is certainly not better than the top_k-th: the top_k-th of the best keys of the
+ * blocks. */
 static uint32_t bound_top_k(const ft_row *row, int64_t top_k, const ft_cut_space *space) {
     int64_t num_blocks = 0;
     float scaled[FT_BLOCK];
@@ -171,7 +175,8 @@ static uint32_t bound_top_k(const ft_row *row, int64_t top_k, const ft_cut_space
     return select_keys(space, num_blocks, 0, top_k, &found) ? found.kept.key : UINT32_MAX;
 }
 
-/* A key such that what is worse weighs less than an equal share of what top-p leaves out. */
+/* Return a key beyond which top-p keeps no token: a worse one weighs less than 1 / vocab of the
+ * mass that top-p leaves out. */
 static uint32_t bound_top_p(const ft_row *row, int64_t left_out) {
     double share = (double)left_out / (double)row->vocab / mass_unit(row->vocab);
     return share > 0.0 ? ft_key((float)(log(share) - 1e-5)) : UINT32_MAX;

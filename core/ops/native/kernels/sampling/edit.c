@@ -1,12 +1,13 @@
-/* Edits of a row before the temperature, in the order of core/sampling/logits_processors.py. */
+/* Edits of a row of logits before the temperature, in the order of
+ * core/sampling/logits_processors.py. */
 #include "row.h"
 
 int ft_is_edited(const ft_sampling *sampling, const ft_path *path) {
     return ft_path_len(path) - sampling->prompt_len < sampling->edited_until;
 }
 
-/* How often each token stands in the path from `start` on, in counts; what the vocabulary lacks is
- * left out. Counts of other tokens stay as they are, whatever that is. */
+/* Count each token of the path from `start` on in `counts`; ids outside the vocabulary are left
+ * out. The entries of other tokens keep arbitrary values. */
 static void count_path(const ft_path *path, int64_t start, int64_t vocab, int32_t *counts) {
     int64_t len = ft_path_len(path);
     for (int64_t i = start; i < len; i++) {
@@ -19,7 +20,7 @@ static void count_path(const ft_path *path, int64_t start, int64_t vocab, int32_
     }
 }
 
-/* The count of the i-th token of the path, at its first sight; 0 afterwards. */
+/* Return the count of the i-th token of the path and reset it, so that a token is edited once. */
 static int32_t take_count(const ft_path *path, int64_t i, int64_t vocab, int32_t *counts) {
     uint64_t id = (uint64_t)ft_path_at(path, i);
     if (id >= (uint64_t)vocab) return 0;

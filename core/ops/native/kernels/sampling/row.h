@@ -1,8 +1,8 @@
-/* A row of logits on its way to a token: what edit.c, cut.c and sample.c share.
+/* A row of logits and its sampling parameters, shared by edit.c, cut.c and sample.c.
  *
- * Plain loops over blocks of ids, which the compiler turns into vectors: every element is rounded
- * on its own and sums are of integers, so the outcome is the same in every variant.
- * verifier.py, logits_processors.py, top_k_top_p.py and gumbel.py of core/sampling define what is computed.
+ * The kernels are plain loops over blocks of ids, which the compiler vectorises. Every element is
+ * rounded separately and sums are integers, so all variants have the same results. verifier.py,
+ * logits_processors.py, top_k_top_p.py and gumbel.py of core/sampling define the computation.
  */
 #ifndef FT_ROW_H
 #define FT_ROW_H
@@ -18,37 +18,37 @@ typedef struct {
     int64_t count;
 } ft_ids;
 
-/* One request's parameters: the record of core/sampling/encoded.py, field by field. Ids are inside the
- * vocabulary, but for those of words that are only compared. */
+/* The parameters of a request: the record of core/sampling/encoded.py, field by field. Ids are
+ * inside the vocabulary, except ids of words that are only compared. */
 typedef struct {
-    uint64_t noise_start; /* what the noise of all positions starts from */
+    uint64_t noise_start; /* seed of the noise of all positions */
     int64_t kind;         /* FT_GREEDY: the best token, without noise */
     double temperature;
-    double min_p_logit; /* least of logits over temperature whose best is 0; -inf: off */
+    double min_p_logit; /* least (logit - best) / temperature; -inf: off */
     int64_t top_k;      /* 0: off */
     double top_p;       /* 1: off */
     int64_t prompt_len;
-    int64_t edited_until; /* output positions below it are edited by what follows */
+    int64_t edited_until; /* the fields below edit output positions below this */
     int64_t min_tokens;
     float repetition_penalty; /* 1: off */
     float frequency_penalty, presence_penalty;
     ft_ids biased;
-    ft_ids allowed; /* rising; all are allowed where `at` is NULL */
-    ft_ids stops;   /* banned below min_tokens, where there is no mask */
-    ft_ids word_ids; /* bad words, one after the other, and the length of each */
-    ft_ids word_lens;
+    ft_ids allowed; /* ascending; `at` NULL: all tokens are allowed */
+    ft_ids stops;   /* banned before min_tokens outputs, unless the path has a mask */
+    ft_ids word_ids; /* bad words, one after the other */
+    ft_ids word_lens; /* length of each bad word */
     const float *bias; /* [biased.count] */
 } ft_sampling;
 
-enum { FT_GREEDY, FT_SAMPLED }; /* kinds; those above leave some tokens out */
+enum { FT_GREEDY, FT_SAMPLED }; /* kinds; greater ones cut tokens off */
 
-/* The tokens before a place: the request's own, then those of a draft. */
+/* The tokens before the one to choose: the request's own, then tokens of a draft. */
 typedef struct {
     const int64_t *tokens;
     int64_t num_tokens;
     const int64_t *tail;
     int64_t tail_len;
-    const uint8_t *mask; /* [vocab] 1: constraint and min_tokens allow it; NULL: none */
+    const uint8_t *mask; /* [vocab] 1: constraint and min_tokens allow a token; NULL: no mask */
 } ft_path;
 
 FT_INLINE int64_t ft_path_len(const ft_path *path) { return path->num_tokens + path->tail_len; }
@@ -60,20 +60,20 @@ FT_INLINE int64_t ft_path_at(const ft_path *path, int64_t index) {
 /* Whether `ft_edit` has anything to do. */
 int ft_is_edited(const ft_sampling *sampling, const ft_path *path);
 
-/* All that comes before the temperature, in place. `counts` [vocab] is working space. */
+/* Apply all edits before the temperature, in place. `counts` [vocab] is working memory. */
 void ft_edit(float *values, int64_t vocab, const ft_sampling *sampling, const ft_path *path,
              int32_t *counts);
 
-/* A row of sound logits on its way to a token. */
+/* A row of logits without NaN. */
 typedef struct {
     const float *values;
     int64_t vocab;
-    float top; /* the greatest, finite */
+    float top; /* the greatest value, which is finite */
     float temperature;
 } ft_row;
 
-/* What cuts leave: ids whose key is below `key`, and the first `ties` of those that have it.
- * A key is the magnitude of a scaled value as an integer: the better, the smaller. */
+/* The result of the cuts: ids whose key is below `key` stay, and the first `ties` ids with that
+ * key. A key is the bit pattern of a scaled value's magnitude; a better value has a smaller key. */
 typedef struct {
     uint32_t key;
     int64_t ties;
@@ -81,10 +81,10 @@ typedef struct {
 
 #define FT_ALL_TIES INT64_MAX
 
-/* Working space of one thread for one row. */
+/* Working memory of one thread for one row. */
 typedef struct {
-    uint32_t *keys; /* of whole blocks of ids, and one block more */
-    float *masses;  /* likewise */
+    uint32_t *keys; /* [ids rounded up to whole blocks, plus one block] */
+    float *masses;  /* the same shape */
     int64_t *bins;  /* [FT_BINS] */
 } ft_cut_space;
 
@@ -100,7 +100,7 @@ FT_INLINE uint32_t ft_float_bits(float value) {
 
 FT_INLINE uint32_t ft_key(float scaled) { return ft_float_bits(scaled) & 0x7fffffffu; }
 
-/* Logits over the temperature, the best 0, of ids [at, at + FT_BLOCK); -inf beyond the last. */
+/* Write (logit - best) / temperature of ids [at, at + FT_BLOCK), and -inf after the last id. */
 FT_INLINE void ft_scaled_block(const ft_row *row, int64_t at, float *out) {
     const float *values = row->values + at;
     int64_t count = ft_min(FT_BLOCK, row->vocab - at);

@@ -1,7 +1,7 @@
-/* One token for every place: the best logit, or the Gumbel argmax of what the cuts leave.
+/* The choice of tokens: the best logit, or the Gumbel argmax of the tokens that the cuts keep.
  *
  * The noise of a token needs two logarithms, but few tokens can win. The leading bits of a token's
- * hash bound its noise from above; only a token that could beat the best so far is computed in full.
+ * hash bound its noise from above; only if it could beat the best so far is its noise computed.
  */
 #include "sample.h"
 #include "row.h"
@@ -13,20 +13,21 @@
 #define ODD_2 0x94d049bb133111ebu
 #define LN2 0.69314718f
 
-enum { FT_MOST = 8 }; /* tokens of a row that may be kept */
+enum { FT_MOST = 8 }; /* most tokens of a row that may be kept */
 enum { PIECE = 16384 }; /* logits that make a task worth another thread */
 
-/* Places down a draft tree: each decides the token behind a node, and the walk goes to the child
- * that has it; it ends where there is none. The first place is behind `tail`, which is empty where
- * there are nodes. The place behind node n has the logits n + 1 rows below the first. */
+/* A walk down a draft tree. At each place a token is chosen that follows a node, and the walk goes
+ * on to the child with that token; without such a child it ends. The first place follows `tail`,
+ * which is empty if there are nodes. The logits of the place after node n are n + 1 rows after the
+ * first place's. */
 struct ft_walk {
     const ft_sampling *sampling;
-    int64_t first;     /* row of the logits of the first place */
-    int64_t num_nodes; /* rows of the output: one more, its tokens one behind the other */
-    const int64_t *tokens; /* of the request */
+    int64_t first;     /* row of the first place, in the logits and in the output */
+    int64_t num_nodes; /* the walk has num_nodes + 1 rows; chosen tokens fill the first ones */
+    const int64_t *tokens; /* tokens of the request */
     int64_t num_tokens;
-    int64_t draft;   /* where the nodes' ids begin in `drafts`, or those of the tail */
-    int64_t parents; /* where the nodes' parents do; -1: each is the child of the one before */
+    int64_t draft;   /* index in `drafts` of the first node's id, or of the tail */
+    int64_t parents; /* index in `drafts` of the first node's parent; -1: nodes are a chain */
     int64_t tail_len;
     const uint8_t *mask;
 };
@@ -39,9 +40,9 @@ typedef struct {
     const int64_t *drafts;
     int64_t *tokens;     /* [rows] out: a token or FT_NOT_FINITE, FT_ALL_BANNED */
     int64_t *num_places; /* [walks] out: places decided, the failed one included */
-    int64_t num_best;    /* 0: one token each, along the walks; else so many of each first place */
-    float *scores;       /* [rows, num_best] out, as `tokens` then */
-    atomic_int failed;   /* no memory */
+    int64_t num_best;    /* 0: one token for each place; else tokens for each first place */
+    float *scores;       /* [rows, num_best] out; `tokens` has that shape then */
+    atomic_int failed;   /* set when a thread has no memory */
 } choose_job;
 
 typedef struct {
@@ -52,7 +53,8 @@ typedef struct {
 
 /* -- the best --------------------------------------------------------------------------------- */
 
-/* The greatest of a row: NaN where there is one. As integers, whose maximum needs no order. */
+/* The greatest value of a row, or NaN if it has one. Values are compared as integers, because their
+ * maximum may be taken in any order and so vectorises. */
 static float find_top(const float *values, int64_t vocab) {
     int32_t most = INT32_MIN, widest = 0;
     for (int64_t i = 0; i < vocab; i++) {
@@ -87,7 +89,7 @@ static uint64_t mix(uint64_t word) {
     return word ^ (word >> 31);
 }
 
-/* Where the noise of a position starts; `stream_keys` of core/sampling/gumbel.py. */
+/* The key of a position's noise; see `stream_keys` of core/sampling/gumbel.py. */
 static uint64_t noise_key(uint64_t noise_start, int64_t position) {
     return mix(noise_start + GOLDEN * (uint64_t)(position + 1));
 }
@@ -104,9 +106,9 @@ static float gumbel(uint64_t word) {
     return (float)-log(-log1p(-(double)rest));
 }
 
-/* At least the noise plus `scaled`, less a constant; up to rounding, which SLACK covers.
- * -log(-log(u)) <= -log(1 - u); of 1 - u the leading 32 bits, rounded down, become a float, whose
- * bits are its logarithm to the base 2, never too great by linear interpolation. */
+/* Upper bounds of noise + `scaled`, minus BOUND_OFFSET, up to rounding, which SLACK covers. They
+ * use -log(-log(u)) <= -log(1 - u). The leading 32 bits of 1 - u, rounded down, become a float,
+ * whose bit pattern is a linear interpolation of its base-2 logarithm, and so never too great. */
 FT_INLINE void bound_block(const float *scaled, const int64_t *hashes, uint64_t key, int64_t count,
                            float *bounds) {
     int32_t leading[FT_BLOCK];
@@ -121,16 +123,16 @@ FT_INLINE void bound_block(const float *scaled, const int64_t *hashes, uint64_t 
 #define BOUND_OFFSET (LN2 * 158.0f) /* exponent bias, and 31 bits */
 #define SLACK 1e-3f
 
-/* The best so far, most often one: falling, of equal scores the lower id first. */
+/* The best tokens so far, usually one: by falling score, among equal scores by rising id. */
 typedef struct {
     uint64_t key;
     const int64_t *hashes;
-    int64_t width;           /* how many are kept */
-    float scores[FT_MOST];   /* -inf where there is none */
+    int64_t width;           /* number of tokens kept */
+    float scores[FT_MOST];   /* -inf for a missing token */
     int64_t ids[FT_MOST];
 } gumbel_argmax;
 
-/* What a score needs at least to be kept. */
+/* The least score that is kept. */
 FT_INLINE float least_kept(const gumbel_argmax *argmax) { return argmax->scores[argmax->width - 1]; }
 
 static void keep(gumbel_argmax *argmax, float score, int64_t id) {
@@ -161,7 +163,8 @@ static void enter(gumbel_argmax *argmax, const ft_row *row, int64_t id) {
     keep(argmax, gumbel(noise_word(argmax->hashes[id], argmax->key)) + scaled, id);
 }
 
-/* `scaled` [FT_BLOCK] may be off by rounding; -inf for tokens that take no part. */
+/* Enter the tokens of a block. `scaled` [FT_BLOCK] may be off by rounding; -inf leaves a token
+ * out. */
 static void enter_block(gumbel_argmax *argmax, const ft_row *row, int64_t at, const float *scaled) {
     float bounds[FT_BLOCK], needed = least_kept(argmax) - BOUND_OFFSET - SLACK;
     int64_t count = ft_min(FT_BLOCK, row->vocab - at);
@@ -182,7 +185,8 @@ static void enter_block(gumbel_argmax *argmax, const ft_row *row, int64_t at, co
 
 static void enter_all(gumbel_argmax *argmax, const ft_row *row) {
     float scaled[FT_BLOCK], factor = 1.0f / row->temperature;
-    /* A good one first: others must beat it. Where more are kept, it would be entered again. */
+    /* Entering the best logit first leaves few tokens that could beat it. With width > 1, the loop
+     * below would enter it a second time. */
     if (argmax->width == 1) enter(argmax, row, find_id(row));
     for (int64_t at = 0; at < row->vocab; at += FT_BLOCK) {
         const float *values = row->values + at;
@@ -195,7 +199,7 @@ static void enter_all(gumbel_argmax *argmax, const ft_row *row) {
     }
 }
 
-/* -inf for what the cuts take away; `*ties` of those with the last key may still stay. */
+/* Set the tokens that the cuts remove to -inf; `*ties` tokens with the last key may still stay. */
 FT_INLINE void drop_others(float *scaled, const uint32_t *keys, uint32_t last, int64_t *ties) {
     int num_ties = 0;
     for (int i = 0; i < FT_BLOCK; i++) {
@@ -225,7 +229,7 @@ static void enter_kept(gumbel_argmax *argmax, const ft_row *row, ft_kept kept) {
 
 /* -- a place ---------------------------------------------------------------------------------- */
 
-/* The best of a greedy row. */
+/* Enter the best logits of a row, without noise. */
 static void enter_greedy(gumbel_argmax *argmax, const ft_row *row) {
     for (int64_t at = 0; at < row->vocab; at += FT_BLOCK) {
         int64_t stop = ft_min(row->vocab, at + FT_BLOCK);
@@ -236,7 +240,7 @@ static void enter_greedy(gumbel_argmax *argmax, const ft_row *row) {
     }
 }
 
-/* Several tokens of a row, the best first. */
+/* Return the `width` best tokens of a row, the best first. */
 static gumbel_argmax find_argmax(const choose_job *job, ft_row *row, const ft_sampling *sampling,
                                  int64_t position, const row_space *space, int64_t width) {
     uint64_t key = noise_key(sampling->noise_start, position);
@@ -259,7 +263,7 @@ static int64_t draw(const choose_job *job, ft_row *row, const ft_sampling *sampl
     return find_argmax(job, row, sampling, position, space, 1).ids[0];
 }
 
-/* The logits that decide, or an error in place of a token. */
+/* Check and edit logits to the row `found`. Returns 0, or an error in place of a token. */
 static int64_t process(const choose_job *job, const float *logits, const ft_sampling *sampling,
                        const ft_path *path, const row_space *space, ft_row *found) {
     ft_row row = {logits, job->vocab, find_top(logits, job->vocab), 1.0f};
@@ -283,7 +287,7 @@ static int64_t choose(const choose_job *job, const float *logits, const ft_sampl
     return draw(job, &row, sampling, ft_path_len(path) - sampling->prompt_len, space);
 }
 
-/* The child of `node` that has this token; -1 where there is none. */
+/* The child of `node` that has this token, or -1. */
 static int64_t find_child(const choose_job *job, const ft_walk *walk, int64_t node, int64_t token) {
     const int64_t *draft = job->drafts + walk->draft;
     int64_t next = node + 1;
@@ -298,7 +302,7 @@ static int64_t find_child(const choose_job *job, const ft_walk *walk, int64_t no
 static void walk_draft(choose_job *job, int64_t index, const row_space *space) {
     const ft_walk *walk = &job->walks[index];
     int64_t *tokens = job->tokens + walk->first, node = -1, count = 0;
-    /* Behind the first place the tail is what was chosen so far. */
+    /* After the first place, the tail is the tokens that were chosen so far. */
     const int64_t *tail = walk->num_nodes ? tokens : job->drafts + walk->draft;
     ft_path path = {walk->tokens, walk->num_tokens, tail, walk->tail_len, walk->mask};
     do {
@@ -310,7 +314,7 @@ static void walk_draft(choose_job *job, int64_t index, const row_space *space) {
     job->num_places[index] = count;
 }
 
-/* The best tokens of a walk's only place; `num_places` says how many there are. */
+/* Find the best tokens of a walk's only place; their number goes to `num_places`. */
 static void find_best(choose_job *job, int64_t index, const row_space *space) {
     const ft_walk *walk = &job->walks[index];
     int64_t *tokens = job->tokens + walk->first * job->num_best, count = 0;
@@ -366,7 +370,7 @@ static int run(choose_job *job, int64_t num_walks) {
     return atomic_load(&job->failed) ? -1 : 0;
 }
 
-/* Returns 0, or -1 when there is no memory. */
+/* Choose the tokens of all walks. Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_choose(const float *logits, int64_t vocab, const int64_t *hashes,
                         const ft_walk *walks, int64_t num_walks, const int64_t *drafts,
                         int64_t *tokens, int64_t *num_places) {

@@ -4,13 +4,13 @@
 
 #include "common/common.h"
 
-enum { FT_NOT_FINITE = -1, FT_ALL_BANNED = -2 }; /* in place of a token */
+enum { FT_NOT_FINITE = -1, FT_ALL_BANNED = -2 }; /* errors in place of a token */
 
-/* Places down a draft tree; see sample.c. */
+/* A walk down a draft tree; see sample.c. */
 typedef struct ft_walk ft_walk;
 
-/* The best `num_best` tokens of the first place of each walk, 8 at most, and their scores. Returns
- * 0, or -1 when there is no memory. */
+/* Find the `num_best` best tokens, at most 8, of the first place of each walk, and their scores.
+ * Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_best(const float *logits, int64_t vocab, const int64_t *hashes,
                       const ft_walk *walks, int64_t num_walks, const int64_t *drafts,
                       int64_t num_best, int64_t *tokens, float *scores, int64_t *counts);

@@ -22,7 +22,7 @@ FT_INLINE void multiply_row(char *b, const char *x, int64_t channels, int dtype)
     }
 }
 
-/* b of each row to b * x. */
+/* Replace b of each row with b * x. */
 static void multiply_piece(void *context, int64_t begin, int64_t end) {
     const conv_job *job = context;
     int64_t channels = job->conv->channels;
@@ -34,7 +34,7 @@ static void multiply_piece(void *context, int64_t begin, int64_t end) {
     }
 }
 
-/* `inputs`: of the row's taps. */
+/* `inputs`: the input of each tap. */
 FT_INLINE void convolve_row(const ft_conv *conv, const char *const *inputs, const char *c, char *out,
                             int64_t num_taps, int dtype) {
     int64_t channels = conv->channels;
@@ -74,7 +74,7 @@ static void convolve_piece(void *context, int64_t begin, int64_t end) {
             inputs[tap] = ft_input_at(&job->inputs, segment, at, last - num_taps + 1 + tap);
         const char *c = job->mixed + row * job->inputs.row_bytes + bytes;
         char *out = job->out + row * bytes;
-        if (job->inputs.dtype == FT_BFLOAT16 && num_taps == 3) /* what models have */
+        if (job->inputs.dtype == FT_BFLOAT16 && num_taps == 3) /* the usual number, unrolled */
             convolve_row(conv, inputs, c, out, 3, FT_BFLOAT16);
         else if (job->inputs.dtype == FT_BFLOAT16)
             convolve_row(conv, inputs, c, out, num_taps, FT_BFLOAT16);

@@ -1,4 +1,5 @@
-/* What the convolutions of recurrent layers read: rows of a pass, of a log, and the tail of a state. */
+/* Inputs of the convolutions of recurrent layers: rows of a pass, entries of a log, the tail of a
+ * state. */
 #include "state.h"
 
 static int64_t input_bytes(const ft_inputs *inputs) {
@@ -39,7 +40,8 @@ const char *ft_input_at(const ft_inputs *inputs, int64_t segment, int64_t at, in
     return ft_slot_field(inputs, states->slot_of[segment], FT_SLOT_TAIL) + index * bytes;
 }
 
-/* The state in a slot stands at a position of the segment: its tail, and that it does. */
+/* Write the tail and the position of the state in a slot, for a state at `position` of the
+ * segment. */
 static void move_tail(const ft_inputs *inputs, int64_t segment, int64_t at, int64_t slot,
                       int64_t position) {
     int64_t bytes = input_bytes(inputs), count = inputs->num_taps - 1;

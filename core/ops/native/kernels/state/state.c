@@ -1,13 +1,13 @@
-/* The gated delta rule (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060), a page after the other.
+/* The gated delta rule (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060), one page after the other.
  *
- * With S the state of a page's start, c the sum of log decays since then, and s the page's rows before:
+ * S is the state at a page's start, c the sum of log decays since then, and s an earlier row of the page:
  *     u_t = beta_t (v_t - e^c_t S^T k_t - sum e^(c_t - c_s) (k_s k_t) u_s)
  *     o_t = e^c_t S^T q_t + sum e^(c_t - c_s) (k_s q_t) u_s + (k_t q_t) u_t
- * and S of the next page, n being the last row, is e^c_n S + sum e^(c_n - c_s) k_s u_s^T. Of Mamba-2
- * q, k and v are C, B and x, u_t = dt_t v_t, and o_t has the skip's D v_t besides.
+ * S of the next page is e^c_n S + sum e^(c_n - c_s) k_s u_s^T, where n is this page's last row. In
+ * Mamba-2, q, k and v are C, B and x, u_t is dt_t v_t, and D v_t, the skip, is added to o_t.
  *
- * A task is a segment and a head. Each sum is one chain in the order of key_dim, or of rows; how many
- * rows share a load of S changes no bits.
+ * A task is one head of a segment. Each sum is one chain in the order of key_dim, or of rows; the
+ * number of rows that share a load of S changes no bits.
  */
 #include "state.h"
 
@@ -20,37 +20,38 @@
 #endif
 
 enum { LEAST_WORK = 1 << 16 }; /* products that make a task worth another thread */
-#define LENGTH_EPS 1e-6f       /* of queries and keys */
+#define LENGTH_EPS 1e-6f       /* added to the squared length of queries and keys */
 
-/* How many rows and vectors of a product are summed at once, as registers allow. */
+/* Rows and vectors of a product that are summed at once; the registers limit them. */
 #if defined(FT_AVX512)
 enum { BLOCK_ROWS = 8, BLOCK_VECTORS = 2, WIDE_VECTORS = 8 };
 #else
 enum { BLOCK_ROWS = 6, BLOCK_VECTORS = 1, WIDE_VECTORS = 2 };
 #endif
 
-enum { BLOCK_TERMS = 32 }; /* and of how many rows before the next columns, so that these stay near */
+enum { BLOCK_TERMS = 32 }; /* rows of `right` that are multiplied before the next, to stay cached */
 
-enum { LINE = 64, FETCHED_LINES = 8 }; /* bytes; how many are fetched beside a vector's convolution */
+enum { LINE = 64, FETCHED_LINES = 8 }; /* bytes; lines prefetched with each vector's convolution */
 
-/* Into the second level: the first has room for fewer requests at once. */
+/* Prefetch into the second-level cache: the first level allows fewer outstanding requests. */
 #define FETCH(p) __builtin_prefetch((p), 0, 2)
 
 typedef struct {
     const char *at, *stop;
 } memory_range;
 
-/* Scratch memory of a task; rows are padded to whole vectors, key_dim and value_dim each. */
+/* Scratch memory of a task. Rows are padded to whole vectors: key_dim to keys, value_dim to
+ * values. */
 typedef struct {
     float *x;       /* [page, 2, keys] keys and queries of the page's rows */
-    float *weighed; /* [page, keys] keys, times what decay leaves of them */
+    float *weighed; /* [page, keys] keys, times their decay until the page's end */
     float *u;       /* [page, values] values, then u */
-    float *read;    /* [page, 2, values] what S gives for x */
-    float *c, *beta; /* [page]; of Mamba-2 dt is in beta's place */
-    float *own;     /* [key_dim, values] S where a slot's rows are not whole vectors */
-    float *draft;   /* [key_dim, values] S behind the last final row */
-    memory_range soon[3]; /* what the task reads behind its first inputs */
-    int num_soon;         /* of them not fetched yet, the last first */
+    float *read;    /* [page, 2, values] products of x with S */
+    float *c, *beta; /* [page]; for Mamba-2, dt in place of beta */
+    float *own;     /* [key_dim, values] copy of S if a slot's rows are not whole vectors */
+    float *draft;   /* [key_dim, values] S of pages that have only draft rows */
+    memory_range soon[3]; /* memory that the task reads after its first inputs */
+    int num_soon;         /* number of ranges not prefetched yet; the last one is next */
 } delta_space;
 
 typedef struct {
@@ -61,20 +62,20 @@ typedef struct {
     const ft_states *states;
     const ft_recurrence *delta;
     int dtype;
-    int64_t num_gates; /* of a row */
-    float *gated;      /* of Mamba-2: [num_rows, num_heads * value_dim], before the norm, or NULL */
+    int64_t num_gates; /* gates of a row */
+    float *gated;      /* Mamba-2: [num_rows, num_heads * value_dim] before the norm, or NULL */
     ft_inputs inputs;
     int64_t keys, values; /* padded */
     delta_space *spaces;
-    atomic_flag *taken; /* of the spaces */
+    atomic_flag *taken; /* whether each space is in use */
 } delta_job;
 
-/* A segment in one head. */
+/* One head of a segment. */
 typedef struct {
     const delta_job *job;
     delta_space *space;
     int64_t segment, head;
-    int64_t start, stop, final_stop, at; /* positions; where S stood */
+    int64_t start, stop, final_stop, at; /* positions; at: of S before the pass */
     char *log;
 } delta_task;
 
@@ -90,7 +91,7 @@ static float *state_of(const delta_task *task, int64_t slot) {
     return states + task->head * delta->key_dim * delta->value_dim;
 }
 
-/* Rows of `width` items between memory without padding and memory with it. */
+/* Copy rows of `width` items between padded and unpadded memory. */
 static void copy_rows(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows,
                       int64_t width) {
     for (int64_t row = 0; row < rows; row++)
@@ -104,14 +105,14 @@ static void store_state(const delta_task *task, const float *state, int64_t slot
     copy_rows(state, task->job->values, to, delta->value_dim, delta->key_dim, delta->value_dim);
 }
 
-/* An entry's k, u or c in the log: `width` items of a position. */
+/* Address of k, u or c of a position in the log, `width` items. */
 static float *entry(const delta_task *task, int field, int64_t position, int64_t width) {
     const ft_states *states = task->job->states;
     float *all = (float *)ft_log_field(&task->job->inputs, states->log_of[task->segment], field);
     return all + (task->head * states->ring + position % states->ring) * width;
 }
 
-/* Entries of positions [first, stop) of the page at `base`, from the log. */
+/* Load the log entries of positions [first, stop) of the page at `base`. */
 static void load_entries(const delta_task *task, int64_t base, int64_t first, int64_t stop) {
     const delta_job *job = task->job;
     const delta_space *space = task->space;
@@ -120,7 +121,7 @@ static void load_entries(const delta_task *task, int64_t base, int64_t first, in
         int64_t row = position - base;
         float *x = space->x + 2 * row * job->keys;
         memcpy(x, entry(task, FT_LOG_K, position, key_dim), (size_t)key_dim * 4);
-        /* Behind it another request's numbers may lie, which need not be finite. */
+        /* The padding may hold another request's numbers, which need not be finite. */
         memset(x + key_dim, 0, (size_t)(job->keys - key_dim) * 4);
         memcpy(space->u + row * job->values, entry(task, FT_LOG_U, position, value_dim),
                (size_t)value_dim * 4);
@@ -142,8 +143,8 @@ static void store_entries(const delta_task *task, int64_t base, int64_t first, i
     }
 }
 
-/* What a decoding row waits for is memory: it comes while the row's inputs are computed. The log of a
- * large page may go on at its ring's start; that part comes when it is read. */
+/* Decoding rows are limited by memory, so S and the log are prefetched while the row's inputs are
+ * computed. The part of a log that wraps around to its ring's start is not prefetched. */
 static void plan_fetches(const delta_task *task) {
     const ft_recurrence *delta = task->job->delta;
     delta_space *space = task->space;
@@ -167,7 +168,8 @@ FT_INLINE void fetch_soon(delta_space *space) {
 
 /* -- inputs: convolution, length, gates -------------------------------------------------------- */
 
-/* `width` channels from `first` on: taps in their order, then silu. Zeros behind them. */
+/* Convolve `width` channels from `first` on: taps in order, the bias, then silu. The rest of the
+ * last vector becomes 0. */
 FT_INLINE void convolve(const delta_task *task, const char *const *inputs, int64_t first,
                         int64_t width, float *out, int64_t num_taps, int dtype) {
     const delta_job *job = task->job;
@@ -185,7 +187,7 @@ FT_INLINE void convolve(const delta_task *task, const char *const *inputs, int64
     }
 }
 
-/* The same; four taps are what models have. */
+/* Call `convolve`, with four taps, the usual number, as a constant. */
 static void convolve_part(const delta_task *task, const char *const *inputs, int64_t first,
                           int64_t width, float *out) {
     int64_t num_taps = task->job->delta->num_taps;
@@ -197,7 +199,7 @@ static void convolve_part(const delta_task *task, const char *const *inputs, int
         convolve(task, inputs, first, width, out, num_taps, FT_FLOAT32);
 }
 
-/* A head of `keys` items, those behind key_dim 0, divided by its length and times `factor`. */
+/* Divide a head, padded with zeros to `keys` items, by its length, and multiply it by `factor`. */
 static void to_length(float *x, int64_t keys, float factor) {
     ft_vec squares = v_set(0.0f);
     for (int64_t i = 0; i < keys; i += FT_WIDTH) {
@@ -214,7 +216,7 @@ static float exp_one(float x) {
     return at[0];
 }
 
-/* Key, query, value, beta and, in c, the log decay of one row of the page at `base`. */
+/* Compute key, query, value, beta and, in c, the log decay of one row of the page at `base`. */
 static void read_inputs(const delta_task *task, int64_t base, int64_t position) {
     const delta_job *job = task->job;
     const delta_space *space = task->space;
@@ -249,17 +251,17 @@ static void read_inputs(const delta_task *task, int64_t base, int64_t position) 
 
 /* -- products ---------------------------------------------------------------------------------- */
 
-/* out[r] = scale * from[r] + sum over t of left(r, t) * right[t], of which each is one chain. */
+/* out[r] = scale * from[r] + sum over t of left(r, t) * right[t]; each sum is one chain. */
 typedef struct {
     const float *left; /* (r, t) is at r * left_row + t * left_term */
     int64_t left_row, left_term;
     const float *right; /* [terms, width] */
     int64_t terms;
-    const float *from; /* or NULL: nothing */
+    const float *from; /* NULL: zeros */
     float scale;
     float *out;
-    int64_t width; /* of right, from and out, whole vectors */
-    const float *next; /* what comes behind right, as large: fetched meanwhile, in its order */
+    int64_t width; /* items of rows of right, from and out: whole vectors */
+    const float *next; /* memory that is read after right, of the same size: prefetched meanwhile */
 } product;
 
 FT_INLINE void multiply_block(const product *p, int64_t row, int64_t column, int rows, int vectors) {
@@ -304,7 +306,7 @@ FT_INLINE void multiply_column(const product *p, int64_t rows, int64_t column, i
     }
 }
 
-/* The columns from `column` on. */
+/* Multiply the columns from `column` on. */
 static void multiply_columns(const product *p, int64_t rows, int64_t column) {
     const int64_t step = BLOCK_VECTORS * FT_WIDTH;
     for (; column + step <= p->width; column += step) multiply_column(p, rows, column, BLOCK_VECTORS);
@@ -314,7 +316,7 @@ static void multiply_columns(const product *p, int64_t rows, int64_t column) {
 static void multiply_terms(const product *p, int64_t rows) {
     const int64_t wide = WIDE_VECTORS * FT_WIDTH;
     int64_t column = 0;
-    /* Of a decoding row, its key and query or the query alone: more columns, so that as many sums run. */
+    /* A decoding row has a key and a query, or only a query: wider blocks have enough sums. */
     for (; rows <= 2 && column + wide <= p->width; column += wide) {
         if (rows == 2) multiply_block(p, 0, column, 2, WIDE_VECTORS);
         else multiply_block(p, 0, column, 1, WIDE_VECTORS);
@@ -322,7 +324,7 @@ static void multiply_terms(const product *p, int64_t rows) {
     multiply_columns(p, rows, column);
 }
 
-/* Rows of `out` after the others, as they and those of `from` lie in memory, of a small `right`. */
+/* Multiply block by block of rows, in the order of `out` and `from` in memory; `right` is small. */
 static void multiply_in_rows(const product *whole, int64_t rows) {
     product p = *whole;
     for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
@@ -334,7 +336,8 @@ static void multiply_in_rows(const product *whole, int64_t rows) {
     }
 }
 
-/* Some rows of `right` after the others, as they lie in memory; sums go on in `out`. */
+/* Multiply block by block of terms, in the order of `right` in memory; the sums continue in
+ * `out`. */
 static void multiply(const product *whole, int64_t rows) {
     product p = *whole;
     for (int64_t done = 0; done < whole->terms; done += p.terms) {
@@ -354,7 +357,7 @@ static float dot(const float *x, const float *y, int64_t width) {
     return v_sum(sum);
 }
 
-/* What is left at row `row` of the rows before it: e^(c_row - c_s). Room for a page. */
+/* Decay from each earlier row s to row `row`: e^(c_row - c_s). `out` must have room for a page. */
 static void find_decays(const float *c, int64_t row, float *out) {
     ft_vec last = v_set(c[row]);
     for (int64_t s = 0; s < row; s += FT_WIDTH)
@@ -363,7 +366,7 @@ static void find_decays(const float *c, int64_t row, float *out) {
 
 /* -- rows of a page ---------------------------------------------------------------------------- */
 
-/* Adds factor[s] * u[s], s from 0, to `scale` times what S gave; `row` rows of them. */
+/* Return `scale` * read, the product with S, plus factors[s] * u[s] of the rows s before `row`. */
 FT_INLINE ft_vec gather(const float *read, float scale, const float *factors, const float *u,
                         int64_t row, int64_t values) {
     ft_vec sum = v_mul(v_load(read), v_set(scale));
@@ -371,7 +374,7 @@ FT_INLINE ft_vec gather(const float *read, float scale, const float *factors, co
     return sum;
 }
 
-/* u and o of one row; o in the place of what S gave for its query. */
+/* Compute u and o of one row; o replaces the product of S with its query. */
 static void run_row(const delta_task *task, int64_t row) {
     const delta_space *space = task->space;
     int64_t keys = task->job->keys, values = task->job->values;
@@ -395,7 +398,7 @@ static void run_row(const delta_task *task, int64_t row) {
     }
 }
 
-/* The same of Mamba-2, for whose query alone S was read. */
+/* Like run_row, for Mamba-2, which multiplies S only with the query. */
 static void run_mamba_row(const delta_task *task, int64_t row) {
     const delta_space *space = task->space;
     int64_t keys = task->job->keys, values = task->job->values;
@@ -417,7 +420,7 @@ static void run_mamba_row(const delta_task *task, int64_t row) {
     }
 }
 
-/* The norm of a head's output, times silu(z), into out. */
+/* Write the norm of a head's output, times silu(z), to out. */
 FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_row, int dtype) {
     const delta_job *job = task->job;
     const ft_recurrence *delta = job->delta;
@@ -437,7 +440,8 @@ FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_
     }
 }
 
-/* A head's output of Mamba-2 times silu(z), which is normed behind all heads, if it is. */
+/* Write a head's output of Mamba-2 times silu(z). If there is a norm, norm_piece computes it after
+ * all heads. */
 static void put_gated(const delta_task *task, const float *read, int64_t batch_row) {
     const delta_job *job = task->job;
     int64_t width = job->delta->value_dim, all = job->delta->num_heads * width;
@@ -451,13 +455,13 @@ static void put_gated(const delta_task *task, const float *read, int64_t batch_r
     }
 }
 
-/* Rows [first, stop) of the page at `base`, whose state is S. */
+/* Compute rows [first, stop) of the page at `base`, whose S is `state`. */
 static void run_rows(const delta_task *task, const float *state, int64_t base, int64_t first,
                      int64_t stop) {
     const delta_job *job = task->job;
     const delta_space *space = task->space;
     int64_t row = first - base, count = stop - first;
-    int64_t reads_a_row = is_mamba(job) ? 1 : 2; /* for the query, before it for the key */
+    int64_t reads_a_row = is_mamba(job) ? 1 : 2; /* the query, or key and query */
     for (int64_t position = first; position < stop; position++) read_inputs(task, base, position);
     if (first == task->start) load_entries(task, base, base, first);
     for (int64_t place = ft_max(row, 1); place < stop - base; place++)
@@ -481,7 +485,7 @@ static void run_rows(const delta_task *task, const float *state, int64_t base, i
     }
 }
 
-/* S of the next page, of a full one whose entries are in the scratch memory. */
+/* Compute S of the next page from a full page, whose entries are in the scratch memory. */
 static void fold(const delta_task *task, const float *state, float *out) {
     const delta_job *job = task->job;
     const delta_space *space = task->space;
@@ -499,9 +503,10 @@ static void fold(const delta_task *task, const float *state, float *out) {
     multiply_in_rows(&folded, job->delta->key_dim);
 }
 
-/* -- the walk of a segment ----------------------------------------------------------------------- */
+/* -- the walk of a segment
+ * ----------------------------------------------------------------------- */
 
-/* The slot that keeps the state at a position; -1: none does. */
+/* The slot that keeps the state at a position, or -1. */
 static int64_t keeper_of(const delta_job *job, int64_t segment, int64_t position) {
     const ft_states *states = job->states;
     for (int64_t i = states->first_keeps[segment]; i < states->first_keeps[segment + 1]; i++)
@@ -509,7 +514,7 @@ static int64_t keeper_of(const delta_job *job, int64_t segment, int64_t position
     return -1;
 }
 
-/* S as the products take it: a slot's own memory where its rows are whole vectors. */
+/* Return S in padded rows: the slot's own memory if its rows are whole vectors, else a copy. */
 static float *load_state(const delta_task *task, float *slot_state) {
     const delta_job *job = task->job;
     const ft_recurrence *delta = job->delta;
@@ -553,7 +558,7 @@ static int64_t take_space(const delta_job *job) {
         if (!atomic_flag_test_and_set(&job->taken[index])) return index;
 }
 
-/* Numbers too small to be normal become 0: they are many where decay is fast, and slow. */
+/* 0x8040 flushes subnormal numbers to 0 (FTZ and DAZ): fast decay makes many, and they are slow. */
 static void delta_piece(void *context, int64_t begin, int64_t end) {
     const delta_job *job = context;
     const int64_t heads = job->delta->num_heads, space = take_space(job);
@@ -581,9 +586,10 @@ static void delta_piece(void *context, int64_t begin, int64_t end) {
     atomic_flag_clear(&job->taken[space]);
 }
 
-/* -- the norm of Mamba-2 ------------------------------------------------------------------------- */
+/* -- the norm of Mamba-2
+ * ------------------------------------------------------------------------- */
 
-/* Parts of rows, each with a norm of its own. */
+/* Norm parts of rows, each by itself. */
 static void norm_piece(void *context, int64_t begin, int64_t end) {
     const delta_job *job = context;
     const ft_recurrence *rule = job->delta;
@@ -606,7 +612,8 @@ static void norm_piece(void *context, int64_t begin, int64_t end) {
     }
 }
 
-/* -- the call ------------------------------------------------------------------------------------ */
+/* -- the call
+ * ------------------------------------------------------------------------------------ */
 
 static float *take(char **memory, int64_t floats) {
     float *taken = (float *)*memory;
@@ -614,7 +621,7 @@ static float *take(char **memory, int64_t floats) {
     return taken;
 }
 
-/* With `memory` NULL, the size of a space alone. */
+/* Place the arrays of a space in `memory`. Returns their bytes; with `memory` NULL, only that. */
 static int64_t lay_out(const delta_job *job, char *memory, delta_space *space) {
     int64_t page = ft_ceil_div(job->states->page_size, FT_WIDTH) * FT_WIDTH;
     int64_t state = job->delta->key_dim * job->values;
@@ -644,7 +651,7 @@ static int find_spaces(delta_job *job) {
     for (int64_t i = 0; i < threads; i++) {
         char *own = memory + head + i * bytes;
         lay_out(job, own, &job->spaces[i]);
-        if (job->keys != job->delta->key_dim) /* what pads a key is multiplied */
+        if (job->keys != job->delta->key_dim) /* the padding of a key is multiplied */
             memset(job->spaces[i].x, 0, (size_t)(2 * job->states->page_size * job->keys) * 4);
         atomic_flag_clear(&job->taken[i]);
     }
@@ -664,7 +671,7 @@ int ft_run_recurrent(const void *mixed, const float *gates, void *out, const ft_
     job.values = ft_ceil_div(delta->value_dim, FT_WIDTH) * FT_WIDTH;
     if (find_spaces(&job)) return -1;
     int64_t work = 2 * delta->key_dim * delta->value_dim * batch->num_rows / batch->num_segments;
-    /* Ranges: a thread fetches the next head's state behind that of a head. */
+    /* Ranges, so that a thread prefetches the state of its own next head. */
     ft_parallel_ranges(delta_piece, &job, batch->num_segments * delta->num_heads,
                        ft_max(1, LEAST_WORK / work));
     ft_keep_inputs(&job.inputs);
