@@ -1,6 +1,6 @@
 """A Lark grammar as one regular expression, for texts that are written inside a JSON string.
 
-The grammar library spells the characters of a pattern as JSON does, but not those of a grammar. A
+The grammar library can spell the texts of a pattern as JSON, but cannot do this for a grammar. A
 grammar without recursion is a regular expression. A rule that contains itself is unrolled to a few
 levels: every text of the pattern is a text of the grammar, but deeper nesting is left out.
 """
@@ -11,8 +11,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-MAX_CHARS = 9_000  # of a pattern
-LEVELS = (8, 4, 3, 2, 1)  # of a rule inside itself; the most that fit into a pattern are used
+MAX_CHARS = 9_000  # maximum length of a pattern
+LEVELS = (8, 4, 3, 2, 1)  # how deep rules may nest; the first that fits into a pattern is used
 _DECIMAL, _EXPONENT = r"(?:[0-9]+\.[0-9]*|\.[0-9]+)", "(?:[eE][+-]?[0-9]+)"
 _FLOAT = f"(?:[0-9]+{_EXPONENT}|{_DECIMAL}{_EXPONENT}?)"
 _NUMBER = f"(?:{_DECIMAL}|[0-9]+){_EXPONENT}?"
@@ -67,7 +67,7 @@ def _tokens(grammar: str) -> Iterator[Token]:
 
 
 def _rules(grammar: str) -> tuple[dict[str, list[Token]], list[list[Token]]]:
-    """Return the tokens of each rule by its name, and those of each ``%ignore``."""
+    """Return the tokens of each rule by its name, and the tokens of each ``%ignore``."""
     statements: list[tuple[str, list[Token]]] = []
     for kind, text in _tokens(grammar):
         if kind in ("rule", "directive"):

@@ -294,7 +294,7 @@ class Tool:
     parameters: Mapping[str, Any] | None = None  # None: any object
     strict: bool = False  # enforce valid arguments even if the model is free not to call the tool
     is_loaded: bool = False  # defined by a tool-search result inside the conversation
-    input_pattern: str | None = None  # of a custom tool: pattern of its argument, ``input``
+    input_pattern: str | None = None  # pattern of a custom tool's argument, ``input``
 
     @property
     def body(self) -> Mapping[str, Any]:
