@@ -189,7 +189,7 @@ def _docs(tree: ast.Module) -> Iterator[str]:
 
 @cache
 def _trees() -> Sequence[tuple[str, ast.Module]]:
-    """Return parsed modules in an order that does not depend on the meaning of their names."""
+    """Return parsed modules in a fixed pseudo-random order."""
     found = []
     for name in sorted(_MODULES, key=lambda name: hashlib.sha256(name.encode()).digest()):
         spec = importlib.util.find_spec(name)

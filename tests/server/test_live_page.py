@@ -123,7 +123,7 @@ def test_an_answer_and_the_cache_tell_why_reuse_of_the_prompt_ended(open_page: O
     say(page, "Goodbye. " * 8)
     told = page.locator(".cost").last.locator(".miss").inner_text()
     reason = "the chat template removed the reasoning of an answer"
-    assert re.search(rf"{reason} \(token \d+: \".+\" for \"<", told)
+    assert re.search(rf"{reason} \(token \d+: \".+\" instead of \"<", told)
     page.locator("#causes", has_text="removed the reasoning").wait_for()
 
 
@@ -519,7 +519,7 @@ def test_only_the_beginning_and_the_end_of_an_answer_are_read_aloud(open_page: O
     page = open_page()
     say(page, "One two.")
     assert page.locator("#log [aria-live], #log [role=status], #log[aria-live]").count() == 0
-    assert re.match(r"The answer is complete, \d+ tokens", page.locator("#status").inner_text())
+    assert re.match(r"The answer is complete: \d+ tokens", page.locator("#status").inner_text())
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Open) -> None:

@@ -362,7 +362,7 @@ function drawStrip(strip, steps, others) {
   strip.toggleAttribute("hidden", !steps.length);
   drawBars(strip, steps, { slots: steps.length, alike: others });
   strip.style.width = others.length ? `min(${width}, ${100 * steps.length / most}%)` : width;
-  const label = `${count(steps.length, "step")}, one bar each; its height is its number of tokens`;
+  const label = `${count(steps.length, "step")}, bar height: tokens per step`;
   strip.setAttribute("aria-label", label);
 }
 
@@ -395,7 +395,7 @@ export function verdictOf(on, off) {
     return say(quiet("Not compared: an answer is incomplete."));
   }
   if (comparable(on) !== comparable(off)) {
-    const words = "The answers differ although the seed is the same. Please report this bug.";
+    const words = "The answers differ although both used one seed. Please report this bug.";
     return make("p", { class: "verdict wrong" }, words);
   }
   // Times start at the first token, because the second answer may find its prompt in the cache.
