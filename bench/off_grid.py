@@ -1,8 +1,8 @@
-"""Write SmolLM2 with its weights off the grid of its file: the same function, rounded elsewhere.
+"""Writes SmolLM2 with its weights off the grid of its file: the same function, rounded differently.
 
-Its weights come from a 4-bit file, so a 4-bit copy on the same groups would be the model itself and
-every draft of it right. Residual dimensions, MLP units and the dimensions of values are permuted:
-the logits are the same but for the order of sums, and groups of 32 hold other neighbours.
+The weights come from a 4-bit file, so a 4-bit copy on the same groups would be the model itself,
+and every draft of it would be right. Here residual dimensions, MLP units and value dimensions are
+permuted: the logits are the same except for the order of sums, and groups of 32 have other members.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ADDS_TO_STREAM = ("o_proj", "down_proj")
 
 
 def write_off_grid(out: Path) -> Path:
-    """Write the folder in Hugging Face layout, bfloat16; one that is whole is left as it is."""
+    """Write the folder in Hugging Face format, in bfloat16; a complete folder is left unchanged."""
     done = out / "model.safetensors"
     if done.exists():
         return out
@@ -69,7 +69,7 @@ def _in_stream_order(name: str, weight: Tensor, stream: Tensor) -> Tensor:
         return weight[:, stream]
     if kind in _ADDS_TO_STREAM or kind.endswith("norm"):
         return weight[stream]
-    raise ValueError(f"{name}: not a tensor of SmolLM2")
+    raise ValueError(f"{name} is not a tensor of SmolLM2")
 
 
 def _permute_units(weights: dict[str, Tensor], prefix: str, generator: torch.Generator) -> None:
@@ -86,7 +86,7 @@ def _permute_values(
     num_kv_heads: int,
     generator: torch.Generator,
 ) -> None:
-    """The dimensions of each head's values, and the columns of ``o_proj`` that read them."""
+    """Permute the value dimensions of each head, and the columns of ``o_proj`` that read them."""
     v, o = f"{prefix}v_proj.weight", f"{prefix}o_proj.weight"
     head_dim, group = len(weights[v]) // num_kv_heads, num_heads // num_kv_heads
     orders = [torch.randperm(head_dim, generator=generator) for _ in range(num_kv_heads)]

@@ -1,8 +1,8 @@
-"""The same workloads as ``bench serve`` on the engine in this process, without HTTP.
+"""The workloads of ``bench serve`` on an engine in this process, without HTTP.
 
-``foretoken bench offline WORKLOAD``; the engine's flags are those of ``foretoken serve``.
-``--compare`` runs everything without and with speculation in turn, each from an empty cache, and
-tells their ratio, by the clock and by processor time, which a busy machine spares.
+``foretoken bench offline WORKLOAD``; it takes the engine flags of ``foretoken serve``.
+``--compare`` alternates runs without and with speculation, each from an empty cache. It reports
+their ratio by wall time, and by CPU time, which other load on the machine affects less.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OfflineDriver:
         self._llm, self._temperature = llm, temperature
 
     async def ask(self, job: Job, record: Record) -> Content:
-        """Read one answer; raises `Failure`, by the name of the engine's own error."""
+        """Read one answer. Raises `Failure`, whose kind is the name of the engine's error."""
         try:
             return await self._ask(job, record)
         except ForetokenError as error:
@@ -94,7 +94,7 @@ def _note_usage(record: Record, usage: object) -> None:
 
 
 def weight_bytes(llm: AsyncLLM) -> int:
-    """Bytes of the target's matrices as they are in memory, quantised or not."""
+    """Return the bytes of the target's matrices in memory, quantised or not."""
     runner = cast("ModelRunner", cast("Engine", llm.engine).runner)
     weights = cast("OwnDecoder", runner.decoder).weights
     linears = [linear for layer in weights.layers for linear in layer.linears]
@@ -103,7 +103,7 @@ def weight_bytes(llm: AsyncLLM) -> int:
 
 @asynccontextmanager
 async def sampled(llm: AsyncLLM) -> AsyncIterator[KvUsage]:
-    """The share of the KV pool that requests hold, ten times a second."""
+    """Sample the share of the KV pool that requests hold, ten times a second."""
     usage, cache = KvUsage(), cast("Engine", llm.engine).scheduler.cache
 
     async def sample() -> None:
@@ -129,7 +129,7 @@ class Bench:
     async def once(
         self, args: argparse.Namespace, speculation: str | int | None = None
     ) -> tuple[dict[str, object], list[str], list[Record]]:
-        """One run from an empty cache: figures, notes, records."""
+        """Run once from an empty cache; return figures, notes and records."""
         await self._llm.engine.flush_cache()
         driver = OfflineDriver(self._llm, args.temperature)
         load = Load(driver, speculation=speculation)
@@ -143,7 +143,7 @@ class Bench:
         return figures, notes, load.records
 
     async def measure(self, args: argparse.Namespace) -> None:
-        """Run one workload, print and write what it shows."""
+        """Run one workload; print and write its figures."""
         report: dict[str, object] = heading()
         if args.compare:
             report |= await self._compare(args)
@@ -156,11 +156,14 @@ class Bench:
         write_json(out_path(args.out, "offline", args.workload), report)
 
     async def _compare(self, args: argparse.Namespace) -> dict[str, object]:
-        """Off and on in turn; the first pair warms up. The order changes from pair to pair."""
+        """Alternate runs without and with speculation; the first pair warms up.
+
+        The order changes from pair to pair.
+        """
         setting = "auto" if args.speculation is None else args.speculation
         if setting == "off":
             raise SystemExit(
-                "--compare needs --speculation auto or K: it runs without speculation in any case"
+                "--compare needs --speculation auto or K; it always runs without speculation, too"
             )
         pairs: list[dict[str | int, dict[str, object]]] = []
         notes: list[str] = []
@@ -181,7 +184,7 @@ class Bench:
 
 
 def _row(name: str | int, runs: Sequence[dict[str, object]]) -> dict[str, object]:
-    """One setting: median and range over its runs."""
+    """Return a row for one setting: median and range of its runs."""
     return {
         "speculation": name,
         "tok/s": _spread(runs, "output_tokens_per_s"),
@@ -209,7 +212,7 @@ def _part(figure: object, part: str) -> object:
 def _ratios(
     pairs: Sequence[tuple[dict[str, object], dict[str, object]]],
 ) -> dict[str, Spread]:
-    """Ratios of on over off, pair by pair: above 1 speculation is faster."""
+    """Return the ratios of on over off, pair by pair; above 1, speculation is faster."""
     rates = [(_number(on, "output_tokens_per_s"), _number(off, "output_tokens_per_s"))
              for off, on in pairs]  # fmt: skip
     costs = [(_number(off, "cpu_ms_per_token"), _number(on, "cpu_ms_per_token"))
@@ -223,7 +226,7 @@ def _ratios(
 def _number(figures: dict[str, object], name: str) -> float:
     value = figures[name]
     if not isinstance(value, float):
-        raise SystemExit(f"a run served no token: {figures['errors']}")
+        raise SystemExit(f"a run served no tokens; its errors: {figures['errors']}")
     return value
 
 
@@ -242,13 +245,13 @@ def _own_flags(parser: Parser) -> None:
     add_engine_flags(parser)
     group = parser.add_argument_group("comparison")
     group.add_argument(
-        "--compare", action="store_true", help="run without and with speculation, in turn"
+        "--compare", action="store_true", help="alternate runs without and with speculation"
     )
     group.add_argument(
         "--repeats",
         type=positive,
         default=3,
-        help="number of pairs of runs, after one that warms up",
+        help="number of pairs of runs, after a warm-up pair",
     )
 
 
@@ -264,10 +267,12 @@ async def _main(runs: Sequence[argparse.Namespace]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write the JSON."""
+    """Measure, print the tables, and write the JSON."""
     runs = parsed("foretoken bench offline", ABOUT, list(argv or []), _own_flags)
     if recorded(runs[0]) is not None:
-        raise SystemExit("--record is for `foretoken bench serve agents`: bodies go over HTTP")
+        raise SystemExit(
+            "--record needs `foretoken bench serve agents`: recorded bodies are sent over HTTP"
+        )
     print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
     asyncio.run(_main(runs))
 

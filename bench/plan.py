@@ -1,7 +1,7 @@
-"""A cluster under a trace, in virtual time: the real scheduler, prefix cache, tiers and routing.
+"""A cluster that serves a trace in virtual time, with the real scheduler, cache, tiers and routing.
 
-``foretoken bench plan --trace FILE --replicas 1,2,4 [--prefill N --decode M]``. Steps take what the
-cost model measured on an engine of the model: here and now, or earlier in a file (``--costs``).
+``foretoken bench plan --trace FILE --replicas 1,2,4 [--prefill N --decode M]``. Step times come
+from the cost model of an engine of the model: measured now, or read from a file (``--costs``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .planning.replica import Tier
 
 ABOUT = (
     "Plan a cluster: replay a trace through the real scheduler, prefix cache, tiers and router in "
-    "virtual time, with steps as long as they were measured. Prints first tokens, gaps, hit rate "
+    "virtual time, with measured step times. Prints the time to first tokens, token gaps, hit rate "
     "and KV occupancy for each number of replicas, with and without the tiers."
 )
 EXIT_USAGE = 2
@@ -68,53 +68,58 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of the prompts, and of a synthetic trace")
     add("--replicas", type=_counts, metavar="N,N,..",
-        help="numbers of replicas (1; with --prefill and --decode: as many as these)")  # fmt: skip
+        help="numbers of replicas to plan (1; with --prefill and --decode: their sum)")  # fmt: skip
     add("--prefill", type=positive, metavar="N",
-        help="one more plan: replicas that compute prompts for those of --decode")  # fmt: skip
+        help="number of prefill replicas in an additional plan (with --decode)")  # fmt: skip
     add("--decode", type=positive, metavar="M",
-        help="replicas that read those prompts and compute the answers")  # fmt: skip
+        help="number of decode replicas in an additional plan (with --prefill)")  # fmt: skip
     add("--transfer-rate", type=above_zero, default=10.0, metavar="GB/S",
-        help="rate at which a replica reads pages of another one")  # fmt: skip
+        help="rate at which a replica reads KV pages of another one")  # fmt: skip
     add("--kv-memory", type=_size, default=DEFAULT_KV, metavar="SIZE",
         help="memory of each replica's KV pool")  # fmt: skip
     add("--kv-host", type=_size, metavar="SIZE", help="host memory of each replica for KV pages")
-    add("--kv-disk", type=_size, metavar="SIZE", help="disk of each replica for KV pages")
+    add("--kv-disk", type=_size, metavar="SIZE", help="disk space of each replica for KV pages")
     add("--host-rate", type=above_zero, default=20.0, metavar="GB/S",
-        help="rate at which pages are copied to and from host memory")  # fmt: skip
+        help="rate at which KV pages are copied to and from host memory")  # fmt: skip
     add("--disk-rate", type=above_zero, default=2.0, metavar="GB/S",
-        help="rate at which pages are written to and read from the disk")  # fmt: skip
+        help="rate at which KV pages are written to and read from the disk")  # fmt: skip
     add("--route", type=Route, choices=list(Route), default=Route.KV,
-        help="choice of the replica, as in foretoken serve --route")  # fmt: skip
+        help="routing policy, as for foretoken serve --route")  # fmt: skip
     add("--max-running", type=positive, metavar="N",
-        help="requests that run at a time in a replica (as in the measured engine)")  # fmt: skip
+        help="most requests running at a time per replica (as in the measured engine)")  # fmt: skip
     add("--draft-depth", type=natural, default=0, metavar="K",
-        help="draft tokens of each request in a step")  # fmt: skip
+        help="draft tokens per request and step")  # fmt: skip
     add("--tokens-per-step", type=above_zero, default=1.0, metavar="X",
-        help="mean tokens that a request gains by a step with such drafts, 1 to K + 1")  # fmt: skip
+        help="mean tokens that a step adds to a request with such drafts, 1 to K + 1")  # fmt: skip
     add("--draft-ms", type=float, default=0.0, metavar="MS",
-        help="time that proposing takes in a step (look-ups: next to none)")  # fmt: skip
+        help="time to propose the drafts of a step (lookups: almost 0)")  # fmt: skip
     add("--arrival-ms", type=float, default=0.0, metavar="MS",
-        help="time from a client to an engine's queue, which first tokens take longer")  # fmt: skip
+        help="time from a client to an engine's queue, which delays first tokens")  # fmt: skip
     add("--pace", type=above_zero, default=1.0, metavar="X",
-        help="factor by which steps take longer than measured, as where replicas, front and "
-        "clients share cores")  # fmt: skip
+        help="factor by which steps take longer than measured, for example because replicas, "
+        "front and clients share cores")  # fmt: skip
     add("--slo", type=_slo, default={},
-        help="limits in ms that a good request keeps, such as ttft=500,itl=50")  # fmt: skip
-    add("--model", metavar="MODEL", help="model whose steps are measured, as for foretoken serve")
-    add("--threads", type=positive, metavar="N", help="threads of the engine that is measured")
-    add("--costs", type=Path, metavar="FILE", help="step costs to use: nothing is measured")
-    add("--write-costs", type=Path, metavar="FILE", help="file for the step costs")
+        help="latency limits for goodput in ms, such as ttft=500,itl=50")  # fmt: skip
+    add("--model", metavar="MODEL", help="model to measure, as for foretoken serve")
+    add("--threads", type=positive, metavar="N", help="number of threads of the measured engine")
+    add("--costs", type=Path, metavar="FILE", help="file of step costs to use instead of measuring")
+    add("--write-costs", type=Path, metavar="FILE", help="file to write the step costs to")
     add("--plots", type=Path, metavar="DIR", help="folder for plots (needs matplotlib)")
-    add("--out", type=Path, metavar="FILE", help="JSON file to write (in bench/results/)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="JSON file to write (in bench/results/)",
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan, print the table, write JSON and plots; the process's exit code."""
+    """Plan, print the table, write JSON and plots; return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if (args.prefill is None) != (args.decode is None):
-        parser.error("--prefill and --decode need each other")
+        parser.error("--prefill and --decode must be given together")
     if args.plots is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plots needs matplotlib: pip install 'foretoken[bench]'")
     try:
@@ -124,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ForetokenError, OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except SystemExit as error:  # a trace that is none, a file of costs that is none
+    except SystemExit as error:  # The trace or the file of costs is malformed.
         print(f"{parser.prog}: {error.code}", file=sys.stderr)
         return EXIT_USAGE
     _show(args, costs, plans, scene.remarks())
@@ -143,13 +148,13 @@ def _costs(args: argparse.Namespace) -> StepCosts:
 
 
 def _scene(args: argparse.Namespace, costs: StepCosts) -> Scene:
-    """The inputs of the trace's sessions, whose prompts are random tokens."""
+    """Return the inputs of the trace's sessions, whose prompts are random tokens."""
     corpus = asyncio.run(id_corpus(None, costs.vocab_size, args.seed))
     return Scene(args, corpus, costs.max_model_len, args.seed)
 
 
 def _shapes(args: argparse.Namespace, costs: StepCosts) -> list[Shape]:
-    """Each number of replicas, without tiers and with those that are asked for."""
+    """Return each number of replicas, without tiers and, if any were requested, with them."""
     asked: tuple[tuple[Medium, int | None, float], ...] = (
         ("host", args.kv_host, args.host_rate),
         ("disk", args.kv_disk, args.disk_rate),
@@ -181,7 +186,7 @@ def _shapes(args: argparse.Namespace, costs: StepCosts) -> list[Shape]:
 
 
 def _counts_of(args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Numbers of replicas to plan, and of those for prompts: those without roles first."""
+    """Return numbers of replicas and of prefill replicas; clusters without roles come first."""
     apart = [] if args.prefill is None else [(args.prefill + args.decode, args.prefill)]
     alike = args.replicas or [count for count, _ in apart] or [1]
     return [*((count, 0) for count in alike), *apart]
@@ -198,13 +203,13 @@ def _planned(costs: StepCosts, shape: Shape, scene: Scene) -> list[Figures]:
 
 
 def replicas_of(figures: Figures) -> str:
-    """Number of replicas, by what they do."""
+    """Return the number of replicas, by role."""
     number, prefill = figures["replicas"], figures["prefill"]
     return f"{prefill} prefill, {number - prefill} decode" if prefill else str(number)
 
 
 def row(figures: Figures) -> dict[str, object]:
-    """A line of the table."""
+    """Return a row of the table."""
     first, gap = figures["ttft_ms"] or {}, figures["itl_ms"] or {}
     prompt = figures["prompt_tokens"] or 0
     return {
@@ -228,7 +233,7 @@ def row(figures: Figures) -> dict[str, object]:
 
 
 def _busy(figures: Figures) -> object:
-    """Share of time in which steps run; of both kinds of replicas where there are two."""
+    """Return the share of time in which steps run, separately for each role."""
     busy, prefill = figures["busy_by_replica"], figures["prefill"]
     parts = [busy[:prefill], busy[prefill:]] if prefill else [busy]
     shares = [sum(part) / len(part) for part in parts]
@@ -240,10 +245,10 @@ def _show(
 ) -> None:
     report = heading()
     notes = [
-        f"computed, not measured: steps as measured on {costs.machine.get('cpu')}, {costs.model}",
+        f"computed, not measured: step times come from {costs.machine.get('cpu')}, {costs.model}",
         f"each replica: {format_size(args.kv_memory)} for KV, route {args.route}; {_drafts(args)}",
-        "KV held, KV cached: shares of the pools, means over the time in which steps run",
-        "loaded: share of the prompts' tokens that came from a tier or from another replica",
+        "KV held, KV cached: mean shares of the pools while steps run",
+        "loaded: share of prompt tokens that were read from a tier or from another replica",
         *remarks,
     ]
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
@@ -262,11 +267,11 @@ def _show(
 def _drafts(args: argparse.Namespace) -> str:
     if not args.draft_depth:
         return "no drafts"
-    return f"drafts of {args.draft_depth} tokens, {args.tokens_per_step:g} tokens a step"
+    return f"drafts of {args.draft_depth} tokens, {args.tokens_per_step:g} tokens per step"
 
 
 def _kept(figures: Figures) -> Figures:
-    """All but what there is of each request and each step."""
+    """Return the figures without the values of each request and each step."""
     left_out = ("occupancy", "first_tokens_s")
     return {name: value for name, value in figures.items() if name not in left_out}
 

@@ -1,22 +1,22 @@
-"""``foretoken bench real``: speculation on real text, every setting in turn on the same prompts.
+"""``foretoken bench real``: speculation on real text, with all settings on the same prompts.
 
-A cell is a kind of task (real_tasks.py), a number of requests at once and a temperature. In each
-cell the settings take turns on every group of prompts, in rotating order; prompts are cached once,
-answers never, so that no setting profits from another's. Answers must be equal under all settings.
-The figure is tokens a second while that many requests run, a request that ends being followed by
-the next at once, prompts being cached: decoding alone, and not how long the slowest answer takes.
-Each run begins with a few tokens that are not timed: the cost model has just seen another setting's
-steps, at 16 requests those of 272 rows. The ratio is that of ``auto`` against the best fixed depth,
-``off`` included. Settings take turns until the standard error of that ratio, of the turns' own
-ratios, is small; it is printed beside each ratio.
+A cell is a kind of task (real_tasks.py), a number of concurrent requests and a temperature. In each
+cell the settings take turns on every group of prompts, in rotating order. Prompts are cached once
+and answers never, so that no setting profits from another's. Answers must be equal under all
+settings. The figure is tokens per second while that number of requests runs: an ended request is
+followed by the next one at once, and prompts are cached. So it measures decoding alone, and not the
+slowest answer. Each run begins with a few untimed tokens, because the cost model has just seen the
+steps of another setting. The ratio compares ``auto`` with the best fixed depth, ``off`` included.
+Settings take turns until the standard error of that ratio, computed from the ratios of the turns,
+is small; it is printed beside each ratio.
 
-With ``--draft`` naming a draft model or head, "chain-N" and "tree-N" are drafts of it alone, of so
-many tokens, "look-ups" is the controller without it, and "auto" has both. ``--model
-smollm2-off-grid --draft auto,self`` has SmolLM2 draft for itself in 4 bits (off_grid.py).
+If ``--draft`` names a draft model or head, "chain-N" and "tree-N" are drafts of N tokens from it
+alone, "look-ups" is the controller without it, and "auto" has both. ``--model smollm2-off-grid
+--draft auto,self`` lets SmolLM2 draft with its own 4-bit copy (off_grid.py).
 
-``--model random-0.6b`` has that shape's step times on the same text: SmolLM2's recorded answers are
-replayed on it, so acceptance is that of the text. The kind ``adversarial`` is replayed, too: random
-order of five tokens, on which speculation must cost next to nothing.
+``--model random-0.6b`` has the step times of that shape on the same text: it replays SmolLM2's
+recorded answers, so acceptance depends on the text. The kind ``adversarial`` is replayed, too: five
+tokens in random order, on which speculation must cost next to nothing.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from .off_grid import write_off_grid
 
 ABOUT = (
     "Measure speculation on real text: tokens per second by task, number of requests and "
-    "temperature, without drafts, at fixed depths and with auto. Answers must be equal in all "
-    "settings."
+    "temperature, without drafts, at fixed depths and with auto. All settings must give the same "
+    "answers."
 )
 SETTINGS = ("off", "1", "2", "4", "8", "16", "auto")
 LOOK_UPS = "look-ups"
@@ -68,10 +68,10 @@ DRAFT_SETTINGS = (
     "off", LOOK_UPS, "chain-2", "chain-4", "chain-8", "tree-8", "tree-16", "auto",
 )  # fmt: skip
 RANDOM, OFF_GRID = "random-0.6b", "smollm2-off-grid"
-LEAST_TURNS = 3  # fewer do not show how much they differ
-LAPS = 2  # requests by seats, where there are several
-LEAD_IN = 40  # tokens that a request of each seat gets before a run is timed
-_NUMBERS = count()  # of requests
+LEAST_TURNS = 3  # Fewer turns do not show how much they differ.
+LAPS = 2  # Requests per seat, if there are several seats.
+LEAD_IN = 40  # Tokens that each seat generates before a run is timed.
+_NUMBERS = count()  # Request numbers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +85,18 @@ class Cell:
 
 @dataclass(slots=True)
 class Figures:
-    """Time and tokens of one setting in a cell, all groups of prompts together."""
+    """Time and tokens of one setting in a cell, over all groups of prompts."""
 
-    seconds: float = 0.0  # in which all seats were taken, groups one after another
-    num_timed: int = 0  # tokens in these seconds
-    num_tokens: int = 0  # of all answers
+    seconds: float = 0.0  # Time in which all seats were taken, summed over the groups.
+    num_timed: int = 0  # Tokens in these seconds.
+    num_tokens: int = 0  # Tokens of all answers.
     num_steps: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
     by_source: dict[str, int] = field(default_factory=dict)
 
     def add(self, usages: Sequence[Usage]) -> None:
-        """A group of requests that ran together."""
+        """Add a group of requests that ran together."""
         for usage in usages:
             self.num_tokens += usage.completion_tokens
             self.num_steps += usage.verify_steps
@@ -107,29 +107,30 @@ class Figures:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.num_timed / self.seconds
 
 
 class Turns(NamedTuple):
-    """Numbers of turns that the settings of a cell take."""
+    """Number of turns that the settings of a cell take."""
 
     most: int
-    error: float  # of ``auto`` over the best fixed depth, below which a cell ends earlier
+    # Standard error of ``auto`` over the best fixed depth below which a cell ends earlier.
+    error: float
 
 
 class Ratio(NamedTuple):
-    """One setting over another, in turn: the ratio of all seconds, and its standard error."""
+    """One setting over another: the ratio over all turns, and its standard error."""
 
     value: float
-    error: float  # a share; infinite for a single turn
+    error: float  # Share of the value; infinite for a single turn.
 
     def __str__(self) -> str:
         return f"{self.value:.3f} ±{self.error * self.value:.3f}"
 
 
 def paired(base: Sequence[Figures], other: Sequence[Figures]) -> Ratio:
-    """Tokens a second of ``other`` over those of ``base``, turn by turn on the same prompts."""
+    """Return the token rate of ``other`` over the rate of ``base``, turn by turn."""
     value = total(other).rate / total(base).rate
     logs = [math.log(b.rate / a.rate) for a, b in zip(base, other, strict=True)]
     if len(logs) < 2:
@@ -138,12 +139,12 @@ def paired(base: Sequence[Figures], other: Sequence[Figures]) -> Ratio:
 
 
 def total(turns: Sequence[Figures]) -> Figures:
-    """All turns as one."""
+    """Add up all turns."""
     return Figures(sum(each.seconds for each in turns), sum(each.num_timed for each in turns))
 
 
 def best_of(found: Mapping[str, Sequence[Figures]]) -> str | None:
-    """The fastest setting but ``auto``; None where there is nothing to compare."""
+    """Return the fastest setting except ``auto``; None if there is nothing to compare."""
     others = [setting for setting in found if setting != "auto"]
     if "auto" not in found or not others:
         return None
@@ -151,7 +152,7 @@ def best_of(found: Mapping[str, Sequence[Figures]]) -> str | None:
 
 
 class Bench:
-    """Runs cells on one engine. ``recorded``: answers that it is made to give, by prompt."""
+    """Runs cells on one engine. ``recorded``: answers to replay, by prompt."""
 
     def __init__(
         self, built: LocalBuilt, max_tokens: int, recorded: dict[tuple[int, ...], list[int]] | None
@@ -164,7 +165,7 @@ class Bench:
     async def cell(
         self, cell: Cell, asked: Sequence[Sequence[int]], settings: Sequence[str], turns: Turns
     ) -> dict[str, list[Figures]]:
-        """Figures of every turn by setting. Raises SystemExit where answers differ."""
+        """Return the figures of every turn by setting. Raises SystemExit if answers differ."""
         found: dict[str, list[Figures]] = {setting: [] for setting in settings}
         groups = [[prompt] for prompt in asked] if cell.concurrency == 1 else [asked]
         for turn in range(turns.most):
@@ -185,11 +186,11 @@ class Bench:
     async def group(
         self, cell: Cell, group: Sequence[Sequence[int]], setting: str, figures: Figures
     ) -> list[list[int]]:
-        """Answers to prompts; there are ``LAPS`` times as many as seats, or more."""
+        """Answer the prompts, repeated until there are at least ``LAPS`` times as many as seats."""
         self._built.engine.scheduler.speculator = self._speculator(setting)
         laps = 1 if cell.concurrency == 1 else -(-LAPS * cell.concurrency // len(group))
         asked = [prompt for _ in range(laps) for prompt in group]
-        # The prompts come first, alone: what is measured is decoding.
+        # The prompts are computed first and alone, because only decoding is measured.
         prompts = [self._request(prompt, cell, "off", seed=0, most=1) for prompt in group]
         lead_in = [
             self._request(prompt, cell, setting, seed=0, most=LEAD_IN)
@@ -220,7 +221,8 @@ class Bench:
             timed.append((time.perf_counter() - began, sum(map(len, answers))))
 
         await asyncio.gather(*(seat() for _ in range(cell.concurrency)))
-        seconds, num_tokens = timed[0]  # the first seat that nobody takes ends it
+        # The timed part ends when the first seat has no more requests.
+        seconds, num_tokens = timed[0]
         figures.seconds += seconds
         figures.num_timed += num_tokens
         figures.add([each.usage for each in requests])
@@ -228,7 +230,10 @@ class Bench:
         return answers
 
     def _speculator(self, setting: str) -> Speculator:
-        """Speculator that plans the drafts of a setting; the engine is idle."""
+        """Return the speculator that plans the drafts of a setting.
+
+        Call it while the engine is idle.
+        """
         if not is_of_draft(setting):
             return self._own
         if setting not in self._others:
@@ -273,7 +278,7 @@ class Bench:
         )
 
     async def _serve(self, request: Request, answer: list[int]) -> None:
-        """The request's tokens, as they come, at the end of ``answer``."""
+        """Append the request's tokens to ``answer`` as they arrive."""
         async for delta in self._built.engine.submit(request):
             if delta.error is not None:
                 raise delta.error
@@ -281,24 +286,26 @@ class Bench:
 
 
 def is_of_draft(setting: str) -> bool:
-    """Whether a setting has a speculator of its own. Raises ValueError for one that is unknown."""
+    """Return whether a setting has a speculator of its own. Raises ValueError for unknown ones."""
     kind, _, count = setting.partition("-")
     if setting == LOOK_UPS or (kind in ("chain", "tree") and count.isdigit() and int(count) > 0):
         return True
     if setting in ("off", "auto") or setting.isdigit():
         return False
-    raise ValueError(f"no setting {setting!r}")
+    raise ValueError(
+        f"unknown setting {setting!r}; use off, auto, a depth, look-ups, chain-N or tree-N"
+    )
 
 
 def drafts_by(setting: str) -> str:
-    """Name the drafters of a setting, for the JSON."""
+    """Return the names of the drafters of a setting, for the JSON."""
     if is_of_draft(setting):
         return LOOK_UPS if setting == LOOK_UPS else "draft model or head"
     return {"off": "nothing", "auto": "everything"}.get(setting, "everything, at a fixed depth")
 
 
 def row(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
-    """The cell's line: tokens a second by setting, ``auto`` against the best, paired errors."""
+    """Return the cell's row: token rates by setting, ``auto`` against the best, standard errors."""
     line: dict[str, object] = {
         "task": cell.kind, "requests": cell.concurrency, "T": cell.temperature,
     }  # fmt: skip
@@ -319,7 +326,7 @@ def row(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
 
 
 def details(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
-    """Everything of a cell, for the JSON."""
+    """Return all figures of a cell, for the JSON."""
     auto = found.get("auto")
     settings = {
         setting: {
@@ -340,7 +347,7 @@ def details(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
 
 
 async def streams(built: LocalBuilt, kind: str, half: Half, number: int) -> list[list[int]]:
-    """Prompts as token ids, by the model's own chat template."""
+    """Return prompts as token ids, rendered by the model's own chat template."""
     tokenizer = Tokenizer.load(built.path, max_model_len=built.max_model_len)
     try:
         messages = ([{"role": "user", "content": text}] for text in prompts(kind, half)[:number])
@@ -370,7 +377,7 @@ def _config(args: argparse.Namespace) -> Iterator[tuple[str, EngineConfig]]:
 async def _record(
     args: argparse.Namespace,
 ) -> dict[tuple[str, float], dict[tuple[int, ...], list[int]]]:
-    """SmolLM2's own answers, by kind and temperature, to be replayed on another shape."""
+    """Return SmolLM2's answers by kind and temperature, to replay them on another shape."""
     config = EngineConfig(device="cpu", dtype="bfloat16", kv_tokens=32768, max_model_len=2048)
     built = build("smollm2", config)
     await built.engine.start()
@@ -429,7 +436,7 @@ def _setting(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write the JSON."""
+    """Measure, print the tables, and write the JSON."""
     args = _parsed(argv)
     report: dict[str, object] = heading()
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
@@ -438,7 +445,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line; exits with 2 for drafts that need a model and have none."""
+    """Parse the command line. Exits with 2 if a setting needs a draft model and lacks one."""
     parser = argparse.ArgumentParser(prog="foretoken bench real", description=ABOUT)
     parser.add_argument(
         "--model",
@@ -453,7 +460,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--draft-vocab",
         choices=("same", "any"),
         default="same",
-        help="tokens of a draft model: any, to draft by text (%(default)s)",
+        help="vocabulary of a draft model; any: another one, drafts are converted as text "
+        "(%(default)s)",
     )
     parser.add_argument(
         "--kinds",
@@ -477,10 +485,10 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--half",
         choices=("tune", "show"),
         default="show",
-        help="half of the prompts: priors are tuned on the one, figures shown are of the other",
+        help="half of the prompts; tune: for fitting priors, show: for published figures",
     )
     parser.add_argument("--prompts", type=int, default=PER_HALF, help="prompts of each kind")
-    parser.add_argument("--max-tokens", type=int, default=160, help="longest answer")
+    parser.add_argument("--max-tokens", type=int, default=160, help="most tokens of an answer")
     parser.add_argument(
         "--turns", type=int, default=8, help="most runs of each setting in a cell (%(default)s)"
     )
@@ -488,10 +496,12 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--error",
         type=float,
         default=0.03,
-        help="largest standard error of auto over the best setting, as a share, at which a cell"
-        " ends after 3 turns or more (%(default)s)",
+        help="standard error of auto over the best setting, as a share, below which a cell ends"
+        " early, after 3 turns or more (%(default)s)",
     )
-    parser.add_argument("--threads", type=int, default=None, help="number of CPU threads (all)")
+    parser.add_argument(
+        "--threads", type=int, default=None, help="number of CPU threads (all cores)"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("bench/results/real.json"), help="JSON file to write"
     )

@@ -1,8 +1,8 @@
 """Load on any OpenAI-compatible server, over HTTP.
 
-``foretoken bench serve WORKLOAD --url URL``; without --url a ``foretoken serve`` of our own is
-started for the run, with the arguments behind ``--``. Nothing is relied on that is not OpenAI's;
-what a server tells beyond that (cached tokens, speculation, /metrics, /tokenize) is taken.
+``foretoken bench serve WORKLOAD --url URL``. Without --url, a ``foretoken serve`` is started for
+the run, with the arguments after ``--``. Only OpenAI's API is required; further reports of a server
+(cached tokens, speculation, /metrics, /tokenize) are used if they exist.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ABOUT = (
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 HEALTHY_SECONDS = 300.0
 NO_HISTORY = "--no-token-history"
-LONG_CONTEXT = 2**16  # of the built-in model, for sessions of agents
+LONG_CONTEXT = 2**16  # Context of the built-in model for sessions of agents.
 
 
 def _speculation(text: str) -> str | int:
@@ -57,39 +57,46 @@ def _speculation(text: str) -> str | int:
 def _own_flags(parser: Parser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--url", help="address of the server, with or without /v1; default: a new foretoken server")
-    add("--model", help="name of the model on the server; a local folder: model of the new "
-        "server and of the roofline")  # fmt: skip
+    add("--model", help="name of the model on the server, or a local folder for a new "
+        "server and the roofline")  # fmt: skip
     add("--api-key", metavar="KEY", help="API key to send (OPENAI_API_KEY)")
     add(
         "--endpoint",
         choices=list(PATHS),
         default="completions",
-        help="route; completions: token ids of exact lengths; chat: text of approximate lengths",
+        help="route to use; completions: token ids of exact lengths; chat: text of approximate "
+        "lengths",
     )
     add(
         "--vocab-size",
         type=positive,
         default=1000,
         metavar="N",
-        help="largest token id plus one, for random prompts where the server has no /tokenize",
+        help="number of token ids for random prompts, if the server has no /tokenize",
     )
     add(
         "--max-model-len",
         type=positive,
         metavar="N",
-        help="longest context in tokens, where the server does not report it",
+        help="longest context in tokens, if the server does not report it",
     )
     add(
         "--speculation",
         type=_speculation,
         metavar="auto|off|K",
-        help="speculation of each request (foretoken servers only)",
+        help="speculation of each request: auto, off or a depth (foretoken servers only)",
     )
-    add("--timeout", type=above_zero, default=600.0, metavar="S", help="time for one request")
+    add(
+        "--timeout",
+        type=above_zero,
+        default=600.0,
+        metavar="S",
+        help="time limit of one request, in seconds",
+    )
 
 
 class Bench:
-    """One server and what was found out about it."""
+    """One server and its properties."""
 
     def __init__(self, url: str, args: argparse.Namespace, roofline: Roofline | None) -> None:
         self.args = args
@@ -102,7 +109,7 @@ class Bench:
             raise SystemExit(f"--url: {error}") from None
 
     async def open(self) -> None:
-        """Wait for the server, learn its model and how it counts."""
+        """Wait for the server, and find its model, context and tokenizer."""
         await wait_healthy(self.http, HEALTHY_SECONDS)
         args = self.args
         self.model, reported_len = await first_model(self.http, self._wanted)
@@ -110,7 +117,7 @@ class Bench:
         self.encode = await server_encode(self.http, self.model)
 
     async def measure(self, args: argparse.Namespace) -> bool:
-        """Run one workload, print and write what it shows; whether anything was served."""
+        """Run one workload, print and write its figures; return whether any request was served."""
         driver, scene = await self._prepared(args)
         load = Load(driver, speculation=args.speculation)
         async with sampled(self.http) as kv_usage:
@@ -130,7 +137,7 @@ class Bench:
         return bool(figures["served"])
 
     async def replay(self, recordings: Mapping[str, Sequence[Request]]) -> list[Session]:
-        """Send recorded sessions, one after the other."""
+        """Send recorded sessions, one after another."""
         args = self.args
         replay = Replay(
             self.http,
@@ -167,23 +174,31 @@ class Bench:
         try:
             await driver.probe(hello)
         except Failure as failure:
-            raise SystemExit(f"{PATHS[args.endpoint]} does not serve: {failure}") from None
+            raise SystemExit(
+                f"the test request to {PATHS[args.endpoint]} failed: {failure}"
+            ) from None
         return driver, Scene(args, corpus, self.max_len, args.seed)
 
     def _notes(self, driver: OpenAIDriver) -> list[str]:
         notes = list(driver.notes)
         if self.encode is None:
-            notes.append("no /tokenize: random ids below --vocab-size, or 4 characters a token")
+            notes.append(
+                "the server has no /tokenize: prompts are random ids below --vocab-size, or text "
+                "at "
+                "4 characters per token"
+            )
         notes += [f"tokens of a chunk: {how}" for how in driver.countings]
         if driver.num_stand_ins:
-            notes.append(f"{driver.num_stand_ins} answers had stand-ins in the prompts after them")
+            notes.append(
+                f"{driver.num_stand_ins} answers were replaced by other text in later prompts"
+            )
         if self.max_len is None:
-            notes.append("the server reports no longest context: prompts are not cut")
+            notes.append("the server does not report its context length: prompts are not cut")
         return notes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write the JSON; 1 where nothing was served."""
+    """Measure, print the tables, and write the JSON; return 1 if nothing was served."""
     given = list(argv or [])
     at = given.index("--") if "--" in given else len(given)
     runs = parsed("foretoken bench serve", ABOUT, given[:at], _own_flags)
@@ -225,7 +240,7 @@ def _replay(
     server_args: Sequence[str],
     recordings: Mapping[str, Sequence[Request]],
 ) -> int:
-    """Recorded sessions on a server; on one of our own also without its token history."""
+    """Replay recorded sessions; an own server is also run without its token history."""
     found = dict(_replayed(args, server_args, recordings))
     rows = [row for name, each in found.items() for row in session_rows(name, each)]
     errors = [
@@ -267,15 +282,17 @@ def _replayed(
 
 @contextmanager
 def long_builtin() -> Iterator[str]:
-    """The folder of the built-in model, with a context that takes the sessions of agents.
+    """Yield a folder of the built-in model with a context long enough for sessions of agents.
 
-    It was not trained for so many tokens. What it says there does not matter. Raises
+    The model was not trained for that context; its answers do not matter here. Raises
     `InvalidRequest` outside a checkout.
     """
     from ..api.build.model_files import BUILTIN
 
     if not BUILTIN.is_dir():
-        raise InvalidRequest("recorded sessions need --model or --url here", param="model")
+        raise InvalidRequest(
+            "recorded sessions need --model or --url outside a checkout", param="model"
+        )
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder) / "builtin-64k"
         shutil.copytree(BUILTIN / "target", copied)
@@ -286,9 +303,9 @@ def long_builtin() -> Iterator[str]:
 
 
 def _roofline(args: argparse.Namespace, server_args: Sequence[str]) -> Roofline | None:
-    """Roofline of a model whose files are here, on a server that is here; None: unknown."""
+    """Return the roofline if the model's files and the server are on this machine, else None."""
     if "--quantize" in server_args:
-        return None  # its bytes are not those of the files
+        return None  # The files have other sizes than the quantised weights.
     if args.model is not None:
         is_here = args.url is None or Http(args.url).host in LOCAL_HOSTS
         return measured_roofline(Path(args.model)) if is_here else None

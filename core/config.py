@@ -51,17 +51,17 @@ class EngineConfig:
 
     draft: str = setting(
         "auto",
-        "drafters: auto, none, or a comma list of auto, radix, suffix, ngram and one of mtp "
-        "(a layer of the checkpoint that predicts a further token), self (the model itself in "
-        "4 bits) and the PATH of a draft model, a trained head or an assistant",
+        "drafters: auto, none, or a comma list of auto, radix, suffix, ngram and one of mtp (the "
+        "checkpoint's own layer for multi-token prediction), self (the model itself in 4 bits) "
+        "and the PATH of a draft model, a trained head or an assistant",
         "SPEC",
         group="speculation",
         is_basic=True,
     )
     draft_vocab: Literal["same", "any"] = setting(
         "same",
-        "vocabulary of a draft model: the target's (same), or another one, too, whose drafts are "
-        "translated by their text (any)",
+        "vocabulary that a draft model may have: the target's (same), or any other, with drafts "
+        "converted as text (any)",
         group="speculation",
     )
     speculation: Literal["auto", "off"] | int = setting(
@@ -72,19 +72,19 @@ class EngineConfig:
     )
     exact: Literal["spec", "batch", "off"] = setting(
         "spec",
-        "bitwise equality of logits: with and without drafts (spec), in any batch too (batch), or "
-        "not guaranteed (off)",
+        "guaranteed bitwise equality of logits: with and without drafts (spec), in any batch, too "
+        "(batch), or none (off)",
         group="model",
     )
     backend: Literal["auto", "native", "triton", "torch"] = setting(
         "auto",
-        "kernels to use; auto: native on the CPU, triton on cuda, torch where neither runs",
+        "kernels to use; auto: native on the CPU, triton on cuda, torch if neither is available",
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "device of the model; auto: cuda where there is one", is_basic=True
+        "auto", "device of the model; auto: cuda if available", is_basic=True
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "data type of weights and activations", is_basic=True
+        "auto", "data type of weights and activations; auto: as in the checkpoint", is_basic=True
     )
     quantize: Literal["none", "int8", "int4"] = setting(
         "none", "quantization of the weights; int4 on the CPU only", is_basic=True
@@ -95,12 +95,12 @@ class EngineConfig:
     model_impl: Literal["auto", "own", "transformers"] = setting(
         "auto",
         "implementation of the layers: foretoken's decoder (own) or transformers' modules on its "
-        "KV pages and kernels; auto: own where it supports the model",
+        "KV pages and kernels; auto: own if it supports the model",
     )
     tp: int = setting(
         1,
-        "number of processes that compute the model together, each with its part of heads, MLPs "
-        "and KV (tensor parallel)",
+        "number of processes that share the model by tensor parallelism, each with a part of the "
+        "heads, MLPs and KV",
         least=1,
     )
     threads: int | None = setting(
@@ -113,49 +113,50 @@ class EngineConfig:
     )
     generation_config: Literal["model", "none"] = setting(
         "model",
-        "sampling values of requests that leave them out: those that the model recommends (model), "
-        "or OpenAI's (none)",
+        "defaults of sampling parameters: the values that the model recommends (model), or "
+        "OpenAI's (none)",
     )
     override_generation_config: str | Mapping[str, float] | None = setting(
         None,
-        "sampling values in place of the model's, as a JSON object of temperature, top_p, top_k, "
-        "min_p and repetition_penalty; values of a request go first",
+        "defaults of sampling parameters instead of the model's, as a JSON object of temperature, "
+        "top_p, top_k, min_p and repetition_penalty; values of a request take precedence",
         "JSON",
     )
     chat_template: str | None = setting(
         None,
-        "jinja file of a chat template, in place of the model's",
+        "Jinja file of a chat template to use instead of the model's",
         "FILE",
         group="conversations",
         is_basic=True,
     )
     default_chat_template_kwargs: str | Mapping[str, Any] | None = setting(
         None,
-        "options of the chat template, as a JSON object, for requests that leave them out",
+        "default options of the chat template, as a JSON object; options of a request take "
+        "precedence",
         "JSON",
     )
     special_tokens_in_text: bool = setting(
         False,
-        "read special tokens that messages and tool definitions spell out as tokens; by default "
-        "they are text, so that no content can forge a turn",
+        "encode special tokens that are spelled out in messages and tool definitions as special "
+        "tokens; by default they are text, so that no content can forge a turn",
     )
     no_images: bool = setting(
-        False, "refuse images in prompts, and do not load the image tower", group="images"
+        False, "reject images in prompts, and do not load the image tower", group="images"
     )
-    max_images: int = setting(8, "limit on the images of one request", least=1)
+    max_images: int = setting(8, "maximum number of images in a request", least=1)
     max_image_pixels: int = setting(
-        4194304, "limit on the pixels of one image, counted before it is decoded", least=1
+        4194304, "maximum number of pixels of an image, checked before it is decoded", least=1
     )
     image_cache: str | int = setting(
         "256MiB",
-        "memory for images that were read, and as much for what the image tower made of them; the "
-        "last of each is kept in any case",
+        "memory for decoded images, and the same amount for the outputs of the image tower; the "
+        "latest of each is always kept",
         SIZE,
         least=1,
     )
     media_dir: str | None = setting(
         None,
-        "folder whose files requests may name as images, as file:// and their path (none)",
+        "folder of images that requests may name by file:// and their path (none)",
         "DIR",
     )
     kv_cache_dtype: KvDtype = setting(  # noqa: RUF009 - an alias of a Literal is immutable, too
@@ -163,91 +164,92 @@ class EngineConfig:
     )
     kv_memory: str | int | None = setting(
         None,
-        "size of the KV pool, e.g. 4GiB (a quarter of free memory, 2GiB at most; on cuda 9/10)",
+        "size of the KV pool, e.g. 4GiB (a quarter of free memory, at most 2GiB; on cuda 9/10)",
         SIZE,
         least=1,
         is_basic=True,
     )
     kv_tokens: int | None = setting(
-        None, "size of the KV pool in tokens, in place of --kv-memory", least=1
+        None, "size of the KV pool in tokens, instead of --kv-memory", least=1
     )
     page_size: int | None = setting(
         None,
-        "tokens of one KV page (16, on cuda 32); 16, 32 or 64 for models with recurrent layers",
+        "size of a KV page in tokens (16, on cuda 32); models with recurrent layers need 16, 32 "
+        "or 64",
         least=1,
     )
     state_memory: str | int | None = setting(
         None,
-        "size of the pool of recurrent states, of models that have them (half of the KV memory)",
+        "size of the pool of recurrent states, for models that have them (half of the KV memory)",
         SIZE,
         least=1,
     )
     state_interval: int | None = setting(
         None,
-        "keep the recurrent state every N tokens of a prompt, for later prompts that begin alike; "
-        "0: only where requests are likely to go on (4096; where a state is no larger than the KV "
-        "of a page, at the end of each)",
+        "checkpoint the recurrent state every N prompt tokens, so that later prompts with the "
+        "same beginning can reuse it; 0: only where requests are likely to continue (4096; after "
+        "every page if a state is no larger than the KV of a page)",
         "TOKENS",
     )
     kv_host: str | int | None = setting(
         None,
-        "keep KV in memory of the host, at most SIZE, after it left a GPU's pool; on a CPU "
-        "--kv-memory uses the same memory better",
+        "host memory, at most SIZE, for KV that left the pool of a GPU; on the CPU, --kv-memory "
+        "makes better use of the memory",
         SIZE,
         least=1,
     )
     kv_disk: str | None = setting(
         None,
-        "keep KV in files below DIR, at most SIZE, for requests after it left the pool and after a "
-        "restart, e.g. /var/cache/kv:100GiB",
+        "files below DIR, at most SIZE in total, for KV that left the pool; they are kept across "
+        "restarts, e.g. /var/cache/kv:100GiB",
         "DIR:SIZE",
     )
     kv_remote: str | None = setting(
         None,
-        "keep KV in a Mooncake Store, which several servers share: mooncake://HOST:PORT of its "
-        "master, with ?lend=SIZE to lend it memory of this machine; needs the extra mooncake",
+        "Mooncake Store for KV that several servers share: mooncake://HOST:PORT of its master; "
+        "?lend=SIZE lends it memory of this machine; needs the extra mooncake",
         "URL",
     )
     kv_evict: str | None = setting(
         None,
-        "pack the KV of long answers: keep that of the prompt and of N tokens of the answer, at "
-        "least 256, the latest ones (window) or those that later tokens are likely to need "
+        "shrink the KV of long answers: keep the KV of the prompt and of N answer tokens, at least "
+        "256, the latest ones (window) or those that later tokens are likely to need "
         "(triattention); prompts stay shared. Changes answers of more than N + 128 tokens",
         "window:N|triattention:N",
     )
     kv_evict_stats: str | None = setting(
-        None, "file of foretoken calibrate, for --kv-evict triattention:N", "FILE"
+        None, "statistics from foretoken calibrate, for --kv-evict triattention:N", "FILE"
     )
     kv_transfer: Literal["nixl"] | None = setting(
         None,
-        "transport by which the KV of prompts goes from the server that computes them to the one "
-        "that goes on, as kv_transfer_params of requests say; needs the extra pd and "
+        "transport for the KV of prompts, from the server that computes them to the server that "
+        "continues them, as kv_transfer_params of requests say; needs the extra pd and "
         "FORETOKEN_CLUSTER_KEY (default: none)",
     )
     role: Literal["prefill", "decode", "both"] | None = setting(
         None,
-        "part of a server with --kv-transfer: compute prompts for others (prefill), go on with "
-        "prompts of others (decode), or both (both)",
+        "role of a server with --kv-transfer: compute prompts for other servers (prefill), "
+        "continue prompts of other servers (decode), or both (both)",
     )
     kv_events: str | None = setting(
         None,
-        "address at which the pages that the cache keeps and drops are published, with their token "
-        "ids, as vLLM's KV events; needs the extra events (default: none are published)",
+        "address on which to publish stored and removed KV pages with their token ids, as vLLM's "
+        "KV events; needs the extra events (default: none are published)",
         "tcp://HOST:PORT",
     )
     kv_events_replay: str | None = setting(
         None,
-        "address at which readers ask for KV events that they missed (the next port)",
+        "address on which readers can request KV events that they missed (the next port)",
         "tcp://HOST:PORT",
     )
     kv_events_topic: str = setting(
         "",
-        "topic of KV events; vllm-router and Dynamo take the empty one, llm-d's router "
+        "topic of KV events; vllm-router and Dynamo expect the empty one, llm-d's router "
         "kv@HOST:PORT@MODEL",
         "TOPIC",
     )
     pin_quota: float = setting(
-        0.25, "largest share of the KV pool that one cache_salt may pin", "SHARE", most=1
+        0.25, "maximum share of the KV pool that one cache_salt may pin", "SHARE", most=1
     )
     session_ttl: float = setting(
         300.0,
@@ -264,43 +266,43 @@ class EngineConfig:
     )
     lora: tuple[str, ...] | Mapping[str, str] = setting(
         (),
-        "LoRA adapter in a folder as PEFT writes it, for requests with NAME as their model; "
-        "repeatable",
+        "LoRA adapter to load from a folder in PEFT's format, for requests with NAME as their "
+        "model; repeatable",
         "NAME=PATH",
         group="adapters",
     )
-    max_loras: int = setting(8, "limit on the adapters in memory", most=1024)
-    max_lora_rank: int = setting(64, "largest rank of an adapter", least=1, most=1024)
+    max_loras: int = setting(8, "maximum number of adapters in memory", most=1024)
+    max_lora_rank: int = setting(64, "maximum rank of an adapter", least=1, most=1024)
     max_model_len: int | None = setting(
         None,
-        "limit on prompt and answer together, in tokens (the model's)",
+        "maximum length of prompt and answer together, in tokens (the model's)",
         least=2,
         group="scheduling",
         is_basic=True,
     )
     max_batch_tokens: int | None = setting(
-        None, "limit on the tokens of one step (256, on cuda 2048)", least=2
+        None, "maximum number of tokens in one step (256, on cuda 2048)", least=2
     )
     max_running: int | None = setting(
-        None, "limit on the requests in one step (64, on cuda 256)", least=1, is_basic=True
+        None, "maximum number of requests in one step (64, on cuda 256)", least=1, is_basic=True
     )
-    max_queued: int = setting(256, "limit on waiting requests; more get 429")
+    max_queued: int = setting(256, "maximum number of waiting requests; further ones get 429")
     max_slowdown: float = setting(
         2.0,
-        "largest factor by which chunks of prompts may lengthen the steps of running answers",
+        "maximum factor by which chunks of prompts may lengthen the steps of running answers",
         least=1,
         most=inf,
     )
     overlap: Literal["auto", "on", "off"] = setting(
         "auto",
-        "launch of a step before the tokens of the step before it are read; auto: on for a GPU; "
+        "launch of a step before the tokens of the previous step are read; auto: on for a GPU; "
         "on: an error elsewhere",
     )
     aging_seconds: float = setting(
         10.0, "raise the priority of a waiting request by one every S seconds", "S", least=0.001
     )
     max_priority: int = setting(
-        10, "largest priority of a request, from -N to N; 0: no request may have one"
+        10, "maximum priority of a request, which may be from -N to N; 0: requests may not set one"
     )
     step_timeout: float = setting(
         120.0,
@@ -367,7 +369,7 @@ class EngineConfig:
         has_stats = self.kv_evict_stats is not None
         wants_stats = policy == "triattention"
         _require(has_stats or not wants_stats, "kv_evict", "triattention needs kv_evict_stats")
-        _require(wants_stats or not has_stats, "kv_evict_stats", "is for triattention alone")
+        _require(wants_stats or not has_stats, "kv_evict_stats", "is only for triattention")
         return policy, int(count)
 
     @property
@@ -430,8 +432,8 @@ class EngineConfig:
         on_cpu = self.device != "cuda" and self.backend != "triton"
         _require(on_cpu, "tp", "computes on the CPU only: leave out --device cuda")
         is_own = self.model_impl != "transformers"
-        _require(is_own, "tp", "does not share out transformers' modules (--model-impl)")
-        _require(not self.lora, "tp", "has no adapters yet: leave out --lora")
+        _require(is_own, "tp", "cannot shard transformers' modules (--model-impl)")
+        _require(not self.lora, "tp", "does not support adapters: leave out --lora")
         _require(self.kv_evict is None, "tp", "cannot be combined with kv_evict")
 
     @property
@@ -452,7 +454,7 @@ class EngineConfig:
         if self.kv_events is not None:
             port = tcp_port("kv_events", self.kv_events)
             has_next = port < MAX_PORT or self.kv_events_replay is not None
-            _require(has_next, "kv_events", "has no next port: kv_events_replay is needed")
+            _require(has_next, "kv_events", "is the last port, so kv_events_replay must be set")
 
     def sizes(self, device: str) -> Sizes:
         """Return the configured sizes; missing ones suit the ``device``, cpu or cuda."""

@@ -55,7 +55,7 @@ class OwnAdapters:
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"{path} cannot be read: {error}") from error
         if is_elsewhere:
-            raise ModelLoadError(f"{path} leads over a symbolic link")
+            raise ModelLoadError(f"{path} must not contain a symbolic link")
         return self._read(path)
 
     async def unload(self, loaded: LoadedAdapter) -> None:

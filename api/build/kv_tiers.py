@@ -68,7 +68,7 @@ def make_tiers(
     if config.kv_host is not None:
         pinned = pool.data.device.type == "cuda"
         if not pinned:
-            logger.info("on a CPU, memory is better given to --kv-memory than to --kv-host")
+            logger.info("on the CPU, --kv-memory makes better use of memory than --kv-host")
         parts_of_host = _host_stores(config, records, states, pinned=pinned)
         stores.append(parts_of_host[0])
         of_states += parts_of_host[1:]
@@ -103,7 +103,7 @@ def _disk_stores(
 ) -> list[PageStore]:
     """Return the disk stores for pages and, if there are any, for recurrent states."""
     disk = config.kv_disk_place()
-    assert disk is not None, "no folder was asked for"
+    assert disk is not None, "kv_disk must be set"
     folder, num_bytes = disk
     quota, share = config.cache_quota, num_bytes if states is None else num_bytes // 2
     size = records.num_bytes

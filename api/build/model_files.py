@@ -198,16 +198,16 @@ def _families() -> list[str]:
 
 
 _PATHS = {
-    "own": "this engine's own decoder; the same bits in any batch",
-    "transformers": "transformers' modules on the engine's pages and kernels; whether bits are the"
-    " same in any batch is measured at the start",
+    "own": "this engine's own decoder; results do not depend on the batch",
+    "transformers": "transformers' modules on the engine's pages and kernels; the start"
+    " measures whether results depend on the batch",
 }
 
 
 def _rough_copy(num_bytes: int | None) -> str:
     if num_bytes is None:
-        return "none: weights of fewer than 8 bits and transformers' modules have no copy"
-    return f"{format_size(num_bytes)} for a copy in 4 bits, which --draft auto makes where it pays"
+        return "none: not available for weights below 8 bits or transformers' modules"
+    return f"{format_size(num_bytes)} for a copy in 4 bits, which --draft auto uses if it is faster"
 
 
 def check_model(model: str) -> int:

@@ -42,7 +42,7 @@ def device_of(config: EngineConfig) -> torch.device:
 def refuse_overlap(config: EngineConfig) -> None:
     """Raise `InvalidRequest` if ``overlap`` is on, for targets that cannot overlap steps."""
     if config.overlap == "on":
-        message = "overlap on needs a GPU that the Triton kernels compute on: leave it at auto"
+        message = "overlap on needs a GPU with the Triton kernels: leave it at auto"
         raise InvalidRequest(message, param="overlap")
 
 
@@ -93,7 +93,7 @@ def load_target(
     ranks = Ranks(path, config.tp, _load_options(config, device), threads=_threads(config) or 1)
     try:
         part = load_model(path, config, device, on_read, comm=ranks.comm)
-        assert isinstance(part, OwnDecoder), "ranks share no other"
+        assert isinstance(part, OwnDecoder), "only own decoders can be sharded"
         ranks.wait_until_loaded()
     except BaseException:
         ranks.end(at_once=True)

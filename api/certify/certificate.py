@@ -131,15 +131,16 @@ class _Ran(NamedTuple):
 def exactness(llm: AsyncLLM) -> str:
     """Return why this engine's answers may depend on the batch; "" if they do not."""
     if llm.config.exact == "off":
-        return "--exact off does not promise equal bits"
+        return "--exact off does not guarantee equal bits"
     if llm.built.exact:
         return ""
     if llm.built.model_path == "transformers":
         return (
-            "transformers' modules compute its layers, and in the test at the start the bits of a "
-            "row depended on how rows are cut into steps, or its recurrent states allow no test"
+            "transformers' modules compute its layers, and the test at the start found that "
+            "results depend on how tokens are split into steps, or could not test its recurrent "
+            "states"
         )
-    return "its kernels do not promise the same bits in any batch"
+    return "its kernels do not guarantee the same bits in any batch"
 
 
 class Certifier:
@@ -270,7 +271,7 @@ class Certifier:
             kept.append(case)
         self._cases = kept
         if not kept:
-            raise InvalidRequest("the model refuses all requests of the certificate")
+            raise InvalidRequest("the model rejects all requests of the certificate")
         self.found.kinds = _counted(case.kind for case in kept)
 
     async def _pass_all(self, condition: Condition, wanted: Sequence[State]) -> None:

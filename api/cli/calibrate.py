@@ -44,7 +44,7 @@ def calibrate(model: str | None, data: Path, out: Path) -> int:
         stats.save(out)
     except OSError as error:  # a full disk
         raise ForetokenError(f"{out}: {error.strerror}") from None
-    print(f"{out}: queries of {source.name} over {num_tokens} tokens")
+    print(f"{out}: query statistics of {source.name} over {num_tokens} tokens")
     print(f"concentration |E q| / E |q|, by layer: {shares(stats)}")
     return 0
 

@@ -127,7 +127,7 @@ COMMANDS = (
     ),
     Command(
         "models",
-        "former name of list; models check MODEL: former name of show",
+        "old name of list; models check MODEL is the old name of show",
         "[check MODEL]",
         "models:models",
         "models:add_models_flags",

@@ -25,7 +25,7 @@ TOLD_ERRORS = 10
 
 def add_flags(parser: Parser) -> None:
     """Add the files and flags of ``foretoken run-batch``, except the model and settings."""
-    parser.add_argument("input", metavar="IN", help="JSON Lines file in the form of /v1/batches")
+    parser.add_argument("input", metavar="IN", help="JSON Lines file in the format of /v1/batches")
     parser.add_argument(
         "output", metavar="OUT", help="file for the answers, in order of completion"
     )

@@ -114,7 +114,7 @@ def _add_head(parser: argparse.ArgumentParser) -> None:
         ("block", f"tokens drafted in one pass ({BLOCK})"),
         (
             "draft_vocab",
-            "vocabulary, the N most frequent tokens: a smaller head is faster (all)",
+            "size of the draft's vocabulary, its N most frequent tokens (all); smaller is faster",
         ),
     ):
         flag, kinds = f"--{name.replace('_', '-')}", " or ".join(_kinds_with(name))
@@ -135,7 +135,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="data type of the target's weights; auto: as in serve",
     )
-    add("--threads", type=_count, metavar="N", help="number of CPU threads (all)")
+    add("--threads", type=_count, metavar="N", help="number of CPU threads (all cores)")
 
 
 def _count(text: str) -> int:
@@ -175,7 +175,7 @@ def train_draft(parsed: argparse.Namespace) -> int:
     )
     talks = gather(found, target, out, gathering)
     trainer = Trainer(target, talks, options, out)
-    print(f"{trainer.num_train} conversations to learn from, {trainer.num_held} held out")
+    print(f"{trainer.num_train} conversations to train on, {trainer.num_held} held out")
     outcome = trainer.run()
     _print_acceptance(outcome.acceptance)
     if not outcome.was_stopped:
@@ -207,7 +207,7 @@ def _check(parsed: argparse.Namespace) -> None:
     for name in ("layers", "block", "draft_vocab"):
         kinds = _kinds_with(name)
         if getattr(parsed, name) is not None and parsed.kind not in kinds:
-            raise InvalidRequest(f"{name} is for {' and '.join(kinds)} alone", param=name)
+            raise InvalidRequest(f"{name} is only for {' and '.join(kinds)}", param=name)
 
 
 def _begun(init: str | None) -> str:
@@ -318,7 +318,10 @@ def _print_rates(
     for temperature in ("0", "1"):
         before, now = (found[name][temperature] for name in ("before", "with it"))
         ratio = now / before
-        print(f"  T {temperature}: {before:.0f} tokens/s before, {now:.0f} with it ({ratio:.2f}x)")
+        print(
+            f"  T {temperature}: {before:.0f} tokens/s before, {now:.0f} with the draft "
+            f"({ratio:.2f}x)"
+        )
     return found
 
 

@@ -124,11 +124,13 @@ class PlannedReplicas:
         """
         async with self._changing:
             if self._is_closed:
-                raise LauncherError("the front closes: its replicas change no more")
+                raise LauncherError(
+                    "the front is closing: the number of replicas can no longer be changed"
+                )
             if (shares := self.plan.num_shares) is not None and most >= shares:
                 raise InvalidRequest(
-                    f"replicas must be at most {shares - 1}, as --kv-disk is divided for so many, "
-                    f"not {most}: start the front with a larger --max-replicas",
+                    f"replicas must be at most {shares - 1}, for which --kv-disk is divided, "
+                    f"not {most}: restart the front with a larger --max-replicas",
                     param="replicas",
                 )
             plan = replace(self.plan, least=least, most=most)

@@ -44,7 +44,9 @@ STOP_SECONDS = 30.0  # time for a replica to hand over its streams and write its
 STATS_SECONDS = 0.5  # interval between reports of loads
 REACH_SECONDS = 5.0  # timeout of a connection to Ray's head
 OBJECT_STORE = 2**27  # bytes; foretoken does not use it
-NO_RAY_WILL_RESTART = "Ray is gone: replicas and front go on, and nothing will be restarted"
+NO_RAY_WILL_RESTART = (
+    "Ray cannot be reached: replicas and front continue, but lost replicas are not replaced"
+)
 
 
 class RayError(LauncherError):
@@ -209,7 +211,7 @@ class RayCluster:
             }
             return options
         if not _is_reachable(address := os.environ[RAY_ADDRESS]):
-            raise RayError(f"no Ray answers at RAY_ADDRESS {address}")
+            raise RayError(f"no Ray cluster answers at RAY_ADDRESS {address}")
         if (key := cluster_key()) is not None:
             options["runtime_env"] = {"env_vars": {CLUSTER_KEY: key}}
         return options
@@ -238,7 +240,7 @@ class RayCluster:
         except RayError:
             raise
         except Exception as error:
-            raise RayError(f"Ray refuses the replicas: {_first_line(error)}") from error
+            raise RayError(f"Ray rejected the replicas: {_first_line(error)}") from error
 
     def failure(self) -> str | None:
         """Return why Ray cannot start the replicas, also if Ray is gone, or None."""
@@ -260,7 +262,7 @@ class RayCluster:
             try:
                 serve.delete(APP, _blocking=True)
             except Exception as error:
-                logger.warning("Ray did not end its application: %s", _first_line(error))
+                logger.warning("could not stop the Ray application: %s", _first_line(error))
         self._has_serve = False
         ray.shutdown()
         if self._folder is not None:

@@ -58,7 +58,9 @@ def want(
     unless ``least`` is at least 1 and not above ``most``.
     """
     if not 1 <= least <= most:
-        raise ValueError(f"replicas from {least} to {most}: at least 1, and no fewer at most")
+        raise ValueError(
+            f"invalid limits of {least} to {most} replicas: use at least 1, and no maximum below it"
+        )
     needed = _num_needed(loads, current)
     if needed > current or not least <= current <= most:
         return Wanted(max(least, min(most, max(needed, current))), None)

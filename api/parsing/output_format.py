@@ -65,7 +65,9 @@ class Syntax:
         tokens that ordinary text does not show. Raises `ValueError` for an unknown name.
         """
         if tool_parser not in TOOL_PARSERS or reasoning_parser not in REASONING_PARSERS:
-            raise ValueError(f"unknown parser: {tool_parser} or {reasoning_parser}")
+            raise ValueError(
+                f"unknown tool parser {tool_parser} or reasoning parser {reasoning_parser}"
+            )
         if tool_parser == "auto":
             tool_parser = family_of(template)
         if reasoning_parser == "auto":

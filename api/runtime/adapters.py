@@ -180,7 +180,10 @@ class Adapters:
         replaced = self._served.get(name)
         is_freed = replaced is not None and replaced.unused.is_set()
         if self.num_loaded - is_freed >= self._most:
-            message = f"{self.num_loaded} adapters are loaded, the maximum (--max-loras)"
+            message = (
+                f"{self.num_loaded} adapters are loaded, the maximum (--max-loras): unload "
+                "one first"
+            )
             raise InvalidRequest(message, param="lora_name")
 
     def _check_name(self, name: str) -> None:
@@ -188,7 +191,9 @@ class Adapters:
             message = "an adapter's name must have 1 to 256 characters, without spaces or ="
             raise InvalidRequest(message, param="lora_name")
         if name in self._reserved:
-            raise InvalidRequest(f"{name} is a name of the model itself", param="lora_name")
+            raise InvalidRequest(
+                f"{name} is a name of the model itself: choose another", param="lora_name"
+            )
 
     def _retire(self, adapter: ServedAdapter) -> asyncio.Task[None]:
         self._leaving.add(adapter)

@@ -60,11 +60,11 @@ LOSSES: Mapping[str, str] = {
     "thinking_stripped": "the chat template removed the reasoning of an answer",
     "evicted": "the rest was evicted",
     "flushed": "the rest was flushed",
-    "late": "the rest would have arrived from a tier too late",
+    "late": "loading the rest from a tier would have taken too long",
     "state_not_kept": "the recurrent state at the end of the rest was not kept",
-    "unsound": "a tier gave damaged pages",
+    "unsound": "a tier returned damaged pages",
     "not_written": "the rest was not cached yet",
-    "not_read": "the request did not read more from the cache",
+    "not_read": "the request disabled cache reads",
     "other_salt": "the earlier response has another cache salt",
 }
 """Causes for which reusable tokens were computed again, in words."""

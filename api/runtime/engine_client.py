@@ -322,7 +322,7 @@ class EngineClient:
         """
         del least, most
         raise InvalidRequest(
-            "this server does not start replicas: it needs --ray", param="replicas"
+            "this server cannot change its replicas: start it with --ray", param="replicas"
         )
 
     @property

@@ -498,7 +498,7 @@ def _texts(query: str, documents: Sequence[str], instruct: str | None) -> list[s
     require(bool(texts), "documents", "must have at least one text")
     for index, text in enumerate(texts):
         require(isinstance(text, str), f"documents[{index}]", "must be a text")
-    require(isinstance(query, str) and bool(query), "query", "must be a text, and not empty")
+    require(isinstance(query, str) and bool(query), "query", "must be a non-empty text")
     require(instruct is None or isinstance(instruct, str), "instruct", "must be a text")
     return texts  # type: ignore[return-value]
 

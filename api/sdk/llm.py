@@ -87,7 +87,9 @@ class _LoopThread:
     def _hand_over(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if os.getpid() != self._pid:
             work.close()
-            raise EngineDead("this LLM was made before a fork")
+            raise EngineDead(
+                "this LLM was created before a fork: create another one in this process"
+            )
         with self._lock:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(work, self.loop)

@@ -27,7 +27,7 @@ from ..runtime.adapters import UnknownAdapter
 logger = logging.getLogger(__name__)
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 60
 NO_ROUTE = (
-    "no such route: /openapi.json lists them, and the base URL of an OpenAI client ends in /v1"
+    "no such route: /openapi.json lists all routes; the base URL of an OpenAI client ends in /v1"
 )
 INTERNAL = "internal error"
 MAX_MESSAGE_CHARS = 1024  # a message may quote text from the request

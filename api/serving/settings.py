@@ -141,7 +141,7 @@ class LogOptions:
         "info", "lowest level of log lines", group="server", is_basic=True
     )
     log_format: Literal["text", "json"] = setting(
-        "text", "format of log lines; json writes one object a line"
+        "text", "format of log lines; json writes one object per line"
     )
 
 
@@ -211,9 +211,9 @@ class FrontOptions:
 
     front: str | None = setting(
         None,
-        "address on which replicas (foretoken replica MODEL --front ADDR) connect; they compute "
-        "and this process serves; beyond loopback both sides need FORETOKEN_CLUSTER_KEY (default: "
-        "this process computes)",
+        "address on which to accept replicas (foretoken replica MODEL --front ADDR), which "
+        "compute while this process serves HTTP; addresses beyond loopback need "
+        "FORETOKEN_CLUSTER_KEY on both sides (default: this process computes)",
         "tcp://HOST:PORT",
         group="replicas",
         is_basic=True,

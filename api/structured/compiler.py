@@ -167,7 +167,9 @@ class Grammars:
     def _check_room(self) -> None:
         num_pending = sum(not job.future.done() for job in self._grammars.values())
         if num_pending >= MAX_PENDING:
-            raise QueueFull(f"{num_pending} grammars are waiting to be compiled")
+            raise QueueFull(
+                f"{num_pending} grammars are already waiting to be compiled; retry later"
+            )
 
     def _read_vocabulary(self) -> _Compiler:
         return _Compiler(Vocabulary(*self._model))

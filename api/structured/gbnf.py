@@ -138,7 +138,7 @@ class _Reader:
             found = _TOKEN.match(self._source, at)
             if found is None:
                 line = self._source.count("\n", 0, at) + 1
-                raise ValueError(f"line {line}: {self._source[at : at + 20]!r} is not understood")
+                raise ValueError(f"line {line}: {self._source[at : at + 20]!r} cannot be parsed")
             kind = found.lastgroup or ""
             at = found.end()
             if kind != "space":
@@ -177,7 +177,7 @@ class _Reader:
         while self._kind not in ("rule", "") and not (self._kind == "mark" and self._text in ")|"):
             if self._kind == "times":
                 if not parts:
-                    raise ValueError(f"{self._text!r} has nothing before it that it could repeat")
+                    raise ValueError(f"{self._text!r} has nothing before it to repeat")
                 parts[-1] = _repeated(parts[-1], self._next())
             else:
                 parts += self._parts(depth)
@@ -215,7 +215,7 @@ def _repeated(part: Part, times: str) -> Part:
     else:
         low, comma, high = (each.strip() for each in times[1:-1].partition(","))
         if not low and not high:
-            raise ValueError(f"{times} has no number")
+            raise ValueError(f"{times} needs a number")
         least = int(low or 0)
         most = (int(high) if high else None) if comma else least
         if (most is not None and most < least) or max(least, most or 0) > MAX_TIMES:
@@ -256,7 +256,7 @@ def _set_of(text: str) -> str:
         (first, _), has_dash = found[at], at + 2 < len(found) and found[at + 1] == ("-", False)
         last = found[at + 2][0] if has_dash else first
         if last < first:
-            raise ValueError(f"[{text}] has a range that ends before it begins")
+            raise ValueError(f"[{text}] has a range whose end is before its start")
         ranges.append((first, last))
         at += 3 if has_dash else 1
     if not ranges:

@@ -34,7 +34,7 @@ QUICK_SECONDS = 0.1  # compile time below which the model thread may compile a g
 MAX_ERROR_CHARS = 300
 _PLAINLY = {  # parts of llguidance's messages, and their replacements
     "NoExtensionBias": "no token of the model is allowed here",
-    "coerce_one_of": "oneOf is supported only where its branches exclude each other; use anyOf",
+    "coerce_one_of": "oneOf is supported only if its branches exclude each other; use anyOf",
 }
 _SOURCE = re.compile(r"\n +\d+ \| |\n<grammar>")  # the grammar's text at the end of an error
 _OF_SCHEMA = "failed to compile JSON schema: "  # prefix of errors in a schema inside a grammar
@@ -230,7 +230,7 @@ class GrammarMatcher:
         """
         num_new = num_output - self._num_sure
         if num_new > len(self._tail):
-            raise ConstraintFailed("the grammar does not allow the answer so far")
+            raise ConstraintFailed("the grammar does not match the answer so far")
         if num_new > 0:
             del self._tail[:num_new]
             self._num_sure = num_output

@@ -66,7 +66,7 @@ class TemplateRefusal(InvalidRequest):
         if path is not None and self.call is not None:
             path = f"{path}.tool_calls[{self.call}]"
         where = "these messages" if path is None else path
-        message = f"the chat template refuses {where}: {self.cause}"
+        message = f"the chat template rejects {where}: {self.cause}"
         super().__init__(message, param="messages")
 
 
@@ -306,7 +306,7 @@ class Dicts:
 
 def _check_name(name: str) -> None:
     if name.startswith("_"):
-        raise SecurityError(f"a namespace takes no {name}")
+        raise SecurityError(f"a namespace cannot have {name}")
 
 
 def _refuse(message: str) -> None:

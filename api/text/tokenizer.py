@@ -73,7 +73,7 @@ class Tokenizer:
     def __init__(self, hf: Any, *, max_model_len: int) -> None:  # noqa: ANN401 - transformers is untyped
         backend = getattr(hf, "backend_tokenizer", None)
         if backend is None:
-            raise ModelLoadError("the tokenizer has no fast form (tokenizer.json)")
+            raise ModelLoadError("the model has no fast tokenizer (tokenizer.json)")
         backend.no_truncation()
         backend.no_padding()
         self._backend, self._encoder = backend, Encoder(backend)
@@ -394,7 +394,7 @@ class Tokenizer:
         try:
             return self._template.render(messages, settings, Budget(TRIED_CHARS, TEMPLATE_SECONDS))
         except Exception as error:  # templates can raise any error
-            logger.debug("the chat template refuses a conversation: %s", error)
+            logger.debug("the chat template rejects a conversation: %s", error)
             return ""
 
     async def _rendered(

@@ -286,9 +286,9 @@ def num_stop_bytes(stop: Sequence[str]) -> int:
 
 def _check_stop(stop: Sequence[object]) -> None:
     texts = [text for text in stop if isinstance(text, str) and text]
-    require(len(texts) == len(stop), "stop", "must have texts, none of them empty")
+    require(len(texts) == len(stop), "stop", "must have only non-empty texts")
     size = num_stop_bytes(texts)
-    message = f"must have at most {MAX_STOP_BYTES} bytes together, not {size}"
+    message = f"must have at most {MAX_STOP_BYTES} bytes in total, not {size}"
     require(size <= MAX_STOP_BYTES, "stop", message)
 
 
@@ -311,7 +311,7 @@ def _choices(choice: Sequence[str]) -> None:
     require(
         all(isinstance(text, str) and text for text in choice),
         "choice",
-        "must have texts, none of them empty",
+        "must have only non-empty texts",
     )
     fits = sum(map(len, choice)) <= MAX_GRAMMAR_CHARS
-    require(fits, "choice", f"must have at most {MAX_GRAMMAR_CHARS} characters together")
+    require(fits, "choice", f"must have at most {MAX_GRAMMAR_CHARS} characters in total")

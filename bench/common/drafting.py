@@ -1,4 +1,4 @@
-"""Fixed ways to draft, to measure the controller against: chains and trees of the model alone."""
+"""Fixed drafting plans: chains or trees of the draft model alone, as baselines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from ...core.interface.request import Request
 
 @dataclass(frozen=True)
 class FixedDrafts(Speculator):
-    """Every request drafts by the same plan in every step, by the draft model or head alone."""
+    """Gives every request the same plan in every step.
+
+    Only the draft model or head drafts.
+    """
 
     plan_: DraftPlan
 
     def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:  # noqa: ARG002
-        """Never, unless all requests ask for none."""
+        """Return whether all requests have speculation switched off."""
         return all(request.depth == 0 for request in requests)
 
     def plan(
@@ -30,7 +33,7 @@ class FixedDrafts(Speculator):
         budget: int,
         num_prefill: int,  # noqa: ARG002
     ) -> Sequence[DraftPlan]:
-        """The plan within the limits and an equal share of the budget."""
+        """Return the plan, cut to each request's limit and to an equal share of the budget."""
         plan, share = self.plan_, budget // max(1, len(requests))
         return [
             replace(plan, max_draft=min(limit, share, plan.max_draft))
@@ -41,10 +44,10 @@ class FixedDrafts(Speculator):
 
 
 def chain(num_tokens: int) -> FixedDrafts:
-    """Chains of so many tokens."""
+    """Return a speculator that drafts chains of `num_tokens` tokens."""
     return FixedDrafts(DraftPlan(max_draft=num_tokens))
 
 
 def tree(num_nodes: int) -> FixedDrafts:
-    """Trees of the likeliest nodes, so many."""
+    """Return a speculator that drafts trees of the `num_nodes` likeliest nodes."""
     return FixedDrafts(DraftPlan(max_draft=num_nodes, may_branch=True))

@@ -1,4 +1,4 @@
-"""Measures the limits of the machine, and the shape of a model; cuts prompts from texts."""
+"""Measures the limits of the machine and the sizes of a model, and provides tokens for prompts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ...core.ops.native.structs.linear import NativeLinear
 from ...core.ops.weights import PackedLinear
 from .roofline import Limits, Shape
 
-_SIDE = 1024  # of the square matrices that torch multiplies
+_SIDE = 1024  # Side of the square matrices that torch multiplies.
 _READ_BYTES = 1 << 30
 
 
 class Meter:
-    """Measures the machine with what computes: the native kernels, or torch without a library."""
+    """Measures the machine with the backend in use: native kernels, or torch without a library."""
 
     def __init__(self, library: NativeLibrary | None, dtype: torch.dtype, threads: int) -> None:
         self._library = library
@@ -33,7 +33,7 @@ class Meter:
 
     @classmethod
     def of(cls, decoder: Decoder, threads: int) -> Meter:
-        """A meter that computes as this model does."""
+        """Return a meter that uses the backend and dtype of this model."""
         library = decoder.ops.library if isinstance(decoder.ops, NativeOps) else None
         return cls(library, decoder.dtype, threads)
 
@@ -44,12 +44,12 @@ class Meter:
         return f"{by}, {self._threads} threads" if self._threads > 1 else f"{by}, 1 thread"
 
     def measure(self) -> None:
-        """Once more; to be called while the engine is idle."""
+        """Measure once more; call it while the engine is idle."""
         self._found.append(_measured(self._library, self._dtype, self._threads))
 
     @property
     def limits(self) -> Limits:
-        """The best of all times: whatever else runs on the machine only slows it down."""
+        """The best of all measurements: other load on the machine can only slow one down."""
         reads, rates = ([each[i] for each in self._found] for i in (0, 1))
         drift = max(1 - min(reads) / max(reads), 1 - min(rates) / max(rates))
         dtype = torch.bfloat16 if self._library else self._dtype
@@ -65,7 +65,7 @@ class Meter:
 def _measured(
     library: NativeLibrary | None, dtype: torch.dtype, threads: int
 ) -> tuple[float, float]:
-    """Bytes and operations a second."""
+    """Return bytes read and operations computed per second."""
     if library is None:
         torch.set_num_threads(threads)
         return torch_read_bandwidth(), _torch_multiply(dtype)
@@ -74,7 +74,10 @@ def _measured(
 
 
 def torch_read_bandwidth() -> float:
-    """Bytes a second that torch reads from memory with all its threads: the best of a few runs."""
+    """Return the bytes per second that torch reads from memory with all its threads.
+
+    It is the best of several runs.
+    """
     data = torch.ones(_READ_BYTES // 4)
     return data.nbytes / best_seconds(data.sum)
 
@@ -85,7 +88,7 @@ def _torch_multiply(dtype: torch.dtype) -> float:
 
 
 def shape_of(decoder: Decoder, pool: KVPool) -> Shape:
-    """Collect the sizes that decide how long a step of this model takes."""
+    """Return the sizes that decide how long a step of this model takes."""
     config = decoder.config
     return Shape(
         block_params=sum(_layer_params(config, layer) for layer in range(config.num_layers)),
@@ -98,7 +101,7 @@ def shape_of(decoder: Decoder, pool: KVPool) -> Shape:
 
 
 def _layer_params(config: DecoderConfig, layer: int) -> int:
-    """Number of parameters of a layer's attention and MLP."""
+    """Return the number of parameters of a layer's attention and MLP."""
     num_heads, num_kv_heads, head_dim = config.heads_of(layer)
     spec, latent = config.layers[layer], config.latent
     num_kv = 0 if spec.kv_of is not None else 2 * num_kv_heads
@@ -113,12 +116,14 @@ def _layer_params(config: DecoderConfig, layer: int) -> int:
 
 
 def _linears(decoder: Decoder) -> Iterator[PackedLinear]:
-    """All that a step reads; norms are too small to count.
+    """Yield the matrices that a step reads; norms are too small to count.
 
-    Raises TypeError for a model that transformers' modules compute, whose matrices are theirs.
+    Raises TypeError for a model that runs on transformers' modules, whose matrices are not packed.
     """
     if not isinstance(decoder, OwnDecoder):
-        raise TypeError(f"no roofline for {decoder.config.model_type}: it has no own decoder")
+        raise TypeError(
+            f"cannot compute a roofline for {decoder.config.model_type}: it has no native decoder"
+        )
     for layer in decoder.weights.layers:
         yield from layer.linears
     yield decoder.weights.lm_head
@@ -131,7 +136,7 @@ def _num_bytes(weight: PackedLinear) -> int:
 
 
 def largest_cache() -> int:
-    """Bytes of the processor's last cache; 0 where the system does not tell."""
+    """Return the bytes of the processor's largest cache; 0 if the system does not report it."""
     found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [path.read_text(encoding="ascii").strip() for path in found]
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -139,10 +144,10 @@ def largest_cache() -> int:
 
 
 def prompt_text(folder: Path, vocab_size: int, num_tokens: int) -> tuple[list[int], str]:
-    """Token ids to cut prompts from, and what they are made of.
+    """Return token ids to cut prompts from, and a description of their source.
 
-    With a tokenizer the standard library's own sources, so that acceptance means something;
-    without one random ids.
+    With a tokenizer they are the sources of the standard library, so that acceptance is realistic;
+    without one they are random.
     """
     if not (folder / "tokenizer.json").is_file():
         generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""OracleSource: simulates an acceptance rate by spoiling a recorded answer."""
+"""OracleSource: simulates an acceptance rate by corrupting a recorded answer."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ Key = tuple[str | None, bytes]
 
 @contextmanager
 def oracles(*accuracies: float) -> Iterator[tuple[str, ...]]:
-    """Let ``draft`` name oracles of these accuracies, from 0 to 1; yields their names."""
+    """Register oracles of given accuracies (0 to 1) as values of ``draft``; yield their names."""
     made = {f"oracle:{accuracy}": partial(OracleSource, accuracy) for accuracy in accuracies}
     with patch.dict(FREE, made):
         yield tuple(made)
 
 
 class OracleSource(Source):
-    """Replays the answer of an earlier request with the same prompt, some tokens replaced.
+    """Drafts from the recorded answer of an earlier request with the same prompt.
 
-    Each token is right with probability ``accuracy``, drawn from the request's seed and the
-    position. The guess depends on the position alone, not on the tokens so far. The last answers
-    are kept, ``max_tokens`` in all. Its counts are labelled as simulated by its name.
+    Some of its tokens are replaced. Each token is right with probability ``accuracy``, drawn from
+    the request's seed and the position. A guess depends on the position alone, not on the tokens so
+    far. The most recent answers are kept, up to ``max_tokens`` tokens in total. The name labels its
+    counts as simulated.
     """
 
     def __init__(self, accuracy: float, *, max_tokens: int = 1_000_000) -> None:
@@ -42,12 +43,12 @@ class OracleSource(Source):
         self.priors = Priors.constant(accuracy)
         self._accuracy = accuracy
         self._max_tokens = max_tokens
-        self._num_kept = 0  # tokens of answers
+        self._num_kept = 0  # Total number of tokens in the kept answers.
         self._answers: OrderedDict[Key, array[int]] = OrderedDict()
-        self._live: dict[Request, array[int]] = {}  # spoilt already
+        self._live: dict[Request, array[int]] = {}  # Answers with the wrong tokens already in them.
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """The next tokens of the earlier answer, if there was one and it was longer."""
+        """Return the next tokens of the recorded answer, if there is one and it is long enough."""
         answer = self._live.get(request)
         if answer is None:
             answer = self._live[request] = self._recall(request)
@@ -66,7 +67,7 @@ class OracleSource(Source):
             self._forget(next(iter(self._answers)))
 
     def flush(self, *namespaces: str | None) -> None:
-        """Drop the answers of these namespaces, of all when none is named."""
+        """Drop the answers of the given namespaces, or of all if no namespace is named."""
         flushed = FlushedNamespaces(namespaces)
         for key in list(self._answers):
             if key[0] in flushed:
@@ -86,7 +87,7 @@ class OracleSource(Source):
         return self._spoil(self._answers[key], request.sampling.seed)
 
     def _spoil(self, answer: array[int], seed: int) -> array[int]:
-        """Replace each token whose draw fails by the id before it, 0 by 1."""
+        """Return the answer with each wrong token replaced by its id minus 1, and id 0 by 1."""
         token_ids = np.array(answer, np.int64)
         wrong = np.random.default_rng(seed).random(len(answer)) >= self._accuracy
         spoilt = np.where(wrong, np.abs(token_ids - 1), token_ids)

@@ -1,10 +1,11 @@
-"""Real tasks for a chat model, made of texts that every Python has.
+"""Real tasks for a chat model, made of texts that every Python installation has.
 
-Four kinds, by how much of an answer stands in its prompt: ``edit`` (rename a function and answer
-with the code), ``agent`` (say a tool's JSON output again), ``quote`` (repeat a passage) and
-``chat`` (open questions). Each list is cut in two: what priors and constants are fitted on
-(``tune``) is never what figures are shown of (``show``). A fifth kind is no task: ``adversarial``
-streams, in which everything looks as if it came again and hardly anything does.
+There are four kinds, which differ in how much of the answer stands in the prompt: ``edit`` (rename
+a function and return the code), ``agent`` (repeat the JSON output of a tool), ``quote`` (repeat a
+passage) and ``chat`` (open questions). Each list has two halves: priors and constants are fitted on
+``tune``, and published figures are measured on ``show``. A fifth kind is not a task:
+``adversarial`` streams, which contain matches everywhere, hardly any of which continues in the same
+way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Literal, TypeAlias
 Half: TypeAlias = Literal["tune", "show"]
 KINDS = ("edit", "quote", "agent", "chat")
 ADVERSARIAL = "adversarial"
-PER_HALF = 16  # prompts of a kind
+PER_HALF = 16  # Prompts of one kind in each half.
 
 _MODULES = (
     "argparse", "ast", "base64", "bisect", "calendar", "cmd", "codecs", "collections", "colorsys",
@@ -95,19 +96,24 @@ _QUESTIONS = (
 
 @cache
 def prompts(kind: str, half: Half) -> tuple[str, ...]:
-    """`PER_HALF` messages of a user. Raises ValueError for an unknown kind."""
+    """Return the `PER_HALF` user messages of a kind. Raises ValueError for an unknown kind."""
     if kind not in KINDS:
-        raise ValueError(f"unknown kind of task {kind!r}: {', '.join(KINDS)}")
+        raise ValueError(f"unknown kind of task {kind!r}; use one of {', '.join(KINDS)}")
     made = list(_MAKE[kind]())[: 2 * PER_HALF]
     if len(made) < 2 * PER_HALF:
-        raise RuntimeError(f"this Python has texts for only {len(made)} prompts of {kind}")
+        raise RuntimeError(
+            f"the standard library of this Python has texts for only {len(made)} prompts of {kind}"
+        )
     return tuple(made[("tune", "show").index(half) :: 2])
 
 
 def adversarial(
     num_streams: int, prompt_len: int, answer_len: int, vocab_size: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts and answers of five tokens in random order: matches everywhere, few that hold."""
+    """Return prompts and answers of five tokens in random order.
+
+    There are matches everywhere, and few of them continue.
+    """
     rng = random.Random(7)
     few = [rng.randrange(5, vocab_size) for _ in range(5)]
     return [
@@ -149,7 +155,7 @@ _MAKE = {"edit": _edits, "quote": _quotes, "agent": _agents, "chat": _chats}
 
 
 def _functions() -> Iterator[tuple[str, str]]:
-    """One function of 12 to 28 lines of each module: its name and its code."""
+    """Yield the name and code of one function of 12 to 28 lines for each module."""
     for _, tree in _trees():
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
@@ -160,7 +166,7 @@ def _functions() -> Iterator[tuple[str, str]]:
 
 
 def _passages() -> Iterator[str]:
-    """A passage of 60 to 110 words of each module's docstrings."""
+    """Yield a passage of 60 to 110 words from the docstrings of each module."""
     for _, tree in _trees():
         for text in _docs(tree):
             for part in text.split("\n\n"):
@@ -183,7 +189,7 @@ def _docs(tree: ast.Module) -> Iterator[str]:
 
 @cache
 def _trees() -> Sequence[tuple[str, ast.Module]]:
-    """Modules in an order that has nothing to do with their names."""
+    """Return parsed modules in a fixed pseudo-random order."""
     found = []
     for name in sorted(_MODULES, key=lambda name: hashlib.sha256(name.encode()).digest()):
         spec = importlib.util.find_spec(name)

@@ -1,7 +1,7 @@
-"""A real engine that is made to say what was recorded: real step times on given texts.
+"""A real engine that is forced to generate recorded answers: real step times on given texts.
 
-The target computes everything as ever; then the recorded token of each position gets a logit that
-wins. So acceptance is that of the recorded text, not of the model's own.
+The target computes every step as usual; then the recorded token of each position gets a logit that
+wins. So acceptance depends on the recorded text, not on the model's own output.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 from ...core.execution.model_runner import LaunchedStep, ModelRunner
 from ...core.sampling.verifier import Verified
 
-WINNING = 1e4  # a logit above all others
+WINNING = 1e4  # A logit above all others.
 
 
 class ReplayRunner(ModelRunner):
-    """Steers every request along its answer in ``recorded`` (by request id), if there are any."""
+    """Forces each request along its answer in ``recorded``, by request id, unless that is empty."""
 
     recorded: Mapping[str, Sequence[int]] = {}
 
     @property
     def is_async(self) -> bool:
-        """Never: what is to be said must be known when the tokens are chosen."""
+        """Always False: the recorded token must be known before the next token is chosen."""
         return False
 
     @classmethod
     def over(cls, runner: ModelRunner) -> ReplayRunner:
-        """The same model, pool and proposer."""
+        """Return a replay runner with the same model, pool and proposer."""
         return cls(runner.decoder, runner.pool, runner.proposer)
 
     def _verify(self, work: LaunchedStep) -> list[Verified]:

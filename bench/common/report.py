@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Lowest, median and highest of a few runs."""
+    """Lowest, median and highest value of a few runs."""
 
     low: float
     median: float
@@ -25,15 +25,15 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Spread of at least one value."""
+        """Return the spread of at least one value."""
         return cls(min(values), statistics.median(values), max(values))
 
     def scaled(self, factor: float) -> Spread:
-        """Multiply by ``factor``, to another unit."""
+        """Return the spread multiplied by ``factor``, to convert it to another unit."""
         return Spread(self.low * factor, self.median * factor, self.high * factor)
 
     def inverse(self, amount: float) -> Spread:
-        """Seconds for ``amount`` to a rate."""
+        """Convert the seconds for ``amount`` items to a rate."""
         return Spread(amount / self.high, amount / self.median, amount / self.low)
 
     def __str__(self) -> str:
@@ -41,17 +41,17 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 def number(value: float) -> str:
-    """Three digits, and no powers of ten."""
+    """Format a number with three digits and without an exponent."""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def heading() -> dict[str, object]:
-    """Command and machine, which every report begins with."""
+    """Return the command and the machine, with which every report begins."""
     return {"command": command(), "machine": machine()}
 
 
 def machine() -> dict[str, object]:
-    """Processor, cores, memory, Python: what a reader needs to judge a figure."""
+    """Return processor, cores, memory and Python version, which readers need to judge figures."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -69,14 +69,17 @@ def _cpu_model() -> str:
 
 
 def command() -> str:
-    """The command line as typed, but for where this machine keeps its files."""
+    """Return the command line as typed, with absolute paths cut to their last part."""
     program = Path(sys.argv[0])
     said = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
     return " ".join(["foretoken" if program.name == "foretoken" else _as_module(program), *said])
 
 
 def _as_module(program: Path) -> str:
-    """Command of a file of this package: `foretoken bench serve`, or a module of `bench/lab`."""
+    """Return the command that runs a file of this package.
+
+    Either `foretoken bench NAME` or `python -m` for a module of `bench/lab`.
+    """
     parts = [part for part in program.with_suffix("").parts if part != "__main__"]
     if "lab" not in parts:
         return f"foretoken bench {parts[-1]}"
@@ -84,7 +87,7 @@ def _as_module(program: Path) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table with the columns of all rows; what a row lacks is left empty."""
+    """Return a Markdown table with the columns of all rows; missing cells are empty."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     cells = [columns, ["---"] * len(columns)]
     cells += [[_cell(row.get(column, "")) for column in columns] for row in rows]
@@ -94,12 +97,12 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def listed(named: Mapping[str, object]) -> str:
-    """Names and values in one line."""
+    """Return names and values in one line."""
     return ", ".join(f"{name} {_cell(value)}" for name, value in named.items())
 
 
 def _cell(value: object) -> str:
-    """A number in short, a spread of a JSON as such; a bar or a new line would end the cell."""
+    """Return the text of a cell. Escapes bars and newlines, which would end it."""
     if isinstance(value, dict):
         value = msgspec.convert(value, Spread)
     if value is None:
@@ -109,7 +112,7 @@ def _cell(value: object) -> str:
 
 
 def write_json(path: Path, report: Mapping[str, object]) -> None:
-    """One report, readable by people too."""
+    """Write a report as indented JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = msgspec.to_builtins(report)
     path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Checkpoints made on the spot: real shapes, random weights, acceptance under control.
+"""Checkpoints made on the spot: real shapes, random weights, controlled acceptance.
 
-Random weights make acceptance meaningless, so the pair is built to agree: every layer of the
-target but the first writes only ``eps`` times its output, and the draft is the first layer. The
-smaller ``eps``, the more they agree. Acceptance of such a pair is simulated, not real.
+Random weights make acceptance meaningless, so the pair is built to agree: every layer of the target
+except the first adds only ``eps`` times its output, and the draft is the first layer. The smaller
+``eps`` is, the more often they agree. Acceptance of such a pair is simulated, not real.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def shape(name: str, **changes: object) -> PretrainedConfig:
 
 
 def write_config(folder: Path, config: PretrainedConfig) -> Path:
-    """Write a ``config.json`` in bfloat16, all that random weights need; returns the folder."""
+    """Write a ``config.json`` in bfloat16, all that random weights need, and return the folder."""
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
     return folder
@@ -37,7 +37,7 @@ def write_config(folder: Path, config: PretrainedConfig) -> Path:
 
 @torch.inference_mode()
 def write_pair(folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, eps: float) -> None:
-    """Write ``folder/target`` and ``folder/draft``, unless they are there."""
+    """Write ``folder/target`` and ``folder/draft``, unless they exist."""
     if (folder / "draft" / "config.json").is_file():
         return
     torch.manual_seed(0)

@@ -1,1 +1,1 @@
-"""Measurements of our own: not installed."""
+"""Measurements for the project's own development; they are not installed."""

@@ -1,11 +1,11 @@
-"""Answers at tight limits to schemas of others: `python -m foretoken.bench.lab.forms FOLDER`.
+"""Answers to JSON schemas at tight token limits: `python -m foretoken.bench.lab.forms FOLDER`.
 
-Every ``*.json`` below the folder is a JSON schema. Of each one, answers are drawn at limits from
-the shortest answer upwards, by models without weights that want anything but to end: ``random``
-draws among the allowed tokens, ``letters`` takes the longest word or number, ``opener`` begins
-whatever can be begun. An answer is unfinished if the limit cuts it. Told are the share of refused
-schemas and why, unfinished and invalid answers, and the processor time of a token's mask. `--out`
-has each answer.
+Every ``*.json`` file below the folder is a JSON schema. For each one, answers are drawn at limits
+from the shortest answer upwards. They are drawn by models without weights that avoid ending:
+``random`` draws among the allowed tokens, ``letters`` takes the longest word or number, and
+``opener`` opens as many objects, arrays and strings as it can. An answer is unfinished if the limit
+cuts it. The report has the share of rejected schemas with reasons, unfinished and invalid answers,
+and the CPU time of a token's mask. The file of `--out` has each answer.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from ...core.errors import InvalidRequest
 from ...core.interface.sampling import ConstraintFailed
 from ..common.report import RESULTS, heading, table, write_json
 
-SPARE = (0, 1, 2, 3, 5, 8, 13, 21, 40, 80)  # tokens above the shortest answer and its stop token
+SPARE = (0, 1, 2, 3, 5, 8, 13, 21, 40, 80)  # Tokens above the shortest answer and its stop token.
 _OUT = RESULTS / "forms.json"
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One answer: how it ended, and the milliseconds of its masks."""
+    """One answer: how it ended, and the time of its masks in milliseconds."""
 
     schema: str
     model: str
     limit: int
-    end: str  # whole, unchecked, unfinished, invalid, or failed
+    end: str  # One of whole, unchecked, unfinished, invalid and failed.
     num_tokens: int
     ms: float
     slowest_ms: float
@@ -51,11 +51,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Drawn(msgspec.Struct):
-    """All that was found."""
+    """All results."""
 
     answers: list[Answer] = []
     refused: dict[str, str] = {}
-    endless: list[str] = []  # no end was found
+    endless: list[str] = []  # Schemas for which no shortest answer is known.
     compile_ms: list[float] = []
     least: dict[str, int] = {}
 
@@ -79,7 +79,7 @@ class Drawer:
     def draw(
         self, grammar: Grammar, model: str, limit: int, seed: int
     ) -> tuple[array[int], list[float]]:
-        """The tokens of an answer, and the seconds of each mask."""
+        """Return the tokens of an answer, and the seconds that each mask took."""
         matcher = grammar.matcher(frozenset({self._stop}), limit)
         rng, wishes = np.random.default_rng(seed), self._wishes[model]
         output, seconds = array("q"), []
@@ -98,13 +98,13 @@ class Drawer:
         return output, seconds
 
     def text(self, output: Sequence[int]) -> str:
-        """The text of an answer, without its stop token."""
+        """Return the text of an answer, without its stop token."""
         data = b"".join(self._tokenizer.token_bytes(i) for i in output if i != self._stop)
         return data.decode(errors="replace")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw, print, and write JSON to ``--out``."""
+    """Draw the answers, print the figures, and write JSON to ``--out``."""
     options = _parsed(argv)
     print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n")
     tokenizer = Tokenizer.load(find_model(options.model).path, max_model_len=8192)
@@ -119,11 +119,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--schemas", type=int, default=1000, help="schemas to take (1000)")
-    parser.add_argument("--limits", type=int, default=len(SPARE), help="limits for each (10)")
+    parser.add_argument("--schemas", type=int, default=1000, help="number of schemas to use (1000)")
+    parser.add_argument(
+        "--limits", type=int, default=len(SPARE), help="number of token limits per schema (10)"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", default="smollm2", help="model with the tokenizer (smollm2)")
-    parser.add_argument("--stop", default="<|im_end|>", help="token that ends an answer")
+    parser.add_argument(
+        "--model", default="smollm2", help="model whose tokenizer is used (smollm2)"
+    )
+    parser.add_argument(
+        "--stop", default="<|im_end|>", help="text of the token that ends an answer (<|im_end|>)"
+    )
     parser.add_argument("--out", type=Path, default=_OUT)
     return parser.parse_args(argv)
 
@@ -194,7 +200,10 @@ def _answer(
 
 
 def _checked(text: str, schema: object) -> str:
-    """Whether a whole answer is valid; unchecked where the schema is beyond the validator."""
+    """Return whether an answer is "whole" (valid) or "invalid".
+
+    "unchecked" means that the validator cannot handle the schema.
+    """
     import jsonschema
 
     try:
@@ -204,7 +213,8 @@ def _checked(text: str, schema: object) -> str:
     try:
         kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
         return "whole" if kind(schema).is_valid(answer) else "invalid"
-    except Exception as error:  # of many kinds: patterns, references, its own
+    # The validator raises many kinds of errors, for patterns, references and its own.
+    except Exception as error:
         print(f"unchecked: {error!r}"[:200])
         return "unchecked"
 

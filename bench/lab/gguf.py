@@ -1,7 +1,7 @@
-"""One GGUF file on two servers, ours and llama.cpp's: `python -m foretoken.bench.lab.gguf FILE`.
+"""One GGUF file on foretoken's and llama.cpp's servers: `python -m foretoken.bench.lab.gguf FILE`.
 
-The rows are those of servers.py. Every server is started alone for the seconds until it is ready,
-with the file in the page cache.
+The rows are described in servers.py. Every server is also started alone, with the file in the page
+cache, to measure the seconds until it is ready.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from pathlib import Path
 
 from .servers import TASK_ROWS, add_flags, compare, show, token_rows, words
 
-CONTEXT = 8192  # tokens of a request, on every server
+CONTEXT = 8192  # Context of a request in tokens, the same on every server.
 ROWS = token_rows(words) | TASK_ROWS
 
 
 def foretoken(model: str, context: int, threads: int) -> list[str]:
-    """Command of our own server; it lacks its port."""
+    """Return the command of foretoken's server, without its port."""
     command = [sys.executable, "-m", "foretoken", "serve", model, "--log-level", "error"]
     return [*command, "--max-model-len", str(context), "--threads", str(threads)]
 
 
 def llama_cpp(server: Path, file: Path, context: int, threads: int) -> list[str]:
-    """Command of llama.cpp's server with four seats; it lacks its port."""
+    """Return the command of llama.cpp's server with four slots, without its port."""
     command = [str(server), "-m", str(file), "-t", str(threads), "-np", "4"]
     return [*command, "-c", str(4 * context), "--host", "127.0.0.1"]
 
 
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Command lines of the servers, by the name of their column."""
+    """Return the command lines of the servers, by the name of their column."""
     own = foretoken(str(args.file), CONTEXT, args.threads)
     made = {"foretoken": own, "plain": [*own, "--speculation", "off"]}
     if args.draft is not None:
@@ -45,11 +45,13 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `python -m foretoken.bench.lab.gguf`; the exit code."""
+    """Run `python -m foretoken.bench.lab.gguf`; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m foretoken.bench.lab.gguf", description=__doc__)
     parser.add_argument("file", type=Path, help="GGUF file that every server loads")
-    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server, for comparison")
-    parser.add_argument("--draft", type=Path, help="GGUF file of a draft model, for two columns")
+    parser.add_argument(
+        "--llama-server", type=Path, help="path of llama.cpp's server, to compare with"
+    )
+    parser.add_argument("--draft", type=Path, help="GGUF file of a draft model; adds two columns")
     add_flags(parser)
     args = parser.parse_args(argv)
     found = compare(commands(args), ROWS, args.turns, args.turns)

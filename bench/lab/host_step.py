@@ -1,11 +1,12 @@
 """Host time and calls of an engine step, by part, for the Triton backend and without a GPU.
 
-Scheduler, speculator, runner, batches, the backend's plans and inputs, and the event loop are the
-real ones. Kernels are a formula and the device's times are simulated, by rows those of an 8B model
-on an H100; launching kernels costs nothing. Look-ups and the draft model are right 0.8 of the time,
-so acceptance is simulated, too. First one thread does all, and each part is timed, then counted:
-calls of the engine's functions and of the builtins that these call. Then the engine has its two
-threads: the gap is what a round takes beyond the device.
+The scheduler, speculator, runner, batches, the backend's plans and inputs, and the event loop are
+real. Kernels are replaced by a formula. The device's times are simulated: by rows, they are the
+times of an 8B model on an H100; launching a kernel costs nothing. Lookups and the draft model are
+right with probability 0.8, so acceptance is simulated, too. First one thread does all the work, and
+each part is timed; then the calls of the engine's functions and of the builtins that they call are
+counted. Finally the engine runs with its two threads, and the gap between a round and the device's
+work is measured.
 
     python -m foretoken.bench.lab.host_step --requests 4,64 --draft lookups
 """
@@ -65,16 +66,18 @@ from .simulated_device import (
 
 T = TypeVar("T")
 Depth: TypeAlias = Literal["auto"] | int
-Function: TypeAlias = tuple[Any, str, str]  # what has it, its name, the part that it is
+# The object that holds the function, the function's name, and the part that it belongs to.
+Function: TypeAlias = tuple[Any, str, str]
 PAGE_SIZE = EngineConfig().sizes("cuda").page_size
 PACKAGES = ("foretoken.radix_cache.", "foretoken.core.", "foretoken.draft.")
-# Seconds of a pass by rows of its graph, docs/gpu-results.md: the 8B shape, the 0.6B as its draft.
+# Seconds of a pass by rows of its graph, from docs/gpu-results.md: the 8B shape with the 0.6B shape
+# as its draft.
 FORWARD = {1: 6.8e-3, 8: 7.1e-3, 32: 9e-3, 64: 11.4e-3, 128: 14e-3, 384: 18.1e-3, 512: 22e-3}
 DRAFT = {1: 1.5e-3, 8: 2.07e-3, 32: 3.25e-3, 64: 4.89e-3, 128: 8.03e-3, 256: 16.1e-3}
 ACCURACY = 0.8
-NUM_WARM_UP = 30  # rounds in which all requests decode, before those that are measured
-MOST_TOKENS = 16  # of a request in a round, about
-SIMULATED = "acceptance, the device and its times; tokens a second mean nothing"
+NUM_WARM_UP = 30  # Rounds in which all requests decode, before the measured ones.
+MOST_TOKENS = 16  # Approximate most tokens that a request gains in a round.
+SIMULATED = "acceptance, the device and its times; tokens per second are meaningless"
 FORMULA, MODEL, INPUTS = "formula", "draft model", "fill, controls, upload"
 REST = "event loop, readers, rest"
 FORMULAS: list[Function] = [
@@ -82,22 +85,22 @@ FORMULAS: list[Function] = [
     (FormulaOps, "logits", FORMULA),
     (FormulaArgmax, "run", FORMULA),
 ]
-BESIDE = ("deliver", "index", FORMULA)  # what is done while the device works, or by it
+BESIDE = ("deliver", "index", FORMULA)  # Parts that run while the device works, or on it.
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Some requests that decode side by side. Trees have the depth "auto"."""
+    """Requests that decode together. Trees have the depth "auto"."""
 
     requests: int
     draft: Literal["none", "lookups", "model"] = "none"
     shape: Literal["chain", "tree"] = "chain"
     depth: Depth = 4
-    context: int = 1024  # prompt tokens of each
+    context: int = 1024  # Prompt tokens of each request.
 
     @property
     def accuracies(self) -> tuple[float, ...]:
-        """Of the oracles that stand for look-ups: two for trees."""
+        """Accuracies of the oracles that replace the lookups; trees need two oracles."""
         if self.draft != "lookups":
             return ()
         return (ACCURACY, 0.5) if self.shape == "tree" else (ACCURACY,)
@@ -108,9 +111,9 @@ class Case:
 
 
 class Parts(ExitStack):
-    """Amounts of a clock by part; a part inside another is subtracted from that one.
+    """Amounts measured by a clock, by part; a nested part is subtracted from the one around it.
 
-    What is in no part is `REST`, to which the whole is still to be added.
+    The time outside all parts is `REST`; the caller has to add the whole to it.
     """
 
     def __init__(self, clock: Callable[[], float], functions: Sequence[Function]) -> None:
@@ -119,11 +122,15 @@ class Parts(ExitStack):
         self._clock = clock
         self._under_way = [REST]
         for holder, name, part in functions:
-            # Of a class: a method gets its object still, a class method has its class.
+            # Methods are looked up on the class, so patched functions still get their object, and
+            # class methods their class.
             self.enter_context(patch.object(holder, name, self._of(getattr(holder, name), part)))
 
     def _of(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """Wrap a function. All of the draft model stays one part, but for the formula."""
+        """Wrap a function.
+
+        Calls inside the draft model count as that part, except for the formula.
+        """
 
         def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed on
             outer = self._under_way[-1]
@@ -143,7 +150,7 @@ class Parts(ExitStack):
 
 
 def functions_of(engine: Engine) -> list[Function]:
-    """The parts of a round of an engine whose steps run in the event loop's thread."""
+    """Return the parts of a round of an engine whose steps run in the event loop's thread."""
     scheduler, runner, metrics = engine.scheduler, engine.runner, engine.metrics
     assert isinstance(runner, ModelRunner)
     speculator, decoder, proposer = scheduler.speculator, runner.decoder, runner.proposer
@@ -174,7 +181,7 @@ def functions_of(engine: Engine) -> list[Function]:
 
 
 class CallClock:
-    """A clock that counts calls of the engine's functions, and of builtins that these call."""
+    """Counts calls of the engine's functions, and of the builtins that they call."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -185,7 +192,7 @@ class CallClock:
             self._count += 1
 
     def __call__(self) -> float:
-        """Calls so far."""
+        """Return the number of calls so far."""
         return self._count
 
 
@@ -207,9 +214,9 @@ class InlineThread:
 
 
 class Session:
-    """An engine over a simulated device, and the requests of a case.
+    """An engine on a simulated device, and the requests of a case.
 
-    To be made and served within `simulated`.
+    Create and serve it within `simulated`.
     """
 
     def __init__(
@@ -237,7 +244,8 @@ class Session:
                 proposer=proposer,
             )
         costs.load(StepProfile(FORWARD, DRAFT if proposer else {}))
-        for index in range(case.requests):  # have them answered once: oracles keep what ends
+        # Each request is answered once, because oracles record the answers of ended requests.
+        for index in range(case.requests):
             answered = self._request(index, answer_len)
             speculator.join(answered)
             speculator.leave(answered)
@@ -260,7 +268,7 @@ class Session:
         self.model_clock = time.pthread_getcpuclockid(get_ident())
 
     def _request(self, index: int, num_answered: int = 0) -> Request:
-        """One that goes on to the end of the context."""
+        """Return a request that runs to the end of the context."""
         prompt_len = self._case.context
         at = 37 * index + np.arange(prompt_len + num_answered)
         params = TokenSamplingParams(temperature=0.0, max_tokens=None)
@@ -271,7 +279,10 @@ class Session:
         )
 
     async def serve(self, on_round: Callable[[StepOutput | None], None]) -> None:
-        """Decode until the rounds are over; ``on_round`` gets None before the first of them."""
+        """Decode for the given rounds.
+
+        ``on_round`` gets None before the first of them, then the output of each.
+        """
         num_left, is_over = NUM_WARM_UP + self._num_rounds + 1, asyncio.Event()
         metrics, observe_round = self.engine.metrics, self.engine.metrics.observe_round
 
@@ -288,7 +299,8 @@ class Session:
             await self.engine.start()
             readers = [self._read(self._request(index)) for index in range(self._case.requests)]
             reading = asyncio.gather(*readers)
-            reading.add_done_callback(lambda _: is_over.set())  # the engine failed
+            # This happens early only if the engine failed.
+            reading.add_done_callback(lambda _: is_over.set())
             await is_over.wait()
             await self.engine.close()
             await reading
@@ -299,7 +311,7 @@ class Session:
 
 
 class Round(NamedTuple):
-    """Amounts of a clock in one round by part, and passes of the draft model."""
+    """Amounts measured by a clock in one round, by part, and the number of draft model passes."""
 
     parts: dict[str, float]
     num_passes: int
@@ -316,7 +328,7 @@ class Round(NamedTuple):
 
 
 def rounds_of(case: Case, num_rounds: int, clock: Callable[[], float]) -> list[Round]:
-    """Take rounds of an engine that works in this thread apart, by a clock."""
+    """Measure the rounds of an engine that works in this thread, by part."""
     device, rounds, began, num_passes = SimulatedDevice(sleeps=False), list[Round](), 0.0, 0
 
     def on_round(output: StepOutput | None) -> None:
@@ -338,7 +350,7 @@ def rounds_of(case: Case, num_rounds: int, clock: Callable[[], float]) -> list[R
 
 
 def count_calls(case: Case, num_rounds: int) -> list[Round]:
-    """Count the calls of each part. The same numbers whenever it is called."""
+    """Count the calls of each part; the numbers are the same on every run."""
     calls = CallClock()
     sys.setprofile(calls.note)
     try:
@@ -348,7 +360,10 @@ def count_calls(case: Case, num_rounds: int) -> list[Round]:
 
 
 def by_part(case: Case, num_rounds: int) -> list[Row]:
-    """Microseconds of CPU time, which other processes lengthen least, and calls of each part."""
+    """Return the CPU time in microseconds and the calls of each part.
+
+    CPU time is the measure that other processes lengthen least.
+    """
     timed = rounds_of(case, num_rounds, time.thread_time)
     counted = count_calls(case, min(num_rounds, 40))
 
@@ -363,11 +378,11 @@ def by_part(case: Case, num_rounds: int) -> list[Row]:
     if case.draft == "model":
         num_passes = statistics.fmean(each.num_passes for each in timed)
         rows.append(row(f"one of {num_passes:.1f} draft passes", lambda each: each.draft_pass))
-    return [*rows, row("all that the device waits for", lambda each: each.host)]
+    return [*rows, row("total that the device waits for", lambda each: each.host)]
 
 
 def gap(case: Case, num_rounds: int) -> Row:
-    """What rounds of an engine with two threads take beyond the device's work, in milliseconds."""
+    """Return the milliseconds by which rounds with two threads exceed the device's work."""
     device, marks, num_tokens = SimulatedDevice(sleeps=True), list[tuple[float, ...]](), 0
 
     def on_round(output: StepOutput | None) -> None:
@@ -379,7 +394,8 @@ def gap(case: Case, num_rounds: int) -> Row:
     with simulated(device), Parts(time.thread_time, FORMULAS) as parts:
         session = Session(case, device, num_rounds)
         asyncio.run(session.serve(on_round))
-    taken = 1e3 * np.diff(np.array(marks), axis=0)  # of round, device, loop and model thread
+    # Milliseconds of round, device, event loop and model thread.
+    taken = 1e3 * np.diff(np.array(marks), axis=0)
     gaps = taken[:, 0] - taken[:, 1]
     medians = np.median(taken, axis=0).tolist()
     names = ("round", "device", "CPU, loop", "CPU, model thread")
@@ -393,20 +409,24 @@ def gap(case: Case, num_rounds: int) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print tables, write the JSON if one is asked for."""
+    """Measure, print tables, and write the JSON if it was requested."""
     program = "python -m foretoken.bench.lab.host_step"
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("--requests", default="1,4,16,64")
     parser.add_argument("--draft", choices=("lookups", "model", "none"), default="lookups")
     parser.add_argument("--shape", choices=("chain", "tree"), default="chain")
-    parser.add_argument("--depth", help="tokens or auto; default: 4 for chains, auto for trees")
+    parser.add_argument(
+        "--depth", help="draft depth: tokens or auto; default: 4 for chains, auto for trees"
+    )
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each request")
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     is_auto = args.depth == "auto" or (args.depth is None and args.shape == "tree")
     if is_auto != (args.shape == "tree") and (args.draft == "model" or not is_auto):
-        parser.error("trees have depth auto, and the chains of a model a number")
+        parser.error(
+            "--shape tree needs --depth auto, and --shape chain with --draft model needs a number"
+        )
     depth: Depth = "auto" if is_auto else int(args.depth or 4)
     report: dict[str, object] = {**heading(), "simulated": SIMULATED}
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")

@@ -1,8 +1,9 @@
 """Cost of the HTTP side without a model: `python -m foretoken.bench.lab.http`.
 
-Requests per second of small whole chats, and what is added to the time of a token when many are
-streamed, both beside bare starlette on the same uvicorn that answers the same bytes. The client is
-in a process of its own. Rounds alternate, so that a neighbour's load meets both.
+It measures requests per second of short complete chats, and the time that HTTP adds to a token when
+many answers are streamed. Both are compared with bare starlette on the same uvicorn, which returns
+the same bytes. The client runs in a process of its own. Rounds alternate, so that other load on the
+machine affects both servers.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class Target:
         return f"http://127.0.0.1:{self.port}"
 
     def cpu_seconds(self) -> float:
-        """Processor time that it has used, on all its threads."""
+        """Return the CPU time that the server has used, on all its threads."""
         fields = Path(f"/proc/{self.pid}/stat").read_text("utf-8").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
 def server(kind: str, *args: str) -> Iterator[Target]:
-    """A server in a process of its own."""
+    """Start a server in a process of its own, and yield it."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as sock:
         port: int = sock.getsockname()[1]
         child = [sys.executable, "-m", __spec__.name, "--serve", kind, "--fd", str(sock.fileno())]
@@ -68,7 +69,7 @@ def server(kind: str, *args: str) -> Iterator[Target]:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Be one of the two servers, until killed."""
+    """Run as one of the two servers, until killed."""
     import uvloop
 
     from .null_engine import serve_bare, serve_ours
@@ -85,7 +86,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def requests() -> dict[str, bytes]:
-    """Bodies by path: a chat, whose text is rendered and tokenised, and bare token ids."""
+    """Return request bodies by path: a chat, to be rendered and tokenised, and bare token ids."""
     from .null_engine import REPLY_TOKENS
 
     rest = {"max_tokens": REPLY_TOKENS, "temperature": 0}
@@ -96,7 +97,7 @@ def requests() -> dict[str, bytes]:
 
 
 def streamed() -> bytes:
-    """The body of a chat as a stream."""
+    """Return the body of a streamed chat."""
     from .null_engine import NUM_TICKS
 
     rest = {"max_tokens": NUM_TICKS, "temperature": 0, "stream": True}
@@ -104,7 +105,7 @@ def streamed() -> bytes:
 
 
 async def recorded(target: Target, mark: bytes) -> bytes:
-    """Record foretoken's whole answers and one chunk of a stream, for the other to repeat."""
+    """Record foretoken's answers and one chunk of a stream, for the bare server to repeat."""
     http = Http(target.url)
     wholes = [await _whole(http, path, body) for path, body in requests().items()]
     http.close()
@@ -116,14 +117,14 @@ async def recorded(target: Target, mark: bytes) -> bytes:
 async def _whole(http: Http, path: str, body: bytes) -> bytes:
     status, answer = await http.post_whole(path, body)
     if status != HTTPStatus.OK:
-        raise RuntimeError(f"refused: {status} {answer[:300]!r}")
+        raise RuntimeError(f"the server rejected a request: {status} {answer[:300]!r}")
     return answer
 
 
 async def answers(target: Target, path: str, body: bytes, seconds: float) -> tuple[int, float]:
-    """Answers, and seconds: on connections that are kept alive, each asks one after the other."""
+    """Return the number of answers and the seconds; each kept-alive connection asks in sequence."""
     http = Http(target.url)
-    await _whole(http, path, body)  # it may still be starting
+    await _whole(http, path, body)  # The server may still be starting.
     start = time.monotonic()
 
     async def ask_on() -> int:
@@ -139,13 +140,14 @@ async def answers(target: Target, path: str, body: bytes, seconds: float) -> tup
 
 
 async def stream_times(target: Target, mark: bytes) -> tuple[Sequence[Sequence[float]], bytes]:
-    """Seconds at which the tokens of each stream arrived, and the whole text of one stream."""
+    """Return the arrival times of the tokens of each stream, and the text of the first stream."""
     http, body = Http(target.url), streamed()
     times: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
     text = bytearray()
 
     async def listen(index: int) -> None:
-        def arrived(_: float, piece: bytes) -> None:  # of whole chunks, so no mark is cut
+        # The server writes whole chunks, so no mark is cut.
+        def arrived(_: float, piece: bytes) -> None:
             times[index] += [time.monotonic()] * piece.count(mark)
             if index == 0:
                 text.extend(piece)
@@ -162,13 +164,14 @@ class Rounds:
     """Measurements of one server, round by round."""
 
     rates: dict[str, list[float]] = field(default_factory=lambda: {CHAT: [], TEXT: []})
-    cpu: dict[str, list[float]] = field(default_factory=lambda: {CHAT: [], TEXT: []})  # ms
-    token_cpu: list[float] = field(default_factory=list)  # us
-    medians: list[float] = field(default_factory=list)  # ms
-    slowest: list[float] = field(default_factory=list)  # ms, the 99th percentile
+    # Milliseconds.
+    cpu: dict[str, list[float]] = field(default_factory=lambda: {CHAT: [], TEXT: []})
+    token_cpu: list[float] = field(default_factory=list)  # Microseconds.
+    medians: list[float] = field(default_factory=list)  # Milliseconds.
+    slowest: list[float] = field(default_factory=list)  # The 99th percentile in milliseconds.
 
     def row(self, name: str) -> dict[str, object]:
-        """A line of the table."""
+        """Return a row of the table."""
         return {
             "server": name,
             "chats/s": Spread.of(self.rates[CHAT]),
@@ -184,7 +187,7 @@ class Rounds:
 async def measure(
     targets: Sequence[Target], options: argparse.Namespace, mark: bytes
 ) -> list[Rounds]:
-    """All rounds, in turn."""
+    """Measure all rounds, the servers in turn."""
     rounds = [Rounds() for _ in targets]
     for _ in range(options.repeats):
         for path, request in requests().items():
@@ -198,7 +201,7 @@ async def measure(
 async def measure_rate(
     target: Target, path: str, request: bytes, seconds: float, rounds: Rounds
 ) -> None:
-    """One round of whole answers."""
+    """Measure one round of complete answers."""
     before = target.cpu_seconds()
     count, took = await answers(target, path, request, seconds)
     rounds.rates[path].append(count / took)
@@ -206,7 +209,7 @@ async def measure_rate(
 
 
 async def measure_tokens(target: Target, mark: bytes, rounds: Rounds) -> None:
-    """One round of streams: from a tick in the server to each token's arrival at the client."""
+    """Measure one round of streams: the time from a server tick to the token's arrival."""
     before = target.cpu_seconds()
     streams, _ = await stream_times(target, mark)
     used = target.cpu_seconds() - before
@@ -224,17 +227,17 @@ async def measure_tokens(target: Target, mark: bytes, rounds: Rounds) -> None:
 
 
 def ratio(ours: Sequence[float], bare: Sequence[float]) -> Spread:
-    """Ours over the other, round by round."""
+    """Return the first server's figure divided by the second's, round by round."""
     return Spread.of([one / other for one, other in zip(ours, bare, strict=True)])
 
 
 def added(ours: Sequence[float], bare: Sequence[float]) -> Spread:
-    """Ours less the other, round by round."""
+    """Return the first server's figure minus the second's, round by round."""
     return Spread.of([one - other for one, other in zip(ours, bare, strict=True)])
 
 
 def summary(ours: Rounds, bare: Rounds) -> dict[str, Spread]:
-    """The figures that there are aims for, and the same by processor time, which noise spares."""
+    """Return the main figures, also by CPU time, which other load on the machine affects less."""
     return {
         "chats_per_second_ratio": ratio(ours.rates[CHAT], bare.rates[CHAT]),
         "chats_per_cpu_second_ratio": ratio(bare.cpu[CHAT], ours.cpu[CHAT]),
@@ -247,12 +250,12 @@ def summary(ours: Rounds, bare: Rounds) -> dict[str, Spread]:
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line, and those by which it starts itself as a server."""
+    """Parse the command line, including the flags with which the program starts its servers."""
     parser = argparse.ArgumentParser(prog="python -m foretoken.bench.lab.http")
     parser.add_argument("--out", type=Path, default=Path("bench/results/http.json"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--seconds", type=float, default=2.0, help="seconds of one round of requests"
+        "--seconds", type=float, default=2.0, help="seconds of one round of requests (2)"
     )
     for name, kind in (("--serve", str), ("--fd", int), ("--bytes", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
@@ -260,7 +263,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints and writes JSON to ``--out``."""
+    """Measure, print, and write JSON to ``--out``."""
     options = parsed(argv)
     if options.serve:
         serve(options)

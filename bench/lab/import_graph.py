@@ -1,8 +1,8 @@
-"""Draws which rooms of a package import which: the drawing in docs/architecture/rooms.md.
+"""Draws the imports between rooms of a package: the drawing in docs/architecture/rooms.md.
 
 A room is a sub-package or a module that stands directly in a package. Its floor is one above the
 highest floor that it imports, so every arrow points down unless rooms import each other in a
-circle. All imports count: those inside functions and those for type checkers, too.
+circle. All imports count, also those inside functions and those for type checkers.
 
     python -m foretoken.bench.lab.import_graph          print the drawings
     python -m foretoken.bench.lab.import_graph --write  put them into docs/architecture/rooms.md
@@ -32,15 +32,15 @@ class Graph:
 
     @property
     def num_arrows(self) -> int:
-        """The number of pairs of which one imports the other."""
+        """Number of pairs of rooms of which one imports the other."""
         return sum(map(len, self.imports.values()))
 
     def circles(self) -> list[str]:
-        """Rooms that reach themselves, in alphabetical order."""
+        """Return the rooms that import themselves through others, in alphabetical order."""
         return sorted(room for room in self.imports if room in self._reached(room))
 
     def floors(self) -> dict[str, int]:
-        """The floor of each room, from 1. Raises ValueError where rooms form a circle."""
+        """Return the floor of each room, from 1. Raises ValueError if rooms form a circle."""
         if circles := self.circles():
             raise ValueError(f"rooms of {self.package} import each other: {', '.join(circles)}")
         floors: dict[str, int] = {}
@@ -60,7 +60,7 @@ class Graph:
         return reached
 
     def draw(self) -> str:
-        """One line a room, the highest floor first."""
+        """Return a drawing with one line per room, the highest floor first."""
         floors = self.floors()
         height = max(floors.values(), default=0)
         width = max(map(len, floors), default=0)
@@ -74,12 +74,12 @@ class Graph:
 
 
 def graph_of(package: str, root: Path = ROOT) -> Graph:
-    """Read the sources of a package."""
+    """Read the imports of a package from its sources."""
     imports: dict[str, set[str]] = {}
     for path in sorted((root / package).rglob("*.py")):
         room = _room(path.relative_to(root / package).with_suffix("").parts)
         if room is None:
-            continue  # the package's own __init__
+            continue  # The package's own __init__ belongs to no room.
         found = imports.setdefault(room, set())
         for name in imported_names(path, root):
             parts = name.split(".")
@@ -94,7 +94,7 @@ def _room(parts: Sequence[str]) -> str | None:
 
 
 def imported_names(path: Path, root: Path = ROOT) -> Iterator[str]:
-    """Dotted names of all that a file imports; relative ones resolved below `foretoken`."""
+    """Yield the dotted names of everything that a file imports, relative ones resolved."""
     package = ("foretoken", *path.relative_to(root).parent.parts)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -106,7 +106,7 @@ def imported_names(path: Path, root: Path = ROOT) -> Iterator[str]:
 
 
 def redrawn(page: str) -> str:
-    """The text of docs/architecture/rooms.md with the drawings of today."""
+    """Return the page docs/architecture/rooms.md with up-to-date drawings."""
     return _MARK.sub(lambda mark: mark[1] + graph_of(mark[2]).draw() + mark[3], page)
 
 

@@ -1,9 +1,9 @@
 """Time of linear layers alone, by kind and rows: `python -m foretoken.bench.lab.linear`.
 
-All matrices of SmolLM2's layers (or of `--shape`) with random weights are multiplied one after the
-other, so that each is read from memory. Native kernels of each `--variant` and PyTorch's packed
-matrices take turns. The rooflines are the read bandwidth and the rate of float32 products, both of
-the same variant in the same run.
+All matrices of SmolLM2's layers (or of `--shape`) with random weights are multiplied one after
+another, so that each is read from memory. The native kernels of each `--variant` and PyTorch's
+packed matrices take turns. The rooflines are the read bandwidth and the rate of float32 products of
+the same variant, measured in the same run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...core.ops.quantize import QuantizedWeight, quantize_weight
 from ...core.ops.torch.torch_ops import TorchOps
 from ..common.report import RESULTS, heading, table, write_json
 
-SHAPES = {  # matrices of a layer, [out, in], and layers
+SHAPES = {  # Matrices of a layer, [out, in], and number of layers.
     "smollm2": (((960, 576), (576, 576), (3072, 576), (576, 1536)), 30),
     "0.6b": (((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)), 10),
 }
@@ -40,17 +40,17 @@ _OUT = RESULTS / "linear.json"
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """Seconds of all matrices once, at the best of several turns."""
+    """Time to multiply all matrices once, the best of several turns."""
 
-    by: str  # a variant of the native kernels, or torch
+    by: str  # A variant of the native kernels, or torch.
     kind: str
     rows: int
     ms: float
     over_one_row: float
-    gbps: float  # of weights
-    of_read: float  # share of the read bandwidth
+    gbps: float  # Gigabytes of weights read per second.
+    of_read: float  # Share of the read bandwidth.
     gflops: float
-    of_float32: float  # share of the rate of float32 products
+    of_float32: float  # Share of the rate of float32 products.
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for variant in options.variant:
         library = native_library(variant)
         if library is None:
-            raise SystemExit(f"the kernels {variant} cannot be had on this machine")
+            raise SystemExit(f"the kernels {variant} are not available on this machine")
         library.set_threads(options.threads)
         limits[variant] = (read_bandwidth(library), matrix_rate(library))
         reads, rate = limits[variant]
@@ -88,13 +88,15 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--variant",
         action="append",
         choices=get_args(Variant),
-        help="kernels to measure, repeatable (default: the fastest of this CPU)",
+        help="variant of the kernels to measure; may be repeated (the fastest of this CPU)",
     )
     parser.add_argument("--shape", choices=SHAPES, default="smollm2")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    parser.add_argument("--turns", type=int, default=7, help="times that each is run")
-    parser.add_argument("--torch", action="store_true", help="also PyTorch's packed matrices")
+    parser.add_argument("--turns", type=int, default=7, help="number of runs of each case (7)")
+    parser.add_argument(
+        "--torch", action="store_true", help="also measure PyTorch's packed matrices"
+    )
     parser.add_argument("--out", type=Path, default=_OUT)
     options = parser.parse_args(argv)
     options.variant = options.variant or [variants()[0]]
@@ -104,7 +106,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def measured(
     options: argparse.Namespace, kind: str, limits: dict[str, tuple[float, float]]
 ) -> Iterator[Figure]:
-    """Figures of one kind of weights, by variant and rows."""
+    """Yield the figures of one kind of weights, by variant and rows."""
     shapes, num_layers = SHAPES[options.shape]
     parameters = num_layers * sum(out * width for out, width in shapes)
     for by in [*options.variant, *(["torch"] if options.torch else [])]:
@@ -130,7 +132,7 @@ def measured(
 def _prepared(
     by: str, kind: str, shapes: Sequence[tuple[int, int]], num_layers: int
 ) -> tuple[Callable[[int], Callable[[], None]], int]:
-    """A maker of runs over all matrices for a number of rows, and the bytes of the matrices."""
+    """Return a function from a number of rows to a run over all matrices, and their bytes."""
     weights = [torch.randn(shape) for _ in range(num_layers) for shape in shapes]
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     if by == "torch":
@@ -158,10 +160,10 @@ def _of_kind(weight: Tensor, kind: str) -> Tensor | QuantizedWeight:
 
 
 def _random(kind: str, out: int, width: int) -> QuantizedWeight:
-    """Random blocks of a file, rows padded to whole ones."""
+    """Return random quantised blocks, with each row padded to whole blocks."""
     found = _BLOCKS["int4_min" if kind == "int4_zero" else kind]
     shape = (out, -(-width // found.size) * found.num_bytes)
-    # Bytes without those of infinities and of tiny scales, which can take longer.
+    # These bytes contain no infinities and no tiny scales, which can take longer.
     weight = BlockWeight(found, (np.random.default_rng(0).integers(64, 120, shape, np.uint8),))
     return replace(weight.unpacked(), kind="int4_zero") if kind == "int4_zero" else weight
 

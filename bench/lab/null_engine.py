@@ -1,8 +1,8 @@
-"""Servers without a model: ours on a null engine, bare starlette, and a replica of a front.
+"""Servers without a model: foretoken on a null engine, bare starlette, and a replica of a front.
 
-They answer whole requests at once. Streams get a token at each tick of a clock that starts when all
-of them are there; GET /ticks of a server tells when that was. The seed of a stream is the time
-between two ticks in microseconds.
+They answer complete requests at once. Streams get a token at each tick of a clock that starts when
+all streams have arrived; GET /ticks returns the times of the ticks. The seed of a streamed request
+sets the time between two ticks in microseconds.
 """
 
 from __future__ import annotations
@@ -42,24 +42,27 @@ from ...core.telemetry.overview import RecentRequest
 from ...core.telemetry.spec_decode_stats import Load
 
 FOLDER = BUILTIN / "target"
-WORD = "a"  # all that is ever said
-REPLY_TOKENS = 16  # of a whole answer
-NUM_TICKS = 200  # tokens of a streamed one
-TICK_SECONDS = 0.005  # a step of a small model, where a stream has no seed
+WORD = "a"  # The only word of all answers.
+REPLY_TOKENS = 16  # Tokens of a complete answer.
+NUM_TICKS = 200  # Tokens of a streamed answer.
+TICK_SECONDS = 0.005  # Step time of a small model, for streams without a seed.
 MAX_MODEL_LEN = 4096
 
 
 class Clock:
-    """Ticks for a number of streams at once, from when the last of them has come."""
+    """Ticks for a number of streams at once, from the arrival of the last stream."""
 
     def __init__(self, num_streams: int) -> None:
-        self.times: list[float] = []  # of the ticks, by the machine's monotonic clock
+        self.times: list[float] = []  # Times of the ticks on the machine's monotonic clock.
         self._num_streams = num_streams
         self._waiting: list[Callable[[int], None]] = []
         self._task: asyncio.Task[None] | None = None
 
     def join(self, on_tick: Callable[[int], None], tick_seconds: float = TICK_SECONDS) -> None:
-        """Call this at each tick, with the number of the tick; the last to come sets the pace."""
+        """Call a function at each tick with the tick's number.
+
+        The last stream to join sets the pace.
+        """
         self._waiting.append(on_tick)
         if len(self._waiting) == self._num_streams:
             joined, self._waiting = self._waiting, []
@@ -74,7 +77,7 @@ class Clock:
                 on_tick(number)
 
     def before(self, app: ASGIApp) -> ASGIApp:
-        """The app with one more route."""
+        """Return the app with the route /ticks added."""
 
         async def routed(scope: Scope, receive: Receive, send: Send) -> None:
             ticks = Response(msgspec.json.encode(self.times))
@@ -84,14 +87,14 @@ class Clock:
 
 
 class Limits(NamedTuple):
-    """Bounds on the requests that the null engine accepts."""
+    """Limits on the requests that the null engine accepts."""
 
     max_running: int = 1024
     max_queued: int = 1024
 
 
 class NullMetrics:
-    """Metrics of nothing."""
+    """Metrics without content."""
 
     def __init__(self) -> None:
         self.observers: list[EngineObserver] = []
@@ -101,7 +104,7 @@ class NullMetrics:
         """Do nothing."""
 
     def render(self) -> tuple[bytes, str]:
-        """No metrics."""
+        """Return no metrics."""
         return b"", "text/plain"
 
 
@@ -122,7 +125,7 @@ class NullEngine:
 
     @property
     def now(self) -> float:
-        """Seconds."""
+        """Seconds on the engine's clock."""
         return time.monotonic()
 
     async def start(self) -> None:
@@ -138,7 +141,7 @@ class NullEngine:
         """Do nothing: there are no pages."""
 
     def submit(self, request: Request) -> TokenStream:
-        """Answer at the next turn of the loop, or with the ticks."""
+        """Answer in the next turn of the loop, or with the ticks."""
         stream = TokenStream(request)
         request.usage.prompt_tokens = request.prompt_len
         params = request.sampling.params
@@ -165,19 +168,19 @@ class NullEngine:
         return 0
 
     async def cache_info(self, namespace: str | None = None) -> Body:  # noqa: ARG002 - a protocol's
-        """No figures."""
+        """Return no figures."""
         return {}
 
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> Body:  # noqa: ARG002 - a protocol's
-        """No figures."""
+        """Return no figures."""
         return {}
 
     async def audit(self) -> Body:
-        """Sound."""
+        """Report a sound state."""
         return {"ok": True}
 
     def report(self, reason: str) -> Body:
-        """The reason alone."""
+        """Return a report with the reason alone."""
         return {"reason": reason}
 
     def dump(self, report: Body) -> None:
@@ -196,7 +199,7 @@ class NullEngine:
 
 
 def null_model(clock: Clock) -> tuple[Built[NullEngine], Tokenizer]:
-    """A null engine with the tokenizer of the built-in pair."""
+    """Return a null engine with the tokenizer of the built-in pair."""
     tokenizer = Tokenizer.load(FOLDER, max_model_len=MAX_MODEL_LEN)
     (token_id,) = tokenizer.encode_word(WORD)
     built = Built(
@@ -211,19 +214,19 @@ def null_model(clock: Clock) -> tuple[Built[NullEngine], Tokenizer]:
 
 
 async def serve_ours(sock: socket.socket, num_streams: int) -> None:
-    """foretoken's whole HTTP side."""
+    """Serve foretoken's complete HTTP side."""
     clock = Clock(num_streams)
     llm = EngineClient.from_built(null_model(clock)[0])
     await llm.start()
-    gc.freeze()  # as the server does
+    gc.freeze()  # The real server does this, too.
     config = uvicorn_config(llm, Listen(log_level="warning"))
     config.app = clock.before(cast("ASGIApp", config.app))
     await uvicorn.Server(config).serve([sock])
 
 
 async def serve_front(address: str, num_streams: int) -> None:
-    """A replica of the front at ``address``, until that ends."""
-    from ...api.cluster.replica.engine_host import EngineHost  # need an extra
+    """Serve as a replica of the front at ``address``, until that ends."""
+    from ...api.cluster.replica.engine_host import EngineHost  # The cluster modules need an extra.
     from ...api.cluster.wire.transport import ReplicaSocket
 
     built, tokenizer = null_model(Clock(num_streams))
@@ -237,7 +240,7 @@ async def serve_front(address: str, num_streams: int) -> None:
 async def serve_bare(
     sock: socket.socket, num_streams: int, wholes: Mapping[str, bytes], chunk: bytes
 ) -> None:
-    """starlette on uvicorn and nothing else; sends the bytes that it was given, by path."""
+    """Serve starlette on uvicorn alone; answers are the given bytes, by path."""
     clock = Clock(num_streams)
 
     async def answer(request: HttpRequest) -> Response:

@@ -1,11 +1,11 @@
-"""Profile of a step's time, from event loop to event loop.
+"""Profile of a round's time, from one turn of the event loop to the next.
 
 Run: ``python -m foretoken.bench.lab.profile``.
 
-Streams of plain decoding run side by side through the SDK, text and all. Each part of a round is
-timed by a wrapper around the one function that does it, about a third of a microsecond a call.
-The host's part is everything but the forward pass: what a bigger model or a faster machine would
-not make smaller.
+Streams of plain decoding run together through the SDK, detokenisation included. Each part of a
+round is timed by a wrapper around the one function that does it, which costs about a third of a
+microsecond per call. The host's part is everything except the forward pass; a bigger model or a
+faster device would not reduce it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ...core.execution.model_runner import ModelRunner
 from ..common.report import heading, table, write_json
 from ..common.shapes import shape, write_pair
 
-PROMPT_LEN = 32  # tokens, different for each stream
+PROMPT_LEN = 32  # Prompt length in tokens; each stream has a different prompt.
 
 
 class Timer:
-    """Seconds and calls by part; a part inside another is subtracted from the outer one."""
+    """Seconds by part; a nested part is subtracted from the one around it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -41,7 +41,7 @@ class Timer:
         self._inner = threading.local()
 
     def clear(self) -> None:
-        """Forget what was measured so far."""
+        """Forget all measurements."""
         self.seconds.clear()
 
     def wrap(self, holder: Any, name: str, part: str) -> None:  # noqa: ANN401 - any object
@@ -62,9 +62,9 @@ class Timer:
 
 
 HOST = ("schedule", "drafts", "hop", "batch", "verify", "commit", "learn", "rest")
-"""Parts of a round that are not the forward pass, in the order in which they come."""
+"""Parts of a round outside the forward pass, in their order."""
 BESIDE = ("deliver", "index")
-"""Parts that the event loop runs while the model thread computes; readers run then, too."""
+"""Parts that the event loop runs while the model thread computes, besides readers of streams."""
 
 
 class Round:
@@ -116,16 +116,16 @@ class Round:
         engine._turn = counted
 
     def clear(self) -> None:
-        """Begin to count."""
+        """Reset the counters."""
         self.timer.clear()
         self.num_rounds = 0
 
     def parts(self) -> dict[str, float]:
-        """Milliseconds a round, by part; "round" is the whole."""
+        """Return the milliseconds of a round by part; "round" is the whole."""
         seconds = dict(self.timer.seconds)
         computed = sum(seconds.get(part, 0.0) for part in ("batch", "forward", "verify"))
         own = seconds.pop("in the model thread", 0.0)
-        seconds["batch"] = seconds.get("batch", 0.0) + own  # what is left of the step
+        seconds["batch"] = seconds.get("batch", 0.0) + own  # The rest of the step.
         seconds["hop"] = seconds.pop("step") - computed - own
         known = [part for part in (*HOST, "forward") if part != "rest"]
         seconds["rest"] = seconds["round"] - sum(seconds.get(part, 0.0) for part in known)
@@ -146,7 +146,7 @@ async def _stream(llm: AsyncLLM, index: int, length: int, temperature: float) ->
 async def measure(
     llm: AsyncLLM, num_streams: int, length: int, temperature: float, timed: Round
 ) -> dict[str, object]:
-    """Run ``num_streams`` streams of ``length`` tokens, the first few steps not counted."""
+    """Run ``num_streams`` streams of ``length`` tokens after a short warm-up."""
     await asyncio.gather(*(_stream(llm, i, 8, temperature) for i in range(num_streams)))
     timed.clear()
     cpu, began = time.process_time(), time.perf_counter()
@@ -183,17 +183,19 @@ async def _run(args: argparse.Namespace, model: str) -> list[dict[str, object]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, write the JSON."""
+    """Measure, print a table, and write the JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m foretoken.bench.lab.profile", description=__doc__
     )
     parser.add_argument(
-        "--model", help="model: builtin, random-0.6b or a folder", default="builtin"
+        "--model", help="model: builtin, random-0.6b or a folder (builtin)", default="builtin"
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--length", type=int, default=200, help="tokens of each stream")
+    parser.add_argument("--length", type=int, default=200, help="tokens of each stream (200)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--speculation", default="off", help="speculation: off, auto or a number")
+    parser.add_argument(
+        "--speculation", default="off", help="speculation: off, auto or a draft depth (off)"
+    )
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument(
         "--cpu",

@@ -3,8 +3,9 @@
     python -m foretoken.bench.lab.recorded_steps texts             SmolLM2's answers, by kind and T
     python -m foretoken.bench.lab.recorded_steps prices NAME       this machine's step times
 
-Both are written to one small file. Texts are token ids. A price is the best of several passes of
-SmolLM2 in bfloat16 by rows, and the median time of a step beyond its pass, with and without drafts.
+Both commands write to one small file. Texts are token ids. Prices are, by rows, the best of several
+passes of SmolLM2 in bfloat16, and the median time of a step beyond its pass, with and without
+drafts.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from ..common.report import command, write_json
 from ..real import Bench, Cell, Figures, streams
 
 FILE = Path(__file__).with_name("recorded_steps.json")
-LOADS = (1, 4, 16)  # requests at a time
-NUM_REQUESTS, ANSWER_LEN = 8, 144  # of each text
+LOADS = (1, 4, 16)  # Numbers of requests at a time.
+NUM_REQUESTS, ANSWER_LEN = 8, 144  # Requests of each text, and tokens of an answer.
 ROWS = (*range(1, 34), 36, 37, 48, 49, 64, 65, 96, 128, 192, 256)
 TEMPERATURES = (0.0, 1.0)
 
@@ -45,27 +46,27 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of steps on one machine, in seconds."""
 
     name: str
-    forward: dict[int, float]  # a pass of the target by its rows
-    knots: tuple[int, ...]  # rows that an engine times there when it starts
-    key_s: float  # each token behind one more row of a request
-    host_plain: dict[int, float]  # a step beyond its pass, by the number of requests
-    host_drafts: dict[int, float]  # the same with drafts that were looked up
+    forward: dict[int, float]  # Seconds of a pass of the target by its rows.
+    knots: tuple[int, ...]  # Numbers of rows that an engine times on that machine at its start.
+    key_s: float  # Seconds that each context token of a request adds per row after the first.
+    host_plain: dict[int, float]  # Seconds of a step beyond its pass, by the number of requests.
+    host_drafts: dict[int, float]  # Seconds of a step beyond its pass when drafts are looked up.
 
 
 class Text(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers of one kind at one temperature: pairs of prompt and answer, packed token ids."""
+    """Answers of one kind at one temperature: pairs of prompt and answer, as packed token ids."""
 
     kind: str
     temperature: float
     packed: list[tuple[str, str]]
 
     def requests(self) -> list[tuple[array[int], array[int]]]:
-        """Prompts and their answers as token ids."""
+        """Return prompts and their answers as token ids."""
         return [(_unpack(prompt), _unpack(answer)) for prompt, answer in self.packed]
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """The file."""
+    """All texts and prices of the file."""
 
     command: str = ""
     texts: list[Text] = []
@@ -73,7 +74,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load(path: Path = FILE) -> Recording:
-    """Read the file; an empty recording if there is none."""
+    """Read the file; return an empty recording if it does not exist."""
     if not path.is_file():
         return Recording()
     return msgspec.json.decode(path.read_bytes(), type=Recording)
@@ -92,7 +93,7 @@ def _unpack(packed: str) -> array[int]:
 
 
 def record_texts() -> list[Text]:
-    """SmolLM2's answers to the tasks that figures are shown of, and adversarial ones."""
+    """Return SmolLM2's answers to the tasks of published figures, and adversarial ones."""
     texts = []
     with LLM("smollm2", dtype="bfloat16", draft="none", generation_config="none") as llm:
         for kind in KINDS:
@@ -139,14 +140,14 @@ async def record_prices(name: str) -> Prices:
 
 
 async def _host_seconds(built: LocalBuilt, load: int) -> tuple[float, float]:
-    """Median seconds of a step beyond its pass at this load, without and with drafts."""
+    """Return the median seconds of a step beyond its pass at this load, without and with drafts."""
     speculator = built.engine.scheduler.speculator
     assert isinstance(speculator, GuardedSpeculator)
     found: dict[bool, list[float]] = {False: [], True: []}
     inner = speculator.inner
 
     class Noting:
-        """Passes everything on, and notes the time of each step of decodes."""
+        """Forwards everything, and records the time of each decode step."""
 
         def __getattr__(self, name: str) -> object:
             return getattr(inner, name)
@@ -168,12 +169,12 @@ async def _host_seconds(built: LocalBuilt, load: int) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Record texts, or this machine's prices under a name, into the file."""
+    """Record texts, or this machine's prices under a name, and write them to the file."""
     parser = argparse.ArgumentParser(
         prog="python -m foretoken.bench.lab.recorded_steps", description=__doc__
     )
     parser.add_argument("what", choices=("texts", "prices"))
-    parser.add_argument("name", nargs="?", help="name of this machine, with prices only")
+    parser.add_argument("name", nargs="?", help="name of this machine (with prices only)")
     parser.add_argument("--out", type=Path, default=FILE)
     args = parser.parse_args(argv)
     before = load(args.out)
@@ -181,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.what == "texts":
         texts = record_texts()
     elif not args.name:
-        parser.error("prices need a name: the CPU and its kernels")
+        parser.error("prices need a name, such as the CPU and its kernels")
     else:
         measured = asyncio.run(record_prices(args.name))
         prices = [*(each for each in prices if each.name != args.name), measured]

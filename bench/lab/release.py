@@ -1,15 +1,15 @@
-"""Builds the packages of a release and tries them as a stranger would: ``make release``.
+"""Builds the packages of a release and tries them as a new user would: ``make release``.
 
-1. A source distribution and a wheel made from it, into ``dist``; on Linux and x86-64 a second wheel
+1. A source distribution and a wheel made from it, in ``dist``; on Linux and x86-64 a second wheel
    with compiled kernels; ``twine check --strict``; ``dist/SHA256SUMS``.
 2. For each Python that is found, each wheel in an empty environment with SmolLM2: the SDK answers,
    ``foretoken selftest`` passes, and a server answers and drains. With compiled kernels no
    compiler is on the PATH.
 3. The two commands of the README, from the unpacked source distribution.
 
-A trial that failed is made again by ``--built dist``, with ``--python`` for one Python alone.
+``--built dist`` repeats a failed trial; ``--python`` limits it to one Python.
 
-It runs without foretoken in its own environment, which needs ``build`` and ``twine``.
+The program does not import foretoken. Its environment needs ``build`` and ``twine``.
 """
 
 from __future__ import annotations
@@ -48,19 +48,24 @@ from foretoken import LLM, SamplingParams
 with LLM("smollm2", device="cpu", backend="native") as llm:
     print(llm.generate("def add", SamplingParams(max_tokens=8, temperature=0)).text)
 """
-START_SECONDS, STOP_SECONDS = 900.0, 60.0  # `make serve` installs first
+# Seconds to start and stop a server; `make serve` installs first.
+START_SECONDS, STOP_SECONDS = 900.0, 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build and check; the exit code of the process, 1 where something does not hold."""
+    """Build and check; return the exit code. Exits with 1 at the first failure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the packages")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the packages")
     parser.add_argument(
-        "--python", action="append", help=f"try only this Python (default: {', '.join(PYTHONS)})"
+        "--python", action="append", help=f"Python to try; may be repeated ({', '.join(PYTHONS)})"
     )
-    parser.add_argument("--built", type=Path, help="try the packages of this folder, build none")
-    parser.add_argument("--no-readme", action="store_true", help="leave out the README's commands")
-    parser.add_argument("--no-install", action="store_true", help="build and check files alone")
+    parser.add_argument(
+        "--built", type=Path, help="folder of built packages to try, without building"
+    )
+    parser.add_argument("--no-readme", action="store_true", help="skip the commands of the README")
+    parser.add_argument(
+        "--no-install", action="store_true", help="build packages and check their files only"
+    )
     given = parser.parse_args(argv)
     if given.built is None:
         wheels, sdist = build(given.out)
@@ -70,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.no_install:
         found = [python for name in given.python or PYTHONS if (python := running(name))]
         if not found:
-            sys.exit("no supported Python was found: --python PATH names one")
+            sys.exit("found no supported Python; name one with --python PATH")
         for python in found:
             try_wheels(python, wheels)
     if not given.no_readme:
@@ -79,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def running(name: str) -> str | None:
-    """The path of an interpreter that runs: a version manager has names of those that do not."""
+    """Return the path of an interpreter that runs, or None.
+
+    A version manager also has names of interpreters that are not installed.
+    """
     path = shutil.which(name)
     if path is None or subprocess.run([path, "-V"], capture_output=True, check=False).returncode:
         return None
@@ -89,7 +97,8 @@ def running(name: str) -> str | None:
 def build(out: Path) -> tuple[list[Path], Path]:
     """Build all packages into an empty folder and check what they contain."""
     shutil.rmtree(out, ignore_errors=True)
-    shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools packs what lies there
+    # Setuptools would pack old files that lie there.
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
     run(sys.executable, "-m", "build", "--outdir", out, ROOT)
     (pure,), sdist = packages_of(out)
     if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
@@ -107,19 +116,19 @@ def build(out: Path) -> tuple[list[Path], Path]:
 
 
 def packages_of(folder: Path) -> tuple[list[Path], Path]:
-    """The wheels and the source distribution in a folder, the wheel without kernels first."""
+    """Return a folder's wheels, the one without kernels first, and its source distribution."""
     wheels = sorted(folder.resolve().glob("*.whl"), key=has_kernels)
     (sdist,) = folder.resolve().glob("*.tar.gz")
     return wheels, sdist
 
 
 def has_kernels(wheel: Path) -> bool:
-    """Whether a wheel has compiled kernels, by its name."""
+    """Return whether a wheel has compiled kernels, judged by its name."""
     return not wheel.name.endswith("-any.whl")
 
 
 def add_kernels(pure: Path) -> None:
-    """Write the same wheel with compiled kernels beside it, for Linux with glibc on x86-64."""
+    """Write a second wheel with compiled kernels, for Linux with glibc on x86-64."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         with zipfile.ZipFile(pure) as packed:
@@ -149,27 +158,27 @@ def pack(root: Path, wheel: Path) -> None:
 
 
 def needed_glibc(libraries: Sequence[Path]) -> int:
-    """The least N so that libraries run with glibc 2.N, by the versions of what they call."""
+    """Return the least N with which the libraries run on glibc 2.N, judged by their symbols."""
     versions = (re.findall(rb"GLIBC_2\.(\d+)", each.read_bytes()) for each in libraries)
     return max(int(version) for found in versions for version in found)
 
 
 def tracked(*patterns: str) -> list[str]:
-    """The files of the repository that match git's patterns, all of them by default."""
+    """Return the files of the repository that match git's patterns, all by default."""
     command = ["git", "ls-files", "-z", "--", *patterns]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return listed.stdout.split("\0")[:-1]
 
 
 def check_has(package: Path, names: Sequence[str], needed: Sequence[str]) -> None:
-    """Exit where a package lacks a file."""
+    """Exit if a package lacks a file."""
     if lacking := sorted(set(needed) - set(names)):
         sys.exit(f"{package.name} lacks {', '.join(lacking)}")
     print(f"{package.name}: {len(names)} files, {package.stat().st_size / 1e6:.1f} MB", flush=True)
 
 
 def try_wheels(python: str, wheels: Sequence[Path]) -> None:
-    """Install each wheel into an empty environment; use the SDK, then a server."""
+    """Install each wheel into an empty environment; use the SDK, the self-test and a server."""
     with tempfile.TemporaryDirectory() as folder:
         run(python, "-m", "venv", folder)
         bin_folder = Path(folder) / "bin"
@@ -189,7 +198,10 @@ def try_wheels(python: str, wheels: Sequence[Path]) -> None:
 
 
 def install(bin_folder: Path, *what: object) -> None:
-    """Install with the versions that are tested, torch from its index of CPU builds if it can."""
+    """Install packages in the tested versions.
+
+    Torch comes from the index of CPU builds if possible.
+    """
     pip = (bin_folder / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check")
     constraints = ("-c", ROOT / "constraints.txt")
     index = os.environ.get("TORCH_INDEX", TORCH_INDEX)
@@ -200,7 +212,7 @@ def install(bin_folder: Path, *what: object) -> None:
 
 
 def try_readme(sdist: Path) -> None:
-    """Run `make serve` and a part of `make test` where the source distribution is unpacked."""
+    """Run `make serve` and a part of `make test` in the unpacked source distribution."""
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(sdist) as packed:
             packed.extractall(folder, filter="data")
@@ -217,7 +229,7 @@ def serving(
     last: str = "{port}",
     settings: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """The URL of a server that the command starts; it must answer, and end by itself on SIGTERM.
+    """Start a server and yield its URL; it must answer, and end on SIGTERM.
 
     ``settings`` are added to its environment.
     """
@@ -244,7 +256,7 @@ def serving(
 
 
 def answers(url: str) -> bool:
-    """Whether a URL answers 200."""
+    """Return whether a URL answers with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return bool(response.status == 200)
@@ -253,7 +265,7 @@ def answers(url: str) -> bool:
 
 
 def write_sums(out: Path, packages: Sequence[Path]) -> None:
-    """Write the packages' checksums as `sha256sum -c` reads them."""
+    """Write the packages' checksums in the format of `sha256sum -c`."""
     lines = [f"{hashlib.sha256(each.read_bytes()).hexdigest()}  {each.name}\n" for each in packages]
     (out / "SHA256SUMS").write_text("".join(lines), "utf-8")
     print("".join(lines), end="", flush=True)
@@ -265,16 +277,16 @@ def run(
     may_fail: bool = False,
     settings: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a command, with settings in its environment; exits where it fails, unless it may."""
+    """Run a command with ``settings`` in its environment; exit if it fails, unless it may fail."""
     args = [str(each) for each in command]
     print("$", " ".join(args), flush=True)
     done = subprocess.run(args, cwd=str(cwd), env=stranger(settings), check=False)
     if done.returncode and not may_fail:
-        sys.exit(f"failed with {done.returncode}: {' '.join(args)}")
+        sys.exit(f"the command failed with status {done.returncode}: {' '.join(args)}")
 
 
 def stranger(settings: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a command, with settings, which imports nothing from this checkout."""
+    """Return an environment with ``settings`` in which nothing is imported from this checkout."""
     own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return own | dict(settings or {})
 

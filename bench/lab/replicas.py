@@ -1,8 +1,9 @@
 """Replicas behind a front: `python -m foretoken.bench.lab.replicas`.
 
-Two parts, each with its baseline in the same run. *carry*: replicas without a model, ever faster:
-streamed tokens a second that one front carries, beside one server on the same null engine. *kill*:
-seconds from the kill of one of two replicas until its streams go on.
+There are two parts, each with its baseline in the same run. *carry* measures the streamed tokens
+per second that one front carries from replicas without a model, at rising speeds, compared with one
+server on the same null engine. *kill* measures the seconds from the kill of one of two replicas
+until its streams continue.
 
 Each engine has one thread. All processes share this machine with the client.
 """
@@ -35,16 +36,16 @@ from ..load.workloads import positive
 Row = dict[str, object]
 COMMAND = (sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m", "foretoken.api.cli.commands")
 NOTES = (
-    "each engine has one thread; two replicas, front and client share the cores of this machine",
-    "spread: median [lowest .. highest] of the rounds",
+    "each engine has one thread; the replicas, the front and the client share this machine's cores",
+    "figures: median [lowest .. highest] of the rounds",
 )
 PARTS = ("carry", "kill")
 STOP_SECONDS = 30.0
-PROMPT_LEN = 48  # tokens of prompts that share nothing
+PROMPT_LEN = 48  # Tokens of a prompt; prompts share no prefix.
 KILLED_STREAMS = 8
-KILLED_KV = "16384"  # tokens: all streams fit one replica
-TICKS = (10_000, 5_000, 2_500, 1_250)  # microseconds between two tokens of a stream
-KILLED_LEN = {"builtin": 600}  # tokens of a stream whose replica may be killed
+KILLED_KV = "16384"  # KV tokens of a replica: one replica has room for all streams.
+TICKS = (10_000, 5_000, 2_500, 1_250)  # Microseconds between two tokens of a stream.
+KILLED_LEN = {"builtin": 600}  # Tokens of a stream whose replica may be killed.
 ANY_LEN = 96
 
 
@@ -56,16 +57,16 @@ class Place:
     """A server under test, and the processes behind it."""
 
     url: str
-    server: int  # process id of what answers HTTP
+    server: int  # Process that answers HTTP.
     replicas: Sequence[subprocess.Popen[bytes]] = ()
 
     def cpu_seconds(self) -> tuple[float, float]:
-        """Processor time so far of what answers HTTP, and of the replicas."""
+        """Return the CPU time so far of the process that answers HTTP, and of the replicas."""
         return cpu_seconds(self.server), sum(cpu_seconds(each.pid) for each in self.replicas)
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that no process is listening on."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -73,7 +74,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def fronted(model: str, route: str, make: Sequence[Callable[[str], list[str]]]) -> Iterator[Place]:
-    """A front, and a replica for each function that returns its command by the front's address."""
+    """Start a front and its replicas; each function returns a replica's command for an address."""
     address = f"tcp://127.0.0.1:{free_port()}"
     replicas = [subprocess.Popen(each(address)) for each in make]
     front = ["--front", address, "--replicas", str(len(make)), "--route", route]
@@ -93,7 +94,7 @@ def fronted(model: str, route: str, make: Sequence[Callable[[str], list[str]]]) 
 
 
 def replica_of(model: str, kv_tokens: object) -> Callable[[str], list[str]]:
-    """The command of a replica with a model, by the front's address."""
+    """Return a function that makes the command of a replica with a model."""
 
     def command(address: str) -> list[str]:
         return [*COMMAND, "replica", model, "--front", address, *engine_flags(kv_tokens)]
@@ -102,26 +103,26 @@ def replica_of(model: str, kv_tokens: object) -> Callable[[str], list[str]]:
 
 
 def null_replica(address: str) -> list[str]:
-    """The command of a replica without a model."""
+    """Return the command of a replica without a model, for the front's address."""
     return [sys.executable, "-m", __spec__.name, "--null-replica", address]
 
 
 def engine_flags(kv_tokens: object) -> list[str]:
-    """The flags of each engine."""
+    """Return the flags of each engine."""
     return ["--kv-tokens", str(kv_tokens), "--threads", "1", "--log-level", "warning"]
 
 
 async def until_ready(url: str) -> None:
-    """Wait until all replicas have come."""
+    """Wait until all replicas have joined."""
     http = Http(url)
     async with asyncio.timeout(START_SECONDS):
-        while (await http.get("/ready"))[0] != 200:  # noqa: ASYNC110 - nobody tells us
+        while (await http.get("/ready"))[0] != 200:  # noqa: ASYNC110 - readiness can only be polled
             await asyncio.sleep(0.1)
     http.close()
 
 
 def _listener(url: str) -> int:
-    """Process among our children that listens on the port of an address."""
+    """Return the child process that listens on the port of an address."""
     port = int(url.rpartition(":")[2])
     inodes = {
         fields[9]
@@ -134,17 +135,17 @@ def _listener(url: str) -> int:
             with contextlib.suppress(OSError):
                 if any(f"socket:[{inode}]" == os.readlink(entry) for inode in inodes):
                     return int(child)
-    raise SystemExit(f"no process of ours listens at {url}")
+    raise SystemExit(f"no child process listens at {url}")
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far."""
+    """Return the CPU time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def body_of(rng: random.Random, max_tokens: int) -> bytes:
-    """A streamed completion of a prompt that nothing else begins with; a delta for each token."""
+    """Return the body of a streamed completion with a new prompt, one delta per token."""
     return msgspec.json.encode(
         {
             "prompt": [rng.randrange(100, 1000) for _ in range(PROMPT_LEN)],
@@ -158,7 +159,7 @@ def body_of(rng: random.Random, max_tokens: int) -> bytes:
 
 
 def carried(rounds: int) -> list[Row]:
-    """Streams of a null engine, ever faster: through a front, and from one server, in turn."""
+    """Measure null streams at rising speeds through a front and from one server, in turn."""
     from .http import NUM_STREAMS, server
 
     with server("ours") as target, fronted("builtin", "even", [null_replica]) as front:
@@ -179,7 +180,7 @@ def carried(rounds: int) -> list[Row]:
 
 
 async def carry(place: Place, tick: int) -> tuple[float, float, float]:
-    """Tokens a second that arrived, and microseconds of CPU a token: server, replicas."""
+    """Return the received tokens per second, and CPU us per token of server and replicas."""
     from .http import CHAT, MESSAGES, NUM_STREAMS
     from .null_engine import NUM_TICKS
 
@@ -193,7 +194,7 @@ async def carry(place: Place, tick: int) -> tuple[float, float, float]:
     if set(statuses) != {200}:
         raise SystemExit(f"streams ended with {statuses}")
     number = NUM_STREAMS * NUM_TICKS
-    # Nothing but roles comes before the first tick, as long as a stream has not begun.
+    # Before the first tick only the role chunks arrive, one per stream.
     seconds = max(times) - sorted(times)[NUM_STREAMS]
     server, replicas = (
         1e6 * (b - a) / number for a, b in zip(before, place.cpu_seconds(), strict=True)
@@ -204,7 +205,7 @@ async def carry(place: Place, tick: int) -> tuple[float, float, float]:
 def carry_row(
     name: str, offered: float, rounds: Sequence[tuple[float, float, float]], base: Sequence[float]
 ) -> Row:
-    """A line of the table; ``base``: CPU of a token on one server, round by round."""
+    """Return a row of the table; ``base``: CPU per token on one server, round by round."""
     rates, servers, replicas = zip(*rounds, strict=True)
     return {
         "setting": name,
@@ -221,7 +222,7 @@ def carry_row(
 
 
 def killed(model: str, kills: int, seed: int) -> list[Row]:
-    """Kills of one of two replicas under streams, each with a new front."""
+    """Kill one of two replicas under streams, each time with a new front."""
     rows: list[Row] = []
     length = KILLED_LEN.get(model, ANY_LEN)
     for number in range(kills):
@@ -232,7 +233,7 @@ def killed(model: str, kills: int, seed: int) -> list[Row]:
 
 
 async def kill_one(place: Place, output_len: int, rng: random.Random) -> Row:
-    """Seconds from a replica's kill to the next token of its streams, and gaps around it."""
+    """Measure the seconds from a replica's kill to its streams' next token, and other gaps."""
     http = Http(place.url)
     times: list[list[float]] = [[] for _ in range(KILLED_STREAMS)]
     ends = [bytearray() for _ in times]
@@ -259,9 +260,9 @@ async def kill_one(place: Place, output_len: int, rng: random.Random) -> Row:
 
 
 def kill_row(at: float, times: Sequence[Sequence[float]], moved: Sequence[bool]) -> Row:
-    """A line of the table. The longest gap of a moved stream is where it moved."""
+    """Return a row of the table. A moved stream's longest gap is the one in which it moved."""
     if not any(moved):
-        raise SystemExit("the killed replica had no stream")
+        raise SystemExit("no stream ran on the killed replica")
     waits, others = list[float](), list[float]()
     for each, is_moved in zip(times, moved, strict=True):
         gap, end = max((b - a, b) for a, b in pairwise(each) if b > at)
@@ -280,7 +281,7 @@ def kill_row(at: float, times: Sequence[Sequence[float]], moved: Sequence[bool])
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(
         prog="python -m foretoken.bench.lab.replicas", description=str(__doc__).partition("\n")[0]
     )
@@ -290,9 +291,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model",
         nargs="+",
         default=["builtin", "smollm2"],
-        help="models whose replicas are killed, named as for `foretoken serve`",
+        help="models of the replicas to kill, as for `foretoken serve`",
     )
-    add("--rounds", type=positive, default=3, help="rounds of each speed that is carried")
+    add("--rounds", type=positive, default=3, help="rounds of each token rate (3)")
     add("--kills", type=positive, default=3)
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=RESULTS / "replicas.json")
@@ -301,7 +302,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write the JSON after each part."""
+    """Measure, print the tables, and write the JSON after each part."""
     args = parsed(argv)
     if args.null_replica:
         serve_null(args.null_replica)
@@ -323,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def serve_null(address: str) -> None:
-    """Be a replica without a model."""
+    """Run as a replica without a model."""
     import uvloop
 
     from .http import NUM_STREAMS

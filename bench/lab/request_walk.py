@@ -1,9 +1,9 @@
-"""Counts what one request meets in both threads: files, functions and classes.
+"""Counts the files, functions and classes that one request passes through, in both threads.
 
-A request of the built-in model runs through a real engine. All calls into radix_cache/, core/ and
-draft/ are noted from `Engine.submit` until the engine is idle, those of the event loop's thread and
-those of the model thread apart. The audit that an idle engine begins is counted apart, too. The
-lengths of all functions of these packages are printed besides.
+A request to the built-in model runs through a real engine. All calls into radix_cache/, core/ and
+draft/ are counted from `Engine.submit` until the engine is idle, separately for the event loop's
+thread, the model thread, and the audit that an idle engine begins. The lengths of all functions in
+the packages are printed, too.
 
     python -m foretoken.bench.lab.request_walk
 """
@@ -34,9 +34,11 @@ PROMPT = array("q", range(40, 80))
 IDLE_AUDIT = Auditor.audit_while_idle.__code__
 NUM_TOKENS = 24
 PLAIN = EngineConfig(draft="none")
-LOOKUPS = EngineConfig(draft="radix,suffix", speculation=4)  # a prediction and a grammar besides
-MODEL = EngineConfig(draft="auto", speculation=4)  # the built-in draft model, and look-ups
-AUTO = EngineConfig(draft="auto")  # the same, and the controller decides how much is drafted
+# A prediction and a grammar could draft, too.
+LOOKUPS = EngineConfig(draft="radix,suffix", speculation=4)
+MODEL = EngineConfig(draft="auto", speculation=4)  # The built-in draft model, and lookups.
+# The built-in draft model and lookups; the controller decides how much is drafted.
+AUTO = EngineConfig(draft="auto")
 
 
 @dataclass
@@ -44,12 +46,12 @@ class Calls:
     """Calls of one thread."""
 
     modules: set[str] = field(default_factory=set)
-    functions: set[tuple[str, str]] = field(default_factory=set)  # module, qualified name
+    functions: set[tuple[str, str]] = field(default_factory=set)  # Module and qualified name.
     num_calls: int = 0
 
     @property
     def classes(self) -> set[tuple[str, str]]:
-        """Classes of which a method ran."""
+        """Classes of the methods that ran."""
         names = ((module, name.split(".<locals>")[0]) for module, name in self.functions)
         return {(module, name.rpartition(".")[0]) for module, name in names if "." in name}
 
@@ -62,7 +64,7 @@ class Calls:
             self.num_calls += 1
 
     def __or__(self, other: Calls) -> Calls:
-        """Those of both."""
+        """Return the calls of both."""
         modules, functions = self.modules | other.modules, self.functions | other.functions
         return Calls(modules, functions, self.num_calls + other.num_calls)
 
@@ -75,7 +77,7 @@ class Calls:
 
 @dataclass
 class Walk:
-    """Calls of a request; those of an idle audit are in ``audit``."""
+    """Calls of a request by thread; ``audit`` has the calls of the idle engine's audit."""
 
     loop: Calls = field(default_factory=Calls)
     model: Calls = field(default_factory=Calls)
@@ -84,20 +86,21 @@ class Walk:
     _is_auditing: bool = False
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        """Count a call; for `sys.setprofile` in the event loop's thread."""
-        if frame.f_code is IDLE_AUDIT:  # suspended, it returns, and is called to go on
+        """Count a call in the event loop's thread; for `sys.setprofile`."""
+        # A suspended coroutine returns, and is called again to continue.
+        if frame.f_code is IDLE_AUDIT:
             self._is_auditing = event == "call"
         if event == "call" and self.is_under_way:
             (self.audit if self._is_auditing else self.loop).count(frame)
 
     def note_model(self, frame: FrameType, event: str, _: object) -> None:
-        """Count a call; for threads that are started."""
+        """Count a call in the model thread; for `threading.setprofile`."""
         if event == "call" and self.is_under_way:
             self.model.count(frame)
 
 
 def walk(config: EngineConfig) -> Walk:
-    """Serve one request and note every call."""
+    """Serve one request and record every call."""
     return asyncio.run(_walk(config))
 
 
@@ -115,7 +118,7 @@ async def _walk(config: EngineConfig) -> Walk:
     try:
         async for _ in engine.submit(request):
             pass
-        await asyncio.sleep(0.05)  # until the engine is idle and has been audited
+        await asyncio.sleep(0.05)  # Long enough for the engine to become idle and be audited.
     finally:
         sys.setprofile(None)
         found.is_under_way = False
@@ -124,7 +127,7 @@ async def _walk(config: EngineConfig) -> Walk:
 
 
 def function_lengths(package: str, root: Path = ROOT) -> list[int]:
-    """Lines of each function of a package, its signature and docstring included."""
+    """Return the lines of each function of a package, with signature and docstring, sorted."""
     return sorted(
         (node.end_lineno or node.lineno) - node.lineno + 1
         for node in _nodes(root / package)
@@ -139,12 +142,12 @@ def _nodes(folder: Path) -> Iterator[ast.AST]:
 
 def main() -> None:
     """Print the counts."""
-    print(f"{len(PROMPT)} prompt tokens, {NUM_TOKENS} tokens, the built-in model")
+    print(f"{len(PROMPT)} prompt tokens, {NUM_TOKENS} output tokens, the built-in model")
     for name, config in (("plain", PLAIN), ("look-ups", LOOKUPS), ("draft model", MODEL)):
         found = walk(config)
         print(f"{name}, both threads: {found.loop | found.model}")
         print(f"  event loop: {found.loop}\n  model thread: {found.model}")
-        print(f"  the audit of the idle engine behind it: {found.audit}")
+        print(f"  audit of the idle engine afterwards: {found.audit}")
     for package in PACKAGES:
         lengths = function_lengths(package)
         p90 = lengths[len(lengths) * 9 // 10]

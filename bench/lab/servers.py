@@ -1,14 +1,16 @@
 """Several servers on one machine, measured in turn over HTTP: the rows of `gguf` and of `peers`.
 
-All servers stay up, and each row is measured on one server after the other, in rotating order. A
-server that waits for its turn is stopped by a signal: threads that spin would slow the others.
+All servers stay up, and each row is measured on one server after another, in rotating order. A
+server whose turn has not come is stopped by a signal, because spinning threads would slow the
+others.
 
-Rows: *ready*, seconds from the start of the process to its first healthy answer. *Prompt of N*,
-tokens of a fresh prompt a second, until the first token of its answer. *Decode xN*, tokens a second
-of N requests at once that continue fresh text at temperature 1, where nothing can be looked up.
-*Edit, quote, agent, chat*, answers to the tasks of bench/common/real_tasks.py at temperature 0, one
-at a time, and *four at once*, one of each; from an answer's first token to its last, prompts
-not counted. *Resident* and *peak* are gigabytes at the end of all rows.
+Rows: *ready* is the time from the start of the process to its first healthy answer, in seconds.
+*Prompt of N* is the tokens per second of a new prompt until the first token of its answer. *Decode
+xN* is the tokens per second of N requests at once that continue new text at temperature 1, where
+lookups find nothing. *Edit, quote, agent, chat* are answers to the tasks of
+bench/common/real_tasks.py at temperature 0, one at a time, and *four at once* is one task of each
+kind; they are timed from an answer's first token to its last, without prompts. *Resident* and
+*peak* are gigabytes after all rows.
 """
 
 from __future__ import annotations
@@ -40,18 +42,18 @@ from ..load.http import Failure, Http
 from ..load.openai import Answer
 from ..load.server import environment, first_model
 
-START_SECONDS = 900.0  # vLLM compiles
+START_SECONDS = 900.0  # vLLM compiles at its start.
 ANSWER_TOKENS = 128
-NUM_TASKS = 4  # of a kind, in each turn
-PROMPTS = (700, 2900)  # tokens, nearly
+NUM_TASKS = 4  # Tasks of a kind in each turn.
+PROMPTS = (700, 2900)  # Approximate lengths in tokens.
 BATCHES = (1, 4)
-_WORDS = (  # a token each in common vocabularies
+_WORDS = (  # Each word is one token in common vocabularies.
     "river", "stone", "garden", "letter", "window", "market", "winter", "yellow", "engine",
     "number", "planet", "bridge", "silver", "forest", "doctor", "ticket", "mirror", "basket",
     "summer", "orange", "copper", "little", "second", "travel",
 )  # fmt: skip
 Prompt = Callable[[int, int], "str | list[int]"]
-"""Makes a prompt of so many tokens, nearly, from a seed."""
+"""Makes a prompt of about a given number of tokens from a seed."""
 Cells = dict[str, dict[str, object]]
 """Measurements by row and server."""
 
@@ -62,7 +64,7 @@ class StartError(Exception):
 
 @dataclass(slots=True)
 class Server:
-    """A running server; without a process it is not ours, and its memory is not measured."""
+    """A server under test. Without a process it runs elsewhere, and its memory is not measured."""
 
     name: str
     url: str
@@ -72,7 +74,7 @@ class Server:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Let the processes of the server run meanwhile."""
+        """Let the processes of the server run inside the block."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -85,7 +87,7 @@ class Server:
                 os.killpg(self.process.pid, number)
 
     def close(self) -> None:
-        """End its processes."""
+        """End the server's processes."""
         if self.process is not None:
             self._signal(signal.SIGCONT)
             self.process.terminate()
@@ -95,7 +97,7 @@ class Server:
             self.process.wait()
 
     def memory(self) -> tuple[float, float] | None:
-        """Gigabytes that the first process has resident, and the most that it ever had."""
+        """Return the first process's resident memory and its peak in gigabytes."""
         if self.process is None:
             return None
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
@@ -106,7 +108,7 @@ class Server:
 
 @contextlib.contextmanager
 def started(name: str, command: Sequence[str] | str) -> Iterator[Server]:
-    """Start a server, and wait until it answers. A string is the address of one that runs.
+    """Start a server and wait until it answers; a string is the address of a running server.
 
     Raises `StartError`.
     """
@@ -122,7 +124,7 @@ def started(name: str, command: Sequence[str] | str) -> Iterator[Server]:
         except StartError:
             log.seek(0)
             *_, last = log.read().decode("utf-8", "replace").splitlines() or [""]
-            raise StartError(f"ended: {last[:160]}") from None
+            raise StartError(f"the server ended: {last[:160]}") from None
 
 
 @contextlib.contextmanager
@@ -142,7 +144,7 @@ def _process(name: str, command: Sequence[str], log: IO[bytes]) -> Iterator[Serv
         asyncio.run(_healthy(server))
         server.ready.append(time.perf_counter() - began)
         with server.awake():
-            pass  # it stands still from now on
+            pass  # Leaving the block stops the server until its turn.
         yield server
     finally:
         server.close()
@@ -154,7 +156,8 @@ async def _healthy(server: Server) -> None:
             if server.process is not None and server.process.poll() is not None:
                 raise StartError
             with contextlib.suppress(Failure), contextlib.closing(Http(server.url)) as http:
-                if (await http.get("/health"))[0] in (200, 404):  # 404: it has no such route
+                # A server may have no such route (404).
+                if (await http.get("/health"))[0] in (200, 404):
                     server.model = (await first_model(http, None))[0]
                     return
             await asyncio.sleep(0.02)
@@ -186,14 +189,14 @@ async def chat(server: Server, text: str) -> Record:
 
 
 async def rate(records: Sequence[Awaitable[Record]]) -> float:
-    """Tokens a second of requests that run at once, from the first of all tokens to the last."""
+    """Return the tokens per second of concurrent requests, from the first token to the last."""
     done = await asyncio.gather(*records)
     seconds = max(each.times[-1] for each in done) - min(each.times[0] for each in done)
     return sum(each.num_tokens - each.counts[0] for each in done) / seconds
 
 
 def words(num_tokens: int, seed: int) -> str:
-    """A prompt of random words."""
+    """Return a prompt of random words."""
     return " ".join(random.Random(seed).choices(_WORDS, k=num_tokens))
 
 
@@ -201,40 +204,41 @@ def words(num_tokens: int, seed: int) -> str:
 
 
 Row = Callable[[Server, int], Awaitable[float]]
-"""Measures tokens a second of a server in a turn."""
+"""Measures the tokens per second of a server in a turn."""
 
 
 async def prompt_rate(num_tokens: int, prompt: Prompt, server: Server, turn: int) -> float:
-    """Tokens of a fresh prompt a second."""
+    """Return the tokens per second of a new prompt."""
     body = {"prompt": prompt(num_tokens, turn), "temperature": 0, "max_tokens": 1}
     record = await ask(server, "/v1/completions", body)
     return (record.prompt_tokens or 0) / record.ttft
 
 
 async def decode_rate(count: int, prompt: Prompt, server: Server, turn: int) -> float:
-    """Tokens of fresh text a second, of so many requests at once."""
+    """Return the tokens per second of ``count`` concurrent requests that continue new text."""
     more = {"temperature": 1, "ignore_eos": True, "max_tokens": ANSWER_TOKENS}
     bodies = (
         {"prompt": prompt(12, seed), "seed": seed, **more}
-        for seed in range(1000 * count + 100 * turn, 1001 * count + 100 * turn)  # of no other row
+        # These seeds occur in no other row.
+        for seed in range(1000 * count + 100 * turn, 1001 * count + 100 * turn)
     )
     return await rate([ask(server, "/v1/completions", body) for body in bodies])
 
 
 async def task_rate(kind: str, server: Server, turn: int) -> float:
-    """Tokens a second of answers one after another."""
+    """Return the tokens per second of a kind's answers, one after another."""
     done = [await chat(server, text) for text in _tasks(kind, turn)]
     tokens = sum(each.num_tokens - each.counts[0] for each in done)
     return tokens / sum(each.decode_time for each in done)
 
 
 async def mixed_rate(server: Server, turn: int) -> float:
-    """Tokens a second of a task of each kind at once."""
+    """Return the tokens per second of one task of each kind at once."""
     return await rate([chat(server, _tasks(kind, turn)[-1]) for kind in KINDS])
 
 
 def token_rows(prompt: Prompt) -> dict[str, Row]:
-    """Rows that any model has, by name."""
+    """Return the rows that any model can be measured by, by name."""
     return {
         **{f"prompt of {n / 1000:.1f}k": partial(prompt_rate, n, prompt) for n in PROMPTS},
         **{f"decode x{count}": partial(decode_rate, count, prompt) for count in BATCHES},
@@ -245,17 +249,17 @@ TASK_ROWS: dict[str, Row] = {
     **{kind: partial(task_rate, kind) for kind in KINDS},
     "four at once": mixed_rate,
 }
-"""Rows of a model that answers."""
+"""Rows of a model whose answers are meaningful."""
 
 
 def _tasks(kind: str, turn: int) -> list[str]:
-    """Messages of a turn: others in each, as long as there are others."""
+    """Return the messages of a turn; they repeat when all have been used."""
     texts = itertools.cycle(prompts(kind, "show"))
     return list(itertools.islice(texts, turn * NUM_TASKS, (turn + 1) * NUM_TASKS))
 
 
 async def measure(servers: Sequence[Server], rows: Mapping[str, Row], turns: int) -> Cells:
-    """Spreads by row and server; the reason where a server fails in a row."""
+    """Return spreads by row and server, or the reason if a server fails in a row."""
     found: Cells = {}
     for name, row in rows.items():
         values: dict[str, list[float]] = {server.name: [] for server in servers}
@@ -276,7 +280,10 @@ async def measure(servers: Sequence[Server], rows: Mapping[str, Row], turns: int
 def compare(
     commands: Mapping[str, Sequence[str] | str], rows: Mapping[str, Row], turns: int, starts: int
 ) -> Cells:
-    """Start all servers, measure all rows. ``starts``: of each, for the seconds until ready."""
+    """Start all servers and measure all rows.
+
+    ``starts``: number of starts of each server to time.
+    """
     found: Cells = {"ready, s": {}}
     for name, command in commands.items():
         found["ready, s"][name] = _start_seconds(name, command, starts)
@@ -296,7 +303,7 @@ def compare(
 
 
 def _start_seconds(name: str, command: Sequence[str] | str, starts: int) -> Spread | str:
-    """Seconds of some starts; one more before warms the file, and what is kept of it."""
+    """Time some starts; an additional first one fills the caches."""
     seconds = []
     try:
         for _ in range(starts + 1 if starts else 0):
@@ -308,7 +315,7 @@ def _start_seconds(name: str, command: Sequence[str] | str, starts: int) -> Spre
 
 
 def show(title: str, found: Cells, out: Path | None, **more: object) -> None:
-    """Print the table, and write it as JSON where ``out`` says."""
+    """Print the table, and write it as JSON to ``out`` if given."""
     report = heading() | more | {"rows": found}
     print(msgspec.json.encode(heading()).decode())
     print(f"\n{title}; median [lowest .. highest]\n")
@@ -318,7 +325,7 @@ def show(title: str, found: Cells, out: Path | None, **more: object) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of both benches."""
+    """Add the flags of both benchmarks."""
     add = parser.add_argument
     add("--only", action="append", metavar="COLUMN", help="column to measure; may be repeated")
     add("--threads", type=int, default=2, help="threads of each server (%(default)s)")

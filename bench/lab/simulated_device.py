@@ -1,8 +1,8 @@
-"""A device that computes a formula in given seconds, for the host's code of the Triton backend.
+"""A device that computes a formula in given seconds, to run the host code of the Triton backend.
 
-The decoder, its graphs' inputs and the sampler are the engine's own. Only what runs on the device
-is replaced: kernels, the marks in its stream and its clock. The token behind a token is the next
-of a fixed cycle; a draft model knows it with a given probability.
+The decoder, the inputs of its graphs and the sampler are the engine's own. Only the device is
+replaced: kernels, events in its stream, and its clock. Every token is followed by the next token of
+a fixed cycle; a draft model predicts it with a given probability.
 """
 
 from __future__ import annotations
@@ -38,38 +38,43 @@ from ...core.ops.weights import (
 from ...draft.control.outcome import NUM_BEST
 
 VOCAB_SIZE = 2**13
-CYCLE = np.random.default_rng(0).permutation(VOCAB_SIZE)  # each token, then the one behind it
-_LAST_ID = 2**31 - 1  # a winner's word: its rank, then this less its id
+# Each token is followed by the next one of this permutation.
+CYCLE = np.random.default_rng(0).permutation(VOCAB_SIZE)
+# A winner is encoded in one word: its score above the low 31 bits, which hold this minus its id.
+_LAST_ID = 2**31 - 1
 
 
 class SimulatedDevice:
-    """One stream of work. ``sleeps``: whether waiting takes time, or moves the clock forward."""
+    """One stream of work.
+
+    ``sleeps``: whether waiting takes real time; otherwise it moves the clock forward.
+    """
 
     def __init__(self, *, sleeps: bool) -> None:
         self._sleeps, self._now = sleeps, 0.0
         self._end = self._launched = 0.0
 
     def now(self) -> float:
-        """Seconds on the clock by which its work takes time."""
+        """Return the seconds on the clock that its work uses."""
         return time.monotonic() if self._sleeps else self._now
 
     @property
     def end(self) -> float:
-        """When all that was launched so far is done."""
+        """Time at which all launched work is done."""
         return max(self.now(), self._end)
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds that it has worked until now."""
+        """Seconds that the device has worked until now."""
         return self._launched - (self.end - self.now())
 
     def launch(self, seconds: float) -> None:
-        """Add work behind all that was launched so far."""
+        """Queue work after all launched work."""
         self._end = self.end + seconds
         self._launched += seconds
 
     def wait(self, until: float) -> None:
-        """Return at that time, at once if it is past."""
+        """Wait until a time, which may have passed."""
         if not self._sleeps:
             self._now = max(self._now, until)
         elif (left := until - self.now()) > 0:
@@ -99,15 +104,15 @@ class _Mark:
 
 
 class Replay:
-    """A `Graph` that does its work again; hidden states and winners stay where they were."""
+    """A `Graph` that repeats its work; hidden states and winners keep their addresses."""
 
     def capture(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the work leaves
-        """Record ``work``, which leaves `GraphOutputs`."""
+        """Record ``work``, which returns `GraphOutputs`."""
         self._work, self._outputs = work, work()
         return self._outputs
 
     def replay(self) -> None:
-        """Do it."""
+        """Run the recorded work again."""
         found = self._work()
         self._outputs.hidden.copy_(found.hidden)
         if found.winners is not None:
@@ -115,15 +120,15 @@ class Replay:
 
 
 def _same(_: FormulaOps, x: Tensor, *__: object, **___: object) -> Tensor:
-    """What layers do to rows."""
+    """Return the rows unchanged, in place of a layer."""
     return x
 
 
 class FormulaOps(TritonOps):
-    """Passes of given seconds by rows, whose logits begin with the words of the best tokens.
+    """Passes that take given seconds by rows, whose logits begin with the words of the best tokens.
 
-    A row's hidden state is its token id. ``accuracy``: chance that the first of the best is the
-    next token; else that is the second.
+    A row's hidden state is its token id. ``accuracy``: probability that the best token is the next
+    token of the cycle; otherwise the second best is.
     """
 
     def __init__(
@@ -141,7 +146,7 @@ class FormulaOps(TritonOps):
         return super().embedding(token_ids, table)
 
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:  # noqa: ARG002
-        """The words, in rows as wide as the vocabulary."""
+        """Return the words, in rows as wide as the vocabulary."""
         logits = hidden.new_empty((len(hidden), VOCAB_SIZE))
         logits[:, : 2 * NUM_BEST] = self._best[hidden[:, 0].long()]
         return logits
@@ -149,24 +154,24 @@ class FormulaOps(TritonOps):
     linear = norm = rope_write = attention = activate = cast("Any", _same)
 
     def add_norm(self, x: Tensor, residual: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        """Add nothing."""
+        """Return both tensors unchanged."""
         return x, residual
 
 
 class FormulaArgmax:
-    """`GumbelArgmax` whose winners are in the logits already."""
+    """`GumbelArgmax` that finds the winners in the logits."""
 
     def __init__(self, logits: Tensor, *_: object, num_best: int = 1, **__: object) -> None:
         self._logits, self._num_best = logits, num_best
 
     def run(self) -> Tensor:
-        """The winners' words."""
+        """Return the winners' words."""
         words = self._logits[:, : 2 * NUM_BEST].contiguous().view(torch.int64)
         return words[:, 0] if self._num_best == 1 else words[:, : self._num_best]
 
 
 class _Take:
-    """`take_kernel`: token ids of rows whose tokens the device alone knows."""
+    """`take_kernel`: fills in the token ids that only the device knows."""
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def take(words: Tensor, sources: Tensor, ids: Tensor, *_: int, num_warps: int) -> None:  # noqa: ARG001
@@ -178,7 +183,7 @@ class _Take:
 
 
 def formula_decoder(ops: FormulaOps, max_len: int) -> OwnDecoder:
-    """One layer with the heads of an 8B model."""
+    """Return a decoder of one layer with the heads of an 8B model."""
     config = DecoderConfig(
         model_type="llama", vocab_size=VOCAB_SIZE, hidden_size=1, intermediate_size=1,
         num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, norm_eps=1e-6, rope=RopeSpec(),
@@ -195,7 +200,7 @@ def formula_decoder(ops: FormulaOps, max_len: int) -> OwnDecoder:
 
 
 def _best_words(accuracy: float) -> Tensor:
-    """[vocab, NUM_BEST] int64."""
+    """Return the words of the best tokens [vocab, NUM_BEST], int64."""
     generator = np.random.default_rng(0)
     is_wrong = generator.random(VOCAB_SIZE) >= accuracy
     ranks = np.tile(np.arange(NUM_BEST), (VOCAB_SIZE, 1))
@@ -208,7 +213,7 @@ def _best_words(accuracy: float) -> Tensor:
 
 @contextmanager
 def simulated(device: SimulatedDevice) -> Iterator[None]:
-    """Have everything made and computed within use the device."""
+    """Use the device for everything that is created and computed inside the block."""
 
     def mark(_: torch.device) -> _Mark:
         return _Mark(device)

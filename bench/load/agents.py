@@ -1,8 +1,8 @@
 """Agents: conversations of many turns with tools, which branch into sub-agents.
 
 All agents share a system prompt and the schemas of their tools. A turn appends the model's own
-answer and what a tool returned; the next one waits for both. Every few turns an agent branches
-into sub-agents, which share its history, work for a turn, and return a summary each.
+answer and the result of a tool; the next turn waits for both. Every few turns an agent branches
+into sub-agents, which share its history, work for one turn, and return a summary each.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         "--system-len",
         type=lengths,
         default=Lengths(256, 256),
-        help="length of the system prompt, which all share",
+        help="length of the system prompt, which all agents share",
     )
     add(
         "--tools-len",
         type=lengths,
         default=Lengths(384, 384),
-        help="length of the tools' schemas, which all share",
+        help="length of the tools' schemas, which all agents share",
     )
     add(
         "--task-len",
@@ -47,21 +47,33 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="length of the tool result in each turn",
     )
     add("--output-len", type=lengths, default=Lengths(24, 48), help="length of an answer")
-    add("--branch-every", type=natural, default=2, metavar="K", help="turns; 0: never")
-    add("--branches", type=positive, default=2, metavar="M", help="sub-agents of a branching")
-    add("--think-time", type=above_zero, metavar="S", help="seconds before a turn; nothing: none")
+    add(
+        "--branch-every",
+        type=natural,
+        default=2,
+        metavar="K",
+        help="turns between branchings; 0: never",
+    )
+    add(
+        "--branches",
+        type=positive,
+        default=2,
+        metavar="M",
+        help="number of sub-agents at a branching",
+    )
+    add("--think-time", type=above_zero, metavar="S", help="pause before a turn, in seconds")
     add(
         "--record",
         type=Path,
         metavar="BODIES",
-        help="recorded sessions of real agents to send in place of all this, one after the other: "
-        "a folder or a file, .jsonl or .jsonl.xz (bench serve alone)",
+        help="folder or file (.jsonl, .jsonl.xz) of recorded sessions to send, one after another, "
+        "instead of generated ones (bench serve only)",
     )
 
 
 @dataclass(slots=True)
 class _Agent:
-    """One conversation that grows; its draws do not depend on when others run."""
+    """A growing conversation; its random draws do not depend on when other agents run."""
 
     scene: Scene
     name: str
@@ -70,7 +82,7 @@ class _Agent:
     history_len: int
 
     async def run(self, ask: Ask) -> None:
-        """All turns, or as many as fit."""
+        """Run all turns, or as many as fit into the context."""
         args = self.scene.args
         due: float | None = None
         for turn in range(args.turns):
@@ -98,7 +110,7 @@ class _Agent:
         self.history_len += length
 
     async def _branch(self, ask: Ask, turn: int) -> None:
-        """Sub-agents at the same time; one that fails ends the agent, when the others are done."""
+        """Run sub-agents concurrently; a failed one ends the agent once the others are done."""
         num_branches = self.scene.args.branches
         work = [self._sub_agent(ask, (turn, branch)) for branch in range(num_branches)]
         found = await asyncio.gather(*work, return_exceptions=True)
@@ -110,7 +122,10 @@ class _Agent:
                 self.history_len += each[1]
 
     async def _sub_agent(self, ask: Ask, key: object) -> tuple[Reply, int] | None:
-        """Run a sub-agent; returns its summary and the summary's length, or None without room."""
+        """Run a sub-agent and return its answer and the answer's length.
+
+        None if it does not fit.
+        """
         args = self.scene.args
         rng = self.scene.rng(f"{self.name}/{key}")
         task_len, output_len = args.task_len.draw(rng), args.output_len.draw(rng)
@@ -123,7 +138,10 @@ class _Agent:
 
 
 async def _think(reply: Reply, seconds: float | None) -> float | None:
-    """Wait; the next request is due then, however late the wait ends. None: at once."""
+    """Wait, and return the time at which the next request is due, even if the wait ends late.
+
+    None means that it is due at once.
+    """
     if seconds is None:
         return None
     await asyncio.sleep(seconds)
@@ -131,7 +149,7 @@ async def _think(reply: Reply, seconds: float | None) -> float | None:
 
 
 def agents(scene: Scene) -> Sequence[Session]:
-    """One session for each agent."""
+    """Return one session for each agent."""
     args, corpus = scene.args, scene.corpus
     rng = scene.rng("agents")
     system_len, tools_len = args.system_len.draw(rng), args.tools_len.draw(rng)

@@ -33,7 +33,7 @@ ALL = "all"
 
 
 class _WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Help that tells the defaults that there are."""
+    """Help with the defaults of flags that have one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, {}):
@@ -44,7 +44,7 @@ class _WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
 def parsed(
     prog: str, about: str, argv: Sequence[str], add_own: Callable[[Parser], None]
 ) -> list[argparse.Namespace]:
-    """One namespace for each workload that is to run: several for "all"."""
+    """Parse the command line into one namespace per workload; "all" gives several."""
     parser = Parser(prog=prog, description=about)
     commands = parser.add_subparsers(
         dest="workload", metavar="WORKLOAD", required=True, parser_class=Parser
@@ -55,26 +55,30 @@ def parsed(
         _add_common(own)
         add_own(own)
     every = commands.add_parser(
-        ALL, help="all of them, with their default settings", formatter_class=_WithDefaults
+        ALL, help="all workloads, with their default settings", formatter_class=_WithDefaults
     )
     _add_common(every)
     add_own(every)
     args = parser.parse_args(argv)
     if args.workload != ALL:
         if WORKLOADS[args.workload].has_loop and (args.request_rate or args.concurrency):
-            parser.error(f"{args.workload} has a loop of its own: no rate, no concurrency")
+            parser.error(
+                f"{args.workload} sets its own load: leave out --request-rate and --concurrency"
+            )
         if recorded(args) is not None and (args.request_rate or args.concurrency):
-            parser.error("--record sends one session after the other: no rate, no concurrency")
+            parser.error(
+                "--record sends one session at a time: leave out --request-rate and --concurrency"
+            )
         return [_settled(args)]
     if args.out is not None:
-        parser.error("--out is for one workload; all write their own file")
+        parser.error("--out cannot be combined with all: each workload writes its own file")
     at = list(argv).index(ALL)
     rest = [*argv[:at], *argv[at + 1 :]]
     return [_settled(parser.parse_args([name, *rest])) for name in WORKLOADS]
 
 
 def _settled(args: argparse.Namespace) -> argparse.Namespace:
-    """Complete the options with those that the workload decides."""
+    """Complete the options with the workload's own values."""
     workload = WORKLOADS[args.workload]
     if args.temperature is None and recorded(args) is None:
         args.temperature = workload.temperature
@@ -84,7 +88,7 @@ def _settled(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def recorded(args: argparse.Namespace) -> Path | None:
-    """Recorded sessions that are to be sent."""
+    """Return the path of the recorded sessions to send, or None."""
     found: Path | None = getattr(args, "record", None)
     return found
 
@@ -96,46 +100,51 @@ def _add_common(parser: Parser) -> None:
         "--concurrency",
         "--max-concurrency",
         type=positive,
-        help="sessions at a time (closed loop); with --request-rate their largest number",
+        help="sessions at a time (closed loop); with --request-rate, the most sessions at a time",
     )
     add(
         "--request-rate",
         type=above_zero,
         metavar="R",
-        help="sessions started each second (open loop), or inf",
+        help="sessions started per second (open loop); inf: all at once",
     )
     add(
         "--burstiness",
         type=above_zero,
         default=1.0,
         metavar="B",
-        help="shape of the arrivals; 1: Poisson; lower: in bursts",
+        help="shape of the gamma-distributed gaps between arrivals; 1: Poisson; lower: burstier",
     )
     add(
         "--slo",
         type=_slo,
         default={},
-        help=f"limits in ms that a good request keeps: {','.join(f'{n}=N' for n in SLO_MEASURES)}",
+        help=f"latency limits for goodput in ms: {','.join(f'{n}=N' for n in SLO_MEASURES)}",
     )
     add(
         "--warmup",
         type=natural,
         default=4,
         metavar="N",
-        help="number of requests before the measurement",
+        help="number of warm-up requests",
     )
     add(
         "--temperature",
         type=float,
-        help="sampling temperature (0; of noisy-neighbour 1; of --record as recorded)",
+        help="sampling temperature (0; noisy-neighbour: 1; --record: as recorded)",
     )
     add(
         "--progress",
         action="store_true",
-        help="show progress on stderr even where it is no terminal",
+        help="show progress on stderr even if it is not a terminal",
     )
-    add("--out", type=Path, metavar="FILE", help="JSON file to write (in bench/results/)")
-    add("--save-requests", action="store_true", help="write every request to the JSON file, too")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="JSON file to write (one per workload in bench/results/)",
+    )
+    add("--save-requests", action="store_true", help="also write every request to the JSON file")
 
 
 def _slo(text: str) -> dict[str, float]:
@@ -149,7 +158,7 @@ def _slo(text: str) -> dict[str, float]:
 
 
 async def run(load: Load, scene: Scene) -> tuple[dict[str, object], list[str]]:
-    """Figures and notes of one workload, after its warm-up."""
+    """Run one workload after its warm-up; return its figures and notes."""
     args, workload = scene.args, WORKLOADS[scene.args.workload]
     warmed = await warm_up(load, scene.corpus, args.warmup)
     failed = [record for record in warmed if record.error is not None]
@@ -177,29 +186,32 @@ async def run(load: Load, scene: Scene) -> tuple[dict[str, object], list[str]]:
 
 
 def _failures(records: Sequence[Record]) -> list[str]:
-    """The first message of each kind of error."""
+    """Return the first message of each kind of error."""
     found = {record.error: record.message for record in reversed(records) if record.error}
     return [f"{kind}: {' '.join(message.split())}" for kind, message in found.items() if message]
 
 
 async def _drive(load: Load, workload: Workload, sessions: Sequence[Session], scene: Scene) -> str:
-    """Run all sessions in the loop that the flags or the workload ask for; what it was."""
+    """Run all sessions in the loop that the flags or the workload ask for.
+
+    Return its description.
+    """
     args = scene.args
     cap = f", at most {args.concurrency} at a time" if args.concurrency else ""
     if workload.has_loop:
         await load.closed(sessions, 1)
-        return "closed loop, one round after the other; times are from sending"
+        return "closed loop, one round after another; times start when a request is sent"
     if args.request_rate is None and workload.has_schedule:
         await load.open(sessions, [session.at or 0.0 for session in sessions], args.concurrency)
-        return f"open loop by the trace's timestamps{cap}; times are from the scheduled arrival"
+        return f"open loop by the trace's timestamps{cap}; times start at the scheduled arrival"
     rate = args.request_rate or (None if args.concurrency else workload.request_rate)
     if rate is None:
         concurrency = min(args.concurrency or workload.concurrency, len(sessions))
         await load.closed(sessions, concurrency)
-        return f"closed loop, {concurrency} sessions at a time; times are from sending"
+        return f"closed loop, {concurrency} sessions at a time; times start when a request is sent"
     times = arrivals(len(sessions), rate, scene.rng("arrivals"), args.burstiness)
     await load.open(sessions, times, args.concurrency)
     if rate == float("inf"):
-        return f"open loop, all sessions at once{cap}; times are from then"
+        return f"open loop, all sessions at once{cap}; times start then"
     kind = "Poisson" if args.burstiness == 1 else f"gamma, burstiness {args.burstiness:g}"
-    return f"open loop, {rate:g} sessions/s, {kind}{cap}; times are from the scheduled arrival"
+    return f"open loop, {rate:g} sessions/s, {kind}{cap}; times start at the scheduled arrival"

@@ -1,8 +1,8 @@
-"""Text for prompts, out of the standard library's sources: nothing is downloaded.
+"""Text for prompts, taken from the standard library's sources; nothing is downloaded.
 
-A prompt is put together of cuts. A cut belongs to a key and is the same each time, so two prompts
-share a prefix exactly as far as their keys are the same: each cut begins with marks drawn for it,
-because pieces of one text would meet by chance.
+A prompt is assembled from cuts. A cut belongs to a key and is the same each time, so two prompts
+share a prefix exactly as far as their keys are equal. Each cut begins with marks drawn for its key,
+because pieces of one text could match by chance.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from .generator import Content
 
 POOL_CHARS = 600_000
-PART_CHARS = 60_000  # tokenised at once
-CHARS_PER_TOKEN = 4.0  # where no tokenizer tells
-NUM_MARKS = 8  # at the beginning of a cut
+PART_CHARS = 60_000  # Characters that are tokenised at once.
+CHARS_PER_TOKEN = 4.0  # Estimate for servers that cannot tokenise.
+NUM_MARKS = 8  # Length of the random beginning of a cut.
 RANDOM_TOKENS = 100_000
 Encode = Callable[[str], Awaitable[list[int]]]
 TOOLS = (
@@ -34,7 +34,7 @@ TOOLS = (
 
 @dataclass(frozen=True, slots=True)
 class TextCorpus:
-    """Token ids or text to cut prompts from; ``per_token`` is how much of it a token takes."""
+    """Token ids or text to cut prompts from; ``per_token`` is the number of items per token."""
 
     pool: Content
     tools: Content
@@ -42,14 +42,14 @@ class TextCorpus:
     per_token: float = 1.0
 
     def cut(self, key: object, length: int) -> Content:
-        """``length`` tokens that belong to ``key``: the same ones each time."""
+        """Return the ``length`` tokens that belong to ``key``, the same each time."""
         rng = random.Random(f"{self.seed}/{key}")
         size = max(1, round(length * self.per_token))
         at = rng.randrange(len(self.pool))
         return _taken([_marks(self.pool, rng), self.pool[at : at + size], self.pool], size)
 
     def tool_schemas(self, length: int) -> Content:
-        """``length`` tokens of function schemas, which all agents have in common."""
+        """Return ``length`` tokens of function schemas, which all agents share."""
         size = max(1, round(length * self.per_token))
         return _taken([self.tools, self.cut("tools", length)], size)
 
@@ -61,7 +61,7 @@ def _marks(pool: Content, rng: random.Random) -> Content:
 
 
 def _taken(parts: list[Content], size: int) -> Content:
-    """The beginning of some parts; the last one may be needed more than once."""
+    """Return the first ``size`` items of the parts; the last part is repeated as needed."""
     taken = parts[0][:size]
     while len(taken) < size:
         following = parts.pop(1) if len(parts) > 2 else parts[1]
@@ -70,7 +70,7 @@ def _taken(parts: list[Content], size: int) -> Content:
 
 
 async def id_corpus(encode: Encode | None, vocab_size: int, seed: object) -> TextCorpus:
-    """Real text where there is a tokenizer, else random ids below ``vocab_size``."""
+    """Return real text as token ids; without a tokenizer, random ids below ``vocab_size``."""
     if encode is None:
         rng = random.Random(f"{seed}/pool")
         drawn = rng.choices(range(vocab_size), k=RANDOM_TOKENS)
@@ -82,7 +82,7 @@ async def id_corpus(encode: Encode | None, vocab_size: int, seed: object) -> Tex
 
 
 async def chat_corpus(encode: Encode | None, seed: object) -> TextCorpus:
-    """Text; its tokens are counted where there is a tokenizer, else taken as 4 characters."""
+    """Return text; without a tokenizer, a token is estimated as 4 characters."""
     text = pool_text()
     sample = text[:PART_CHARS]
     rate = CHARS_PER_TOKEN if encode is None else len(sample) / len(await encode(sample))
@@ -90,7 +90,7 @@ async def chat_corpus(encode: Encode | None, seed: object) -> TextCorpus:
 
 
 def pool_text(num_chars: int = POOL_CHARS) -> str:
-    """Python's own sources, in the order of their names."""
+    """Return Python's own sources, ordered by file name."""
     texts: list[str] = []
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         texts.append(path.read_text(encoding="utf-8", errors="replace"))
@@ -100,7 +100,7 @@ def pool_text(num_chars: int = POOL_CHARS) -> str:
 
 
 def tools_text() -> str:
-    """The tools of the agents, in OpenAI's shape, as templates write them into the prompt."""
+    """Return the agents' tools in OpenAI's format, as templates write them into a prompt."""
     return "\n".join(json.dumps(_schema(*tool)) for tool in TOOLS)
 
 

@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes, however these were cut on their way.
+"""Parses server-sent events from bytes, regardless of how these are split into chunks.
 
 The format is the one of the HTML standard, section "Server-sent events".
 """
@@ -15,27 +15,30 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event; ``kind`` is its ``event:`` line, "message" where there is none."""
+    """One event; ``kind`` is its ``event:`` line, "message" by default."""
 
     data: str
     kind: str = "message"
-    id: str = ""  # of the last event that had one
+    id: str = ""  # The last id in the stream, from this event or an earlier one.
 
 
 class EventParser:
-    """Fed with bytes, gives the events that are complete; one that never ends is dropped."""
+    """Incremental parser; an event without an end is dropped."""
 
     def __init__(self) -> None:
-        self._rest: list[bytes] = []  # the pieces of a line that has no end yet
+        self._rest: list[bytes] = []  # Pieces of the unfinished line.
         self._rest_len = 0
-        self._after_cr = False  # a line feed that comes next belongs to it
+        self._after_cr = False  # A line feed that comes next belongs to this line end.
         self._is_first = True
         self._data: list[str] = []
         self._kind = ""
         self._id = ""
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """The events that end in this chunk; raises ValueError for a line without an end."""
+        """Return the events that end in this chunk.
+
+        Raises ValueError for a line that is too long.
+        """
         if not chunk:
             return []
         if self._after_cr:
@@ -44,7 +47,7 @@ class EventParser:
         return [event for line in self._lines(chunk) if (event := self._read(line)) is not None]
 
     def _lines(self, chunk: bytes) -> list[bytes]:
-        """The lines that end in this chunk. What came before is not searched again."""
+        """Return the lines that end in this chunk. Earlier chunks are not searched again."""
         *lines, rest = _LINE_END.split(chunk)
         if self._rest_len + len(lines[0] if lines else rest) > MAX_LINE_BYTES:
             raise ValueError(f"the stream has a line of more than {MAX_LINE_BYTES} bytes")
@@ -61,7 +64,8 @@ class EventParser:
             line = line.removeprefix(_BOM)
         if not line:
             return self._end()
-        name, _, value = line.decode("utf-8", "replace").partition(":")  # a comment has no name
+        # A comment line has an empty name.
+        name, _, value = line.decode("utf-8", "replace").partition(":")
         value = value.removeprefix(" ")
         if name == "data":
             self._data.append(value)

@@ -1,11 +1,11 @@
-"""The arithmetic of a load: from the times at which tokens came to the figures that are shown.
+"""The arithmetic of a load: from the arrival times of tokens to the figures in the report.
 
-Words: TTFT is from the moment a request was *due* to its first token; in an open loop it is due
-when the schedule says, however late the client or the server is, so that a slow server cannot
-hide the requests that it kept waiting (coordinated omission). A chunk is what arrives together
-and may hold several tokens. ITL per token is a chunk's gap to the one before it divided by its
-tokens, counted once for each token; the chunk gap is what a reader sees. TPOT is E2E without TTFT
-over all tokens but the first. Nothing here reads a clock.
+TTFT is the time from the moment a request was *due* to its first token. In an open loop the
+schedule sets that moment, even if the client or the server is late, so that a slow server cannot
+hide the requests that it kept waiting (coordinated omission). A chunk is a part of the answer that
+arrives at once and may hold several tokens. ITL per token is a chunk's gap to the one before it
+divided by its tokens, counted once for each token; the chunk gap is the pause that a reader sees.
+TPOT is E2E without TTFT, divided by all tokens but the first. Nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Record(msgspec.Struct, omit_defaults=True):
     name: str
     due: float
     sent: float = 0.0
-    times: list[float] = []  # arrival of each chunk that holds tokens
-    counts: list[int] = []  # tokens of each of them
+    times: list[float] = []  # Arrival times of the chunks that hold tokens.
+    counts: list[int] = []  # Tokens of each such chunk.
     ended: float = 0.0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -35,10 +35,11 @@ class Record(msgspec.Struct, omit_defaults=True):
     accepted_tokens: int | None = None
     verify_steps: int | None = None
     finish_reason: str | None = None
-    asked_len: int = 0  # tokens that the answer should have
-    error: str | None = None  # its kind; such a request is in no latency and in no goodput
+    asked_len: int = 0  # Requested length of the answer in tokens.
+    # Kind of the error; such a request counts for no latency and not for goodput.
+    error: str | None = None
     message: str = ""
-    was_cut: bool = False  # ended by the client on purpose
+    was_cut: bool = False  # Whether the client ended the request on purpose.
 
     @property
     def num_tokens(self) -> int:
@@ -47,12 +48,12 @@ class Record(msgspec.Struct, omit_defaults=True):
 
     @property
     def ttft(self) -> float:
-        """Seconds from due to the first token."""
+        """Seconds from the due time to the first token."""
         return self.times[0] - self.due
 
     @property
     def e2e(self) -> float:
-        """Seconds from due to the last token."""
+        """Seconds from the due time to the last token."""
         return self.times[-1] - self.due
 
     @property
@@ -67,7 +68,7 @@ class Record(msgspec.Struct, omit_defaults=True):
 
 
 def by_round(records: Iterable[Record]) -> list[list[Record]]:
-    """Records of each round: those whose names have the same text behind the slash."""
+    """Group records by round, which is the text after the slash in their names."""
     ordered = sorted(records, key=_round_of)
     return [list(group) for _, group in groupby(ordered, key=_round_of)]
 
@@ -80,31 +81,31 @@ def _round_of(record: Record) -> str:
 
 
 def chunk_gaps(record: Record) -> list[tuple[float, float, int]]:
-    """Begin, end and tokens of every gap between two chunks."""
+    """Return begin, end and tokens of every gap between two chunks."""
     return list(zip(record.times, record.times[1:], record.counts[1:], strict=False))
 
 
 def token_gaps(gaps: Iterable[tuple[float, float, int]]) -> list[float]:
-    """ITL of every token: the tokens of a chunk share its gap."""
+    """Return the ITL of every token: a chunk's tokens share its gap equally."""
     return [(end - begin) / count for begin, end, count in gaps for _ in range(count)]
 
 
 def gaps_between(
     record: Record, begin: float, end: float, minimum: int = 0
 ) -> list[tuple[float, float, int]]:
-    """The gaps whose middle lies in a window, each in one window only.
+    """Return the gaps whose middle lies in a window, so that each belongs to one window only.
 
-    ``minimum``: leading chunks that do not count yet.
+    ``minimum``: number of leading chunks to skip.
     """
     gaps = chunk_gaps(record)[minimum:]
     return [gap for gap in gaps if begin <= (gap[0] + gap[1]) / 2 < end]
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:
-    """Share ``total`` out by weight, in whole numbers, at least one each as long as they last.
+    """Divide ``total`` by weight into whole numbers, each at least 1 while that is possible.
 
-    For servers that tell the tokens of an answer, but not of its chunks: there the weights are
-    characters. As many chunks as tokens gives one each, which is exact.
+    For servers that report the tokens of an answer, but not of its chunks; the weights are then
+    characters. With as many chunks as tokens each gets one, which is exact.
     """
     least = 1 if total >= len(weights) else 0
     whole, seen, reached, shares = sum(weights), 0, 0, []
@@ -122,7 +123,7 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Percentile of sorted values, linear between two neighbours; nan without values."""
+    """Return a percentile of sorted values, with linear interpolation; nan without values."""
     if not values:
         return math.nan
     at = share * (len(values) - 1)
@@ -134,7 +135,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def distribution(values: Iterable[float], scale: float = 1.0, *, high_is_good: bool = False) -> (
     dict[str, float] | None
 ):  # fmt: skip
-    """Mean and percentiles, None of no values. Where high is good, p99 is what 99% reach."""
+    """Return mean and percentiles, or None without values. If high is good, 99% reach p99."""
     ordered = sorted(values, reverse=high_is_good)
     if not ordered:
         return None
@@ -151,27 +152,32 @@ def _own_itl(record: Record) -> float:
 
 SLO_MEASURES: dict[str, Callable[[Record], float | None]] = {
     "ttft": lambda record: record.ttft,
-    "itl": _own_itl,  # the 99th percentile of the request's own
+    "itl": _own_itl,  # The 99th percentile of the request's own ITL.
     "tpot": lambda record: record.tpot,
     "e2e": lambda record: record.e2e,
 }
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """``ttft=500,itl=50``: limits in milliseconds. Raises ValueError that says what is wrong."""
+    """Parse limits in milliseconds such as ``ttft=500,itl=50``.
+
+    Raises ValueError for other text.
+    """
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, found, value = part.strip().partition("=")
         if name not in SLO_MEASURES or not found:
-            raise ValueError(f"'{part}' is not one of {', '.join(SLO_MEASURES)} = milliseconds")
+            raise ValueError(
+                f"'{part}' is not NAME=MILLISECONDS with a name of {', '.join(SLO_MEASURES)}"
+            )
         limits[name] = float(value)
-        if not limits[name] > 0:  # also nan
-            raise ValueError(f"the limit of {name} must be above 0")
+        if not limits[name] > 0:  # This also rejects nan.
+            raise ValueError(f"the limit for {name} must be above 0")
     return limits
 
 
 def meets(record: Record, slo: dict[str, float]) -> bool:
-    """Whether a request was served within all limits; what does not exist cannot exceed."""
+    """Return whether a request was served within all limits; a missing value meets its limit."""
     if record.error is not None or not record.times:
         return False
     found = ((SLO_MEASURES[name](record), limit) for name, limit in slo.items())
@@ -182,7 +188,7 @@ def meets(record: Record, slo: dict[str, float]) -> bool:
 
 
 def summary(records: Sequence[Record], slo: dict[str, float]) -> dict[str, object]:
-    """All figures of a run. Failed requests count as errors and against goodput."""
+    """Return all figures of a run. Failed requests count as errors and against goodput."""
     served = [record for record in records if record.error is None and record.times]
     begin = min((record.due for record in records), default=0.0)
     seconds = max((record.ended for record in records), default=0.0) - begin
@@ -213,7 +219,7 @@ def _latencies(served: Sequence[Record]) -> dict[str, object]:
 
 
 def _rates(served: Sequence[Record], seconds: float) -> dict[str, object]:
-    """Tokens a second; those of a user from the first token on."""
+    """Return token rates per second; the rates per user start at the first token."""
     users = (1 / record.tpot for record in served if record.tpot)
     prompts = [record.prompt_tokens for record in served if record.prompt_tokens is not None]
     tokens = sum(record.num_tokens for record in served)
@@ -256,7 +262,7 @@ def _goodput(
 
 
 def _sum(records: Sequence[Record], name: str) -> int | None:
-    """Sum of a figure; None where no server reported it."""
+    """Return the sum of a figure; None if no server reported it."""
     values = [value for record in records if (value := getattr(record, name)) is not None]
     return sum(values) if values else None
 

@@ -1,9 +1,9 @@
-"""Sessions run against a driver: closed loop, open loop, warm-up, and who failed.
+"""Runs sessions on a driver in closed and open loops, with warm-up, and records failures.
 
-A *session* asks one request after the other, or several, each maybe made of earlier answers. In a
-closed loop ``concurrency`` sessions run at a time. In an open loop they arrive by a schedule that
-the server cannot slow down, and their first request is due at its arrival even where a cap on the
-concurrency keeps it waiting.
+A *session* makes requests one after another or several at a time; each may depend on earlier
+answers. In a closed loop ``concurrency`` sessions run at a time. In an open loop they arrive by a
+schedule that the server cannot slow down. Their first request is due at its arrival, even if a cap
+on the concurrency keeps it waiting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .figures import Record
 from .http import Failure
 
 Content = list[int] | str
-"""Token ids, or text where the server renders conversations itself."""
+"""Token ids, or text for servers that render conversations themselves."""
 Clock = Callable[[], float]
 NOT_SENT = "not sent: an earlier request of its session failed"
 
@@ -29,25 +29,25 @@ NOT_SENT = "not sent: an earlier request of its session failed"
 class Piece:
     """A part of a conversation."""
 
-    role: str  # system, user, assistant
+    role: str  # One of system, user and assistant.
     content: Content
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One request. ``watch`` is called with its record whenever tokens have come."""
+    """One request. ``watch`` is called with its record whenever tokens arrive."""
 
     name: str
     prompt: Sequence[Piece]
     output_len: int
-    due: float | None = None  # on the load's clock; None: now
-    speculation: str | int | None = None  # None: as the server is set
+    due: float | None = None  # Due time on the load's clock; None: now.
+    speculation: str | int | None = None  # None: the server's own setting.
     watch: Callable[[Record], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer, in the words that prompts are made of."""
+    """An answer in the form that prompts are made of, and its record."""
 
     content: Content
     record: Record
@@ -62,14 +62,18 @@ class Session:
 
     run: Callable[[Ask], Awaitable[None]]
     planned: int = 1
-    at: float | None = None  # seconds after the start, where the workload has its own schedule
+    # Arrival in seconds after the start, for workloads with a schedule of their own.
+    at: float | None = None
 
 
 @contextlib.asynccontextmanager
 async def at_once(
     requests: Iterable[Coroutine[Any, Any, object]],
 ) -> AsyncIterator[list[asyncio.Task[object]]]:
-    """Run requests beside a block, to their ends; the first failure cuts off what still runs."""
+    """Run requests concurrently with a block, to their ends.
+
+    The first failure cancels the others.
+    """
     tasks = [asyncio.create_task(request) for request in requests]
     try:
         yield tasks
@@ -81,22 +85,22 @@ async def at_once(
 
 
 class Driver(Protocol):
-    """Receiver of a load: a server or an engine."""
+    """The receiver of a load: a server or an engine."""
 
     async def ask(self, job: Job, record: Record) -> Content:
-        """Send a job and write into its record as tokens come; raises `Failure`."""
+        """Send a job and write into its record as tokens arrive. Raises `Failure`."""
         ...
 
     async def settle(self) -> None:
-        """After the last job: complete the records."""
+        """Complete the records after the last job."""
         ...
 
 
 class Corpus(Protocol):
-    """Source of texts that prompts are cut from."""
+    """Source of the texts that prompts are cut from."""
 
     def cut(self, key: object, length: int) -> Content:
-        """``length`` tokens that belong to ``key``: the same ones each time."""
+        """Return the ``length`` tokens that belong to ``key``, the same each time."""
         ...
 
 
@@ -113,7 +117,7 @@ class Load:
     # -- one request ----------------------------------------------------------------------------
 
     async def ask(self, job: Job) -> Reply:
-        """Send one request and record it; raises `Failure`, which is recorded too."""
+        """Send one request and record it. Raises `Failure`, which is also recorded."""
         now = self.clock()
         due = now if job.due is None else job.due
         record = Record(job.name, due, sent=now, times=[], counts=[], asked_len=job.output_len)
@@ -124,7 +128,7 @@ class Load:
         try:
             content = await self.driver.ask(job, record)
             if not record.times:
-                raise Failure("no token", "the answer ended without one")
+                raise Failure("no token", "the answer ended without any token")
         except Failure as failure:
             record.error, record.message = failure.kind, failure.message
             raise
@@ -137,13 +141,14 @@ class Load:
         return Reply(content, record)
 
     async def session(self, session: Session, due: float | None = None) -> None:
-        """Run one session to its end; what a failure keeps it from asking is recorded."""
+        """Run one session to its end; the requests that a failure prevents are recorded."""
         num_asked = 0
 
         async def ask(job: Job) -> Reply:
             nonlocal num_asked, due
             num_asked += 1
-            if due is not None:  # of the first request only; later ones depend on its answer
+            # Only the first request has a schedule; later ones depend on its answer.
+            if due is not None:
                 job.due, due = due, None
             return await self.ask(job)
 
@@ -158,7 +163,7 @@ class Load:
     # -- loops ----------------------------------------------------------------------------------
 
     async def closed(self, sessions: Iterable[Session], concurrency: int) -> None:
-        """``concurrency`` sessions at a time, the next one as soon as one ends."""
+        """Run ``concurrency`` sessions at a time; the next one starts as soon as one ends."""
         left = iter(sessions)
 
         async def worker() -> None:
@@ -172,7 +177,7 @@ class Load:
     async def open(
         self, sessions: Sequence[Session], arrivals: Sequence[float], cap: int | None = None
     ) -> None:
-        """Each session at its arrival (seconds from now), at most ``cap`` at a time."""
+        """Run each session at its arrival (seconds from now), at most ``cap`` at a time."""
         begin = self.clock()
         room = asyncio.Semaphore(cap or len(sessions) or 1)
 
@@ -187,10 +192,10 @@ class Load:
 
 
 def arrivals(count: int, rate: float, rng: random.Random, burstiness: float = 1.0) -> list[float]:
-    """Seconds of ``count`` arrivals at ``rate`` a second, the first one at 0.
+    """Return the seconds of ``count`` arrivals at ``rate`` per second; the first is at 0.
 
-    The gaps are gamma distributed with shape ``burstiness``: 1 is Poisson, below it they bunch,
-    above it they even out. An infinite rate has all arrive at once.
+    The gaps are gamma distributed with shape ``burstiness``: 1 is Poisson, lower values are
+    burstier, and higher ones more regular. With an infinite rate all arrive at once.
     """
     if rate == float("inf"):
         return [0.0] * count
@@ -202,7 +207,10 @@ def arrivals(count: int, rate: float, rng: random.Random, burstiness: float = 1.
 
 
 async def warm_up(load: Load, corpus: Corpus, count: int) -> list[Record]:
-    """Requests on text of their own, so that they warm code and not the cache; their records."""
+    """Send requests on text of their own, which warm code and not the cache.
+
+    Return their records.
+    """
     begin = len(load.records)
     jobs = [
         Job(name="warm-up", prompt=[Piece("user", corpus.cut(("warm-up", i), 64))], output_len=16)

@@ -1,8 +1,9 @@
-"""A small HTTP/1.1 client for load: bytes are looked at as they arrive, in the event loop itself.
+"""A small HTTP/1.1 client for load, which reads bytes in the event loop as they arrive.
 
-One connection serves one request at a time and is kept for the next, as clients do. Nothing is
-retried but a request on a kept connection that the server had closed in the meantime. Answers are
-parsed by httptools, not by h11: a client that costs as much as the server would measure itself.
+One connection serves one request at a time and is kept for the next, as clients do. The only
+retried requests are those on a kept connection that the server had closed in the meantime. Answers
+are parsed by httptools, not by h11, because a client that costs as much as the server would measure
+itself.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from urllib.parse import urlsplit
 
 import httptools
 
-FIRST_FINAL = 200  # of the statuses
+FIRST_FINAL = 200  # The lowest status that is not interim.
 OnBody = Callable[[float, bytes], None]
-"""Told when a piece of the body came, and the piece."""
+"""Called with the arrival time of a piece of the body, and the piece."""
 
 
 def request_bytes(method: str, path: str, fields: Mapping[str, str], body: bytes | None) -> bytes:
-    """A well-formed request, as it goes over the wire; a body is JSON."""
+    """Return the bytes of a request; a body is JSON."""
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
     if body is not None:
         lines += ["content-type: application/json", f"content-length: {len(body)}"]
@@ -30,7 +31,7 @@ def request_bytes(method: str, path: str, fields: Mapping[str, str], body: bytes
 
 
 class Failure(Exception):  # noqa: N818 - it is counted, not handled
-    """A request that was not served; ``kind`` is what errors are counted by."""
+    """A request that was not served; errors are counted by ``kind``."""
 
     def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(f"{kind}: {message}" if message else kind)
@@ -38,45 +39,45 @@ class Failure(Exception):  # noqa: N818 - it is counted, not handled
 
 
 class AnswerParser:
-    """An HTTP answer out of bytes, however they were cut on their way."""
+    """Incremental parser of an HTTP answer."""
 
     def __init__(self) -> None:
         self.status = 0
         self.done = False
-        self.keeps = False  # the connection may serve another request
-        self.fields: dict[str, str] = {}  # of the header, their names in lower case
+        self.keeps = False  # The connection may serve another request.
+        self.fields: dict[str, str] = {}  # Header fields, with names in lower case.
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
-        """The body that these bytes bring; raises `Failure` for what is no HTTP."""
+        """Return the part of the body in these bytes. Raises `Failure` if they are not HTTP."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            raise Failure("no HTTP", str(error)) from None
+            raise Failure("invalid HTTP", str(error)) from None
         piece = b"".join(self._body)
         self._body.clear()
         return piece
 
     def end(self) -> None:
-        """The connection is over; raises `Failure` unless that is how the body ends."""
+        """Note the end of the connection. Raises `Failure` unless the body ends with it."""
         framing = {"content-length", "transfer-encoding"}
         self.done = self.done or bool(self.status and not framing & self.fields.keys())
         if not self.done:
-            raise Failure("connection cut", "the server ended it before the answer was whole")
+            raise Failure("connection cut", "the server closed it before the answer was complete")
 
     # -- what httptools calls -----------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """Forget what came with an interim answer, such as 100."""
+        """Forget the fields of an interim answer, such as 100."""
         self.fields = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a field."""
+        """Keep a header field."""
         self.fields[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """The status counts, unless it is an interim one."""
+        """Keep the status, unless it is an interim one."""
         status = self._parser.get_status_code()
         self.status = status if status >= FIRST_FINAL else 0
 
@@ -85,16 +86,16 @@ class AnswerParser:
         self._body.append(piece)
 
     def on_message_complete(self) -> None:
-        """The answer is whole, unless it was an interim one."""
+        """Mark the answer as complete, unless it was an interim one."""
         self.done = self.status > 0
         self.keeps = self.done and self._parser.should_keep_alive()
 
 
 class _Connection(asyncio.Protocol):
-    """Serves one exchange after the other."""
+    """Serves one exchange after another."""
 
     def __init__(self) -> None:
-        self.fresh = True  # served nothing yet
+        self.fresh = True  # The connection has not served a request yet.
         self.lost = False
         self._transport: asyncio.Transport | None = None
         self._parser = AnswerParser()
@@ -113,7 +114,7 @@ class _Connection(asyncio.Protocol):
             piece = self._parser.feed(data)
             if piece and self._on_body is not None:
                 self._on_body(now, piece)
-        except Exception as error:  # whatever it is, the request's task is to hear of it
+        except Exception as error:  # Every error is passed to the request's task.
             self._waiter.set_exception(error)
             return
         if self._parser.done:
@@ -132,7 +133,7 @@ class _Connection(asyncio.Protocol):
             self._waiter.set_exception(failure)
 
     async def exchange(self, request: bytes, on_body: OnBody, parser: AnswerParser) -> None:
-        """Send, and wait for the end of the answer."""
+        """Send a request, and wait for the end of the answer."""
         assert self._transport is not None
         self._parser, self._on_body = parser, on_body
         self._waiter = asyncio.get_running_loop().create_future()
@@ -151,10 +152,13 @@ class Http:
     """Connections to one server."""
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
-        """``url`` may end in /v1, another version or none; ValueError for what is no address."""
+        """Parse ``url``, which may end in a version such as /v1.
+
+        Raises ValueError if it is no address.
+        """
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url} is not an address such as http://127.0.0.1:8000")
+            raise ValueError(f"{url} is not an address; use one such as http://127.0.0.1:8000")
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
@@ -168,30 +172,30 @@ class Http:
         self._idle: list[_Connection] = []
 
     async def post(self, path: str, body: bytes, on_body: OnBody) -> int:
-        """Status of the answer; the body goes to ``on_body``. Raises `Failure`."""
+        """Send a POST and return its status; the body goes to ``on_body``. Raises `Failure`."""
         request = request_bytes("POST", self._full(path), self._fields, body)
         return await self._ask(request, on_body)
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body."""
+        """Send a GET and return status and body. Raises `Failure`."""
         pieces: list[bytes] = []
         request = request_bytes("GET", self._full(path), self._fields, None)
         status = await self._ask(request, lambda _, piece: pieces.append(piece))
         return status, b"".join(pieces)
 
     async def post_whole(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body."""
+        """Send a POST and return status and body. Raises `Failure`."""
         pieces: list[bytes] = []
         status = await self.post(path, body, lambda _, piece: pieces.append(piece))
         return status, b"".join(pieces)
 
     def _full(self, path: str) -> str:
-        """A path below the address; its version is the address's."""
+        """Return a path below the address, with the address's version."""
         is_versioned = path.startswith("/v1/") and self._version
         return self._base + (self._version + path[3:] if is_versioned else path)
 
     def close(self) -> None:
-        """End the idle connections."""
+        """Close the idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -205,7 +209,7 @@ class Http:
                 connection.close()
                 if connection.fresh or parser.status:
                     raise
-                continue  # a kept connection that was closed at the other end
+                continue  # The server had closed the kept connection.
             except BaseException:
                 connection.close()
                 raise

@@ -1,7 +1,8 @@
-"""Noisy neighbour: what a long prompt does to the streams that run when it joins.
+"""Noisy neighbour: the effect of a long prompt on running streams.
 
-In each round some streams run; once all are steady a long prompt joins. The gaps between their
-tokens are divided by their middle: before it joined, and from then to its first token.
+In each round some streams run; once all are steady, a long prompt joins. The gaps between the
+streams' tokens are assigned by their middle: before the long prompt joined, or from then to its
+first token.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from .generator import Ask, Job, Piece, Session, at_once
 from .http import Failure
 from .workloads import Scene, Workload, positive
 
-LONG_OUTPUT = 8  # tokens that follow the long prompt
+LONG_OUTPUT = 8  # Answer length of the long prompt, in tokens.
 STREAM, LONG = "stream", "long"
-AIM = 2.0  # p99 while it joins over p99 before
+AIM = 2.0  # Largest p99 while the long prompt joins over p99 before, as an aim.
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,12 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--long", type=positive, default=4096, help="length of the long prompt, in tokens")
     add("--prompt-len", type=positive, default=64, help="length of a stream's prompt")
     add("--output-len", type=positive, default=256, help="length of a stream's answer")
-    add("--steady", type=positive, default=16, help="chunks of a stream before it is measured")
+    add(
+        "--steady",
+        type=positive,
+        default=16,
+        help="chunks of a stream to skip before it is measured",
+    )
     add(
         "--before",
         type=positive,
@@ -39,14 +45,14 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _Steady:
-    """Tells when every stream has had so many chunks."""
+    """Signals when every stream has had a given number of chunks."""
 
     def __init__(self, num_streams: int, num_chunks: int) -> None:
         self.reached = asyncio.Event()
         self._left, self._num_chunks = num_streams, num_chunks
 
     def watch(self, record: Record) -> None:
-        """Told of every chunk of every stream."""
+        """Count a chunk of a stream."""
         if len(record.times) == self._num_chunks:
             self._left -= 1
             if not self._left:
@@ -57,7 +63,8 @@ async def _round(scene: Scene, index: int, ask: Ask) -> None:
     args = scene.args
     steady = _Steady(args.streams, args.steady + args.before)
     streams = [_stream(scene, ask, steady, (index, number)) for number in range(args.streams)]
-    async with at_once(streams) as tasks:  # not cut off: usage comes with the last chunk
+    # The streams are not cut off, because usage comes with the last chunk.
+    async with at_once(streams) as tasks:
         await _until(steady.reached, tasks)
         length = scene.fitted(args.long, LONG_OUTPUT)
         prompt = [Piece("user", scene.corpus.cut((LONG, index), length))]
@@ -72,19 +79,19 @@ async def _stream(scene: Scene, ask: Ask, steady: _Steady, key: tuple[int, int])
 
 
 async def _until(reached: asyncio.Event, tasks: Sequence[asyncio.Task[object]]) -> None:
-    """Wait for the streams to be steady; raises `Failure` when one ends before that."""
+    """Wait until the streams are steady. Raises `Failure` if one ends before that."""
     waiter = asyncio.create_task(reached.wait())
     done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)
     if waiter in done:
         return
     waiter.cancel()
     for task in done:
-        task.result()  # raises what it failed of
+        task.result()  # This raises the stream's failure.
     raise Failure("not steady", "a stream ended before the others were steady")
 
 
 def noisy_neighbour(scene: Scene) -> list[Session]:
-    """One session for each round."""
+    """Return one session for each round."""
     args = scene.args
     return [
         Session(partial(_round, scene, index), planned=args.streams + 1)
@@ -96,7 +103,7 @@ def noisy_neighbour(scene: Scene) -> list[Session]:
 
 
 def neighbour_figures(records: Iterable[Record], steady: int) -> dict[str, object] | None:
-    """ITL of the streams before a long prompt joined and while it was read; None of no round."""
+    """Return the streams' ITL before a long prompt joined and during its prefill, or None."""
     found = (_one_round(group, steady) for group in by_round(records))
     rounds = [each for each in found if each is not None]
     if not rounds:
@@ -117,7 +124,7 @@ def _one_round(records: Sequence[Record], steady: int) -> dict[str, float] | Non
         return None
     alone, joined = _p99(token_gaps(before)), _p99(token_gaps(during))
     if not alone:
-        return None  # all tokens came at once: there is no gap to compare with
+        return None  # All tokens came at once, so there is no gap to compare with.
     gap_alone, gap_joined = (_p99([end - begin for begin, end, _ in x]) for x in (before, during))
     return {
         "streams_left": float(sum(r.ended > long.times[0] for r in streams)),
@@ -143,5 +150,5 @@ NOISY_NEIGHBOUR = Workload(
     noisy_neighbour,
     lambda records, args: {"neighbour": neighbour_figures(records, args.steady)},
     has_loop=True,
-    temperature=1.0,  # greedy streams fall into loops, and drafts of a loop are always right
+    temperature=1.0,  # Greedy streams fall into loops, and drafts of a loop are always right.
 )

@@ -1,7 +1,7 @@
 """A driver for any server with OpenAI's completions or chat completions.
 
-Nothing but the standard is relied on. What a server may not know (``ignore_eos``, usage in each
-chunk) is tried once before the load and left out where it is refused, which the report tells.
+It relies on nothing but the standard. Fields that a server may not know (``ignore_eos``, usage in
+each chunk) are tried once before the load and omitted if they are rejected, which the report notes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .http import Failure, Http
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 REFUSED = (400, 422)
-MAX_RAW_BYTES = 2000  # of an answer, kept for what it says of an error
-DROPS = (  # in this order, one more each time; and the note about it
-    ("continuous_usage_stats", "tokens of a chunk are shared out by its characters"),
-    ("ignore_eos", "answers may end early: lengths are not exact"),
-    ("stream_options", "tokens are counted as chunks"),
-    ("max_tokens", "max_completion_tokens is sent in its place"),
+MAX_RAW_BYTES = 2000  # Bytes of an answer that are kept to show its error message.
+DROPS = (  # Fields to drop one by one, in this order, and the note about each.
+    ("continuous_usage_stats", "tokens are assigned to chunks by their characters"),
+    ("ignore_eos", "answers may end early, so lengths are not exact"),
+    ("stream_options", "each chunk counts as one token"),
+    ("max_tokens", "max_completion_tokens is sent instead"),
 )
 Encode = Callable[[str], Awaitable[list[int]]]
 
@@ -42,7 +42,7 @@ class _Choice(msgspec.Struct):
 
     @property
     def words(self) -> str:
-        """All that was generated, thoughts included."""
+        """The generated text, reasoning included."""
         if self.delta is None:
             return self.text or ""
         thought = self.delta.reasoning_content or self.delta.reasoning or ""
@@ -76,22 +76,22 @@ decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class Answer:
-    """Reads one stream; what it learns goes into the record."""
+    """Reads one stream and writes its figures into the record."""
 
     def __init__(self, record: Record, watch: Callable[[Record], None] | None = None) -> None:
         self.text: list[str] = []
-        self.counting: str | None = None  # how the tokens of its chunks are known
-        self.lens: list[int] = []  # characters of each chunk
-        self.is_whole = False  # [DONE], or a finish_reason
-        self.raw = b""  # of an answer that is no stream
+        self.counting: str | None = None  # How the tokens of its chunks are known.
+        self.lens: list[int] = []  # Characters of each chunk.
+        self.is_whole = False  # The stream had [DONE] or a finish_reason.
+        self.raw = b""  # First bytes of the answer, for errors that are not streams.
         self._record, self._watch = record, watch
         self._parser = EventParser()
-        self._num_reported = 0  # tokens by the last usage
-        self._is_counted = True  # the server reported the tokens of every chunk so far
+        self._num_reported = 0  # Tokens by the last usage.
+        self._is_counted = True  # The server has reported the tokens of every chunk so far.
         self._usage: _Usage | None = None
 
     def feed(self, now: float, data: bytes) -> None:
-        """Bytes that came; raises `Failure` for an error in the stream."""
+        """Read bytes of the stream. Raises `Failure` for an error in it."""
         if len(self.raw) < MAX_RAW_BYTES:
             self.raw += data
         try:
@@ -132,7 +132,7 @@ class Answer:
             self._watch(record)
 
     def finish(self) -> None:
-        """Complete a record: usage, and the tokens of chunks if the server reported none."""
+        """Complete the record with usage, and with tokens per chunk if the server reported none."""
         if not self.is_whole:
             raise Failure("connection cut", "the stream ended without a finish_reason")
         record, usage = self._record, self._usage
@@ -146,10 +146,10 @@ class Answer:
             record.accepted_tokens = speculation.accepted_tokens
             record.verify_steps = speculation.verify_steps
         if self._is_counted:
-            self.counting = "told by the server, chunk by chunk"
+            self.counting = "reported by the server for each chunk"
         elif usage.completion_tokens is not None:
             record.counts[:] = apportion(usage.completion_tokens, self.lens)
-            self.counting = "usage at the end, shared out by characters"
+            self.counting = "final usage, assigned to chunks by their characters"
 
 
 class OpenAIDriver:
@@ -166,12 +166,15 @@ class OpenAIDriver:
         corpus: Corpus,
         encode: Encode | None = None,
     ) -> None:
-        """``encode`` turns answers into token ids; without it, text of the corpus replaces them."""
+        """Set the driver up.
+
+        ``encode`` turns answers into token ids; by default, corpus text replaces them.
+        """
         self.http = http
         self.path = PATHS[endpoint]
         self.notes: list[str] = []
         self.num_stand_ins = 0
-        self.countings: Counter[str] = Counter()  # how the tokens of chunks were known
+        self.countings: Counter[str] = Counter()  # How the tokens of chunks were known.
         self._uncounted: list[tuple[Record, Answer]] = []
         self._corpus = corpus
         self._is_chat = endpoint == "chat"
@@ -187,7 +190,7 @@ class OpenAIDriver:
         self._length_field = "max_tokens"
 
     async def ask(self, job: Job, record: Record) -> Content:
-        """Stream one answer; raises `Failure`."""
+        """Stream one answer. Raises `Failure`."""
         answer = Answer(record, job.watch)
         body = msgspec.json.encode(self._request(job))
         try:
@@ -208,18 +211,21 @@ class OpenAIDriver:
         return await self._content("".join(answer.text), record)
 
     async def settle(self) -> None:
-        """Count the tokens of answers without usage, by their text where it can be tokenised."""
+        """Count the tokens of answers without usage, if possible by tokenising their text."""
         for record, answer in self._uncounted:
             if self._encode is not None and answer.text:
                 count = len(await self._encode("".join(answer.text)))
                 record.counts[:] = apportion(count, answer.lens)
         if self._uncounted:
-            how = "one each" if self._encode is None else "by tokenising the text again"
-            self.countings[f"no usage, or cut by us: {how}"] += len(self._uncounted)
+            how = "one per chunk" if self._encode is None else "counted by tokenising the text"
+            self.countings[f"no usage, or cut by the client: {how}"] += len(self._uncounted)
         self._uncounted.clear()
 
     async def probe(self, job: Job) -> None:
-        """Find out what the server takes; raises `Failure` when nothing is served at all."""
+        """Find the fields that the server accepts.
+
+        Raises `Failure` if it serves no request at all.
+        """
         drops = iter(DROPS)
         while True:
             try:
@@ -234,7 +240,7 @@ class OpenAIDriver:
                 self._drop(*drop)
 
     def _drop(self, name: str, what_then: str) -> None:
-        self.notes.append(f"{name} was refused: {what_then}")
+        self.notes.append(f"{name} was rejected by the server: {what_then}")
         if name == "continuous_usage_stats":
             self._body["stream_options"] = {"include_usage": True}
         elif name == "max_tokens":
@@ -260,14 +266,14 @@ class OpenAIDriver:
 
 
 def joined(prompt: Sequence[Piece]) -> Content:
-    """A prompt of pieces of one kind as one."""
+    """Join the pieces of a prompt, which are all text or all token ids."""
     if all(isinstance(piece.content, list) for piece in prompt):
         return [token_id for piece in prompt for token_id in piece.content]  # type: ignore[misc]
     return "".join(piece.content for piece in prompt)  # type: ignore[misc]
 
 
 def messages(prompt: Sequence[Piece]) -> list[dict[str, object]]:
-    """The messages of a chat; neighbours of one role become one, as templates insist."""
+    """Return the messages of a chat; adjacent ones of one role are merged, as templates require."""
     found: list[dict[str, object]] = []
     for piece in prompt:
         if found and found[-1]["role"] == piece.role:

@@ -1,9 +1,9 @@
-"""Recorded sessions of agents: the bodies of their requests, and the same with other answers in.
+"""Recorded sessions of agents: the bodies of their requests, and bodies with other answers in them.
 
-A recording is a file of JSON lines, ``.jsonl`` or packed ``.jsonl.xz``, one request a line:
-``{"path": "/v1/messages", "body": {...}}``. Bodies are those of chat completions, Responses and
-Anthropic's Messages. An agent sends back what it was answered. So a body is sent with the answers
-of this run in the places of the recorded ones; all the rest stays as it was recorded.
+A recording is a file of JSON lines, ``.jsonl`` or packed ``.jsonl.xz``, with one request per line:
+``{"path": "/v1/messages", "body": {...}}``. Bodies follow chat completions, Responses or
+Anthropic's Messages. An agent sends back the answers that it received. So each body is sent with
+the answers of this run in place of the recorded ones; everything else stays as recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 
 Item = dict[str, Any]
 PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
-MARKS = ("cache_control", "id", "status")  # of items, and no part of what they say
+MARKS = ("cache_control", "id", "status")  # Fields of items that are not part of their content.
 CALLS = ("function_call", "custom_tool_call")
 
 
@@ -31,7 +31,7 @@ class Request(msgspec.Struct):
 
     @property
     def items(self) -> list[Item]:
-        """Messages of the conversation, or the items of its input."""
+        """Messages of the conversation, or items of its input."""
         if self.path != "/v1/responses":
             return list(self.body["messages"])
         given = self.body["input"]
@@ -40,7 +40,7 @@ class Request(msgspec.Struct):
 
 @dataclass(slots=True)
 class Call:
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     name: str
@@ -49,7 +49,7 @@ class Call:
 
 @dataclass(slots=True)
 class Said:
-    """An answer: its text without thoughts, and its calls."""
+    """An answer: its text without reasoning, and its tool calls."""
 
     text: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -57,20 +57,21 @@ class Said:
 
 @dataclass(slots=True)
 class Step:
-    """A request of a session, and the earlier one that it goes on from, if there is one."""
+    """A request of a session, and the earlier request that it continues, if any."""
 
     request: Request
     parent: int | None
-    answers: dict[int, int]  # the request that gave the answer, by its place among the items
-    calls: bool = False  # the recorded answer has calls of tools
+    # Index of the request that gave the answer, by the answer's place among the items.
+    answers: dict[int, int]
+    calls: bool = False  # Whether the recorded answer has tool calls.
 
 
 def read_recordings(path: Path) -> dict[str, list[Request]]:
-    """The recordings of a file or a folder, by their names; raises SystemExit if there is none."""
+    """Read the recordings of a file or folder, by name. Raises SystemExit if there are none."""
     files = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
     found = {each.name.partition(".jsonl")[0]: _read(each) for each in files}
     if not found:
-        raise SystemExit(f"--record: {path} has no *.jsonl or *.jsonl.xz")
+        raise SystemExit(f"--record: {path} has no *.jsonl or *.jsonl.xz files")
     return found
 
 
@@ -80,17 +81,19 @@ def _read(path: Path) -> list[Request]:
         lines = (lzma.decompress(data) if path.suffix == ".xz" else data).splitlines()
         requests = [msgspec.json.decode(line, type=Request) for line in lines if line.strip()]
         if not requests or any(each.path not in PATHS or not each.items for each in requests):
-            raise ValueError(f"it has no requests, or one that goes to none of {', '.join(PATHS)}")
+            raise ValueError(
+                f"it has no requests, or one with another path than {', '.join(PATHS)}"
+            )
     except (OSError, lzma.LZMAError, msgspec.DecodeError, ValueError, KeyError) as error:
         raise SystemExit(f"--record: {path}: {error}") from None
     return requests
 
 
 def steps(requests: Sequence[Request]) -> list[Step]:
-    """The requests of a session, each with what it goes on from.
+    """Return the requests of a session, each with the request that it continues.
 
-    It is the longest earlier one that begins with the same message of a user, and behind whose
-    messages this one has an answer. O(requests squared).
+    That is the longest earlier request that begins with the same user message and whose messages
+    are followed by an answer in this one. O(requests squared).
     """
     found: list[Step] = []
     for request in requests:
@@ -125,19 +128,19 @@ def _first_user(items: Sequence[Item]) -> Item | None:
 
 
 def _bare(value: object) -> object:
-    """A value without marks that are no part of what it says."""
+    """Return a value without fields that are not part of its content."""
     if isinstance(value, Mapping):
         return {name: _bare(each) for name, each in value.items() if name not in MARKS}
     return [_bare(each) for each in value] if isinstance(value, list) else value
 
 
 def is_answer(item: Item) -> bool:
-    """Whether the model has said this item."""
+    """Return whether the model produced this item."""
     return item.get("role") == "assistant" or item.get("type") in (*CALLS, "reasoning")
 
 
 def _answer_at(items: Sequence[Item], start: int) -> Sequence[Item]:
-    """The items from a place on that the model has said."""
+    """Return the consecutive items from ``start`` on that the model produced."""
     end = start
     while end < len(items) and is_answer(items[end]):
         end += 1
@@ -158,10 +161,10 @@ def _has_call(item: Item) -> bool:
 
 
 def with_answers(step: Step, said: Mapping[int, Said]) -> list[Item]:
-    """The items of a request, with what this run's answers said in place of the recorded ones.
+    """Return the items of a request with this run's answers in place of the recorded ones.
 
-    Results belong to the answer's calls in their order. A result for which there is no call is
-    said by the user; a call without a result gets the last one again.
+    Results are assigned to the answer's calls in order. A result without a call becomes a user
+    message; a call without a result gets the last one again.
     """
     items, found, at = step.request.items, list[Item](), 0
     dialect = DIALECTS[step.request.path]
@@ -179,7 +182,7 @@ def with_answers(step: Step, said: Mapping[int, Said]) -> list[Item]:
 
 
 def _text_as(recorded: object, text: str) -> object:
-    """A text in the shape that the agent gives it: as it is, or as a block."""
+    """Return a text in the format that the agent uses: plain, or as a block."""
     if not isinstance(recorded, list):
         return text or None
     block = next((each for each in recorded if "text" in each), {"type": "text"})
@@ -187,7 +190,7 @@ def _text_as(recorded: object, text: str) -> object:
 
 
 def _paired(results: Sequence[Item], calls: Sequence[Call]) -> Iterator[tuple[Item, Call | None]]:
-    """Results with their calls."""
+    """Yield results with their calls."""
     for index in range(max(len(results), len(calls)) if results else 0):
         call = calls[index] if index < len(calls) else None
         yield results[min(index, len(results) - 1)], call
@@ -198,7 +201,7 @@ class Chat:
 
     @staticmethod
     def answer(run: Sequence[Item], said: Said) -> list[Item]:
-        """The answer's messages."""
+        """Return the answer's messages."""
         message = {k: v for k, v in run[0].items() if not k.startswith("reasoning")}
         message.pop("tool_calls", None)
         message["content"] = _text_as(message.get("content"), said.text)
@@ -217,12 +220,12 @@ class Chat:
 
     @staticmethod
     def is_result(item: Item) -> bool:
-        """Whether a tool has said it."""
+        """Return whether the item is a tool result."""
         return item.get("role") == "tool"
 
     @staticmethod
     def results(items: Sequence[Item], said: Said) -> list[Item]:
-        """Results of the answer's calls."""
+        """Return the results of the answer's calls."""
         return [
             {"role": "user", "content": item["content"]}
             if call is None
@@ -236,7 +239,7 @@ class Messages:
 
     @staticmethod
     def answer(run: Sequence[Item], said: Said) -> list[Item]:
-        """The answer's message; the marks of the recorded one's last block stay."""
+        """Return the answer's message; the recorded last block's cache mark is kept."""
         blocks: list[Item] = [{"type": "text", "text": said.text}] if said.text else []
         for call in said.calls:
             block = {"type": "tool_use", "id": call.id, "name": call.name}
@@ -248,13 +251,13 @@ class Messages:
 
     @staticmethod
     def is_result(item: Item) -> bool:
-        """Whether a tool has said some of it."""
+        """Return whether the item contains a tool result."""
         content = item["content"]
         return isinstance(content, list) and any(each["type"] == "tool_result" for each in content)
 
     @staticmethod
     def results(items: Sequence[Item], said: Said) -> list[Item]:
-        """One message with all of it: results first, as the API wants them."""
+        """Return one message with all results first, as the API requires."""
         blocks = [block for item in items for block in item["content"]]
         given = [block for block in blocks if block["type"] == "tool_result"]
         rest = [block for block in blocks if block["type"] != "tool_result"]
@@ -269,7 +272,7 @@ class Messages:
 
 
 def _arguments(call: Call) -> Item:
-    """Arguments as an object; where the call was cut as this API has such text in one."""
+    """Return arguments as an object; cut-off JSON is wrapped in one, as this API requires."""
     try:
         return msgspec.json.decode(call.arguments, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -281,7 +284,7 @@ class Responses:
 
     @staticmethod
     def answer(_: Sequence[Item], said: Said) -> list[Item]:
-        """The answer's items."""
+        """Return the answer's items."""
         found: list[Item] = []
         if said.text:
             block = {"type": "output_text", "text": said.text}
@@ -293,12 +296,12 @@ class Responses:
 
     @staticmethod
     def is_result(item: Item) -> bool:
-        """Whether a tool has said it."""
+        """Return whether the item is a tool result."""
         return item.get("type") in [f"{each}_output" for each in CALLS]
 
     @staticmethod
     def results(items: Sequence[Item], said: Said) -> list[Item]:
-        """Results of the answer's calls."""
+        """Return the results of the answer's calls."""
         found: list[Item] = []
         for item, call in _paired(items, said.calls):
             if call is None:

@@ -1,12 +1,11 @@
-"""Recorded sessions of agents, sent again: which tokens of each turn a server computes again.
+"""Replays recorded sessions of agents: how many tokens of each turn a server computes again.
 
-*Possible* are the tokens of a turn's prompt that the session has computed before: the prompt of the
-turn that it goes on from, and that turn's answer but for its last token, both in whole pages of the
-server's cache, which can read no part of one. The *share* of them that the server read from its
-cache is 1 where nothing that was said is computed again. A first token is *expected* after the time
-that the other tokens of its prompt take at the session's prefill rate, and one step; the rate is
-that of the session's first request, which nothing precedes: each session has a cache salt of its
-own.
+The *possible* hits of a turn are the prompt tokens that the session has computed before: the prompt
+of the turn that it continues, and that turn's answer except for its last token, in whole pages of
+the server's cache. The *share* is the part of them that the server read from its cache; it is 1 if
+nothing is computed again. The *expected* time to a first token is the time of the turn's other
+prompt tokens at the session's prefill rate, plus one step. The rate is measured on the session's
+first request, which finds an empty cache: each session has a cache salt of its own.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from .http import Failure, Http
 from .recording import Call, Item, Request, Said, Step, steps, with_answers
 from .workloads import Lengths
 
-MAX_RAW_BYTES = 2000  # of an answer, kept for what it says of an error
+MAX_RAW_BYTES = 2000  # Bytes of an answer that are kept to show its error message.
 LENGTHS = {
     "/v1/chat/completions": "max_tokens",
     "/v1/messages": "max_tokens",
     "/v1/responses": "max_output_tokens",
 }
 LEFT_OUT = ("max_tokens", "max_completion_tokens", "thinking", "output_config", "reasoning")
-"""Fields that set how much is answered: the length is the replay's own."""
+"""Fields of the answer's length, which the replay sets itself."""
 
 
 class Turn(msgspec.Struct, kw_only=True):
-    """One request of a session as it was served; None: it has nothing to go on from."""
+    """One request of a session as it was served; None: it continues no earlier turn."""
 
     request: int
     goes_on_from: int | None
@@ -48,12 +47,12 @@ class Turn(msgspec.Struct, kw_only=True):
     possible_tokens: int | None
     share: float | None
     ttft_ms: float
-    step_ms: float | None  # median gap between parts of the answer
+    step_ms: float | None  # Median gap between parts of the answer.
     expected_ttft_ms: float | None = None
 
 
 class Session(msgspec.Struct, kw_only=True):
-    """A session; ``error`` is what ended it early."""
+    """A session; ``error`` is the reason why it ended early."""
 
     name: str
     requests: int
@@ -63,25 +62,25 @@ class Session(msgspec.Struct, kw_only=True):
 
     @property
     def possible(self) -> int:
-        """Tokens that could have been read from the cache."""
+        """Prompt tokens that could have been read from the cache."""
         return sum(turn.possible_tokens or 0 for turn in self.turns)
 
     @property
     def hit(self) -> int:
-        """Possible tokens that were."""
+        """Possible tokens that were read from the cache."""
         return sum(min(turn.cached_tokens, turn.possible_tokens or 0) for turn in self.turns)
 
     @property
     def most_missed(self) -> int:
-        """Possible tokens of one turn that were not."""
+        """The most possible tokens that one turn computed again."""
         missed = [(turn.possible_tokens or 0) - turn.cached_tokens for turn in self.turns]
         return max([0, *missed])
 
 
 class Replay:
-    """Sends sessions to one server. ``temperature`` None: as it was recorded.
+    """Sends sessions to one server. ``temperature`` None: as recorded.
 
-    ``page_size``: tokens of a page of its cache.
+    ``page_size``: tokens of a page of the server's cache.
     """
 
     def __init__(
@@ -100,17 +99,19 @@ class Replay:
         self._timeout, self._seed = timeout, seed
 
     async def warm_up(self, count: int) -> None:
-        """Short requests, so that the first prefill is not that of a cold process."""
+        """Send short requests, so that the first prefill is not measured on a cold process."""
         for _ in range(count):
             body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
             request = Request(path="/v1/chat/completions", body=body)
             try:
                 await self._ask(request.path, self._body(Step(request, None, {}), {}, 8, "warm-up"))
             except Failure as failure:
-                raise SystemExit(f"{request.path} does not serve: {failure}") from None
+                raise SystemExit(
+                    f"the warm-up request to {request.path} failed: {failure}"
+                ) from None
 
     async def session(self, name: str, requests: Sequence[Request]) -> Session:
-        """Send one session, a request after the other, until one fails."""
+        """Send one session, one request after another, until one fails."""
         rng, salt = Random(f"{self._seed}/{name}"), f"{name}-{uuid4().hex}"
         found = Session(name=name, requests=len(requests), turns=[])
         said: dict[int, Said] = {}
@@ -135,7 +136,7 @@ class Replay:
         body["input" if path == "/v1/responses" else "messages"] = with_answers(step, said)
         if path == "/v1/chat/completions":
             body["stream_options"] = {"include_usage": True}
-        if step.calls:  # as the recorded model did; a small one would not
+        if step.calls:  # The recorded model called a tool here; a small one would not.
             body["tool_choice"] = {"type": "any"} if path == "/v1/messages" else "required"
         if self._temperature is not None:
             body["temperature"] = self._temperature
@@ -151,14 +152,14 @@ class Replay:
         if status != 200:
             raise Failure(f"HTTP {status}", heard.raw.decode("utf-8", "replace")[:300])
         if not heard.times:
-            raise Failure("no answer", "it ended without a part")
+            raise Failure("no answer", "the stream ended without any content")
         return heard
 
 
 def turn_of(index: int, step: Step, heard: Heard, before: Turn | None, page_size: int) -> Turn:
-    """A request as it was served; ``before``: the turn that it goes on from."""
+    """Return a request as it was served; ``before``: the turn that it continues."""
     possible = None
-    if before is not None:  # the last token of each has no KV, or needs its logits
+    if before is not None:  # The last token of each has no KV, or its logits are needed.
         known = min(before.prompt_tokens + before.output_tokens, heard.prompt_tokens) - 1
         possible = known // page_size * page_size
     gaps = [later - earlier for earlier, later in zip(heard.times, heard.times[1:], strict=False)]
@@ -177,7 +178,7 @@ def turn_of(index: int, step: Step, heard: Heard, before: Turn | None, page_size
 
 
 def _expect(session: Session) -> None:
-    """Set the times that first tokens are expected after."""
+    """Set the expected times of first tokens."""
     gaps = [turn.step_ms for turn in session.turns if turn.step_ms is not None]
     if not gaps:
         return
@@ -196,12 +197,12 @@ def _expect(session: Session) -> None:
 
 
 class Heard:
-    """An answer while it comes."""
+    """An answer while it arrives."""
 
     def __init__(self, read: Reader) -> None:
         self.said = Said()
         self.sent = time.perf_counter()
-        self.times: list[float] = []  # of each part that the model has generated
+        self.times: list[float] = []  # Arrival times of the parts that the model generated.
         self.prompt_tokens = self.cached_tokens = self.spliced_tokens = self.output_tokens = 0
         self.raw = b""
         self._calls: dict[object, Call] = {}
@@ -209,7 +210,7 @@ class Heard:
         self._parser = EventParser()
 
     def feed(self, now: float, data: bytes) -> None:
-        """Bytes that came; raises `Failure` for what is no stream of this API."""
+        """Read bytes of the stream. Raises `Failure` if it is not a stream of this API."""
         if len(self.raw) < MAX_RAW_BYTES:
             self.raw += data
         try:
@@ -220,7 +221,7 @@ class Heard:
             raise Failure("unreadable stream", repr(error)) from None
 
     def call(self, key: object, call_id: str = "", name: str = "") -> Call:
-        """The call of a key; a new one where there is none."""
+        """Return the call of a key; the first use of a key makes it."""
         if key not in self._calls:
             self._calls[key] = Call(call_id, name)
             self.said.calls.append(self._calls[key])
@@ -228,7 +229,7 @@ class Heard:
 
 
 Reader = Callable[[Heard, dict[str, Any]], bool]
-"""Reads one event; returns whether it has a part that the model has generated."""
+"""Reads one event; returns whether it has generated content."""
 
 
 def _fail(event: Mapping[str, Any]) -> None:
@@ -237,7 +238,7 @@ def _fail(event: Mapping[str, Any]) -> None:
 
 
 def read_chat(heard: Heard, event: dict[str, Any]) -> bool:
-    """A chunk of chat completions."""
+    """Read a chunk of chat completions; return whether it has generated content."""
     _fail(event)
     if usage := event.get("usage"):
         details = usage.get("prompt_tokens_details") or {}
@@ -261,7 +262,7 @@ def read_chat(heard: Heard, event: dict[str, Any]) -> bool:
 
 
 def read_message(heard: Heard, event: dict[str, Any]) -> bool:
-    """An event of Anthropic's Messages."""
+    """Read an event of Anthropic's Messages; return whether it has generated content."""
     _fail(event)
     usage = event.get("usage") or (event.get("message") or {}).get("usage")
     if usage:
@@ -285,7 +286,10 @@ def read_message(heard: Heard, event: dict[str, Any]) -> bool:
 
 
 def read_response(heard: Heard, event: dict[str, Any]) -> bool:
-    """An event of Responses; the last one has all that was said."""
+    """Read an event of Responses; the last one has the complete answer.
+
+    Returns whether the event has generated content.
+    """
     _fail(event)
     kind: str = event["type"]
     response = event.get("response") or {}
@@ -320,7 +324,7 @@ READERS: dict[str, Reader] = {
 
 
 def session_rows(server: str, sessions: Sequence[Session]) -> list[dict[str, object]]:
-    """A row for each session."""
+    """Return a row for each session."""
     return [
         {
             "session": session.name,
@@ -336,7 +340,7 @@ def session_rows(server: str, sessions: Sequence[Session]) -> list[dict[str, obj
 
 
 def summary(session: Session) -> dict[str, object]:
-    """A session for the JSON."""
+    """Return a session for the JSON."""
     share = session.hit / session.possible if session.possible else None
     own = {"possible_tokens": session.possible, "hit_tokens": session.hit, "share": share}
     own["most_missed_tokens"] = session.most_missed
@@ -348,7 +352,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _times(session: Session) -> dict[str, object]:
-    """First tokens of the turns that go on from others, and how late they were."""
+    """Return the times to first tokens of continued turns, and how much later than expected."""
     later = [turn for turn in session.turns if turn.expected_ttft_ms is not None]
     if not later:
         return {"first token p50, ms": "-", "over the expected p50, ms": "-", "max, ms": "-"}

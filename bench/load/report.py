@@ -23,16 +23,16 @@ LATENCIES = {
     "tokens_per_s_user": "tokens/s per user, reached by 50, 90, 99%",
 }
 WIDTH = 78
-BUSY = 0.5  # of a core: above that the client measures itself
+BUSY = 0.5  # Share of a core above which the client may limit the result.
 TICK_SECONDS = 0.05
-STALL_SECONDS = 0.1  # above that the machine was in the way
+STALL_SECONDS = 0.1  # Stalls of the client longer than this are reported.
 
 Figures = Mapping[str, object]
 
 
 @contextlib.asynccontextmanager
 async def progress(load: Load, planned: int, *, wanted: bool) -> AsyncIterator[None]:
-    """One line on stderr: rewritten on a terminal, else a new one every few seconds."""
+    """Show a line of progress on stderr, rewritten on a terminal, else every few seconds."""
     is_terminal = sys.stderr.isatty()
     if not (wanted or is_terminal):
         yield
@@ -58,7 +58,7 @@ async def _show(load: Load, planned: int, out: TextIO, is_terminal: bool) -> Non
 
 
 def progress_line(records: Sequence[Record], running: int, planned: int, seconds: float) -> str:
-    """``[#######.....] 14/24  8 run  212 tok/s  0 errors  3 s``."""
+    """Return a line such as ``[#######.....] 14/24  8 run  212 chunks/s  0 errors  3 s``."""
     ended = len(records) - running
     share = min(1.0, ended / planned) if planned else 0.0
     bar = "#" * round(20 * share)
@@ -72,7 +72,7 @@ def progress_line(records: Sequence[Record], running: int, planned: int, seconds
 
 @contextlib.asynccontextmanager
 async def stalls() -> AsyncIterator[list[float]]:
-    """Seconds by which timers of this loop were late, the longest: the client stood still."""
+    """Measure the longest time by which timers of this loop were late, while the block runs."""
     worst = [0.0]
 
     async def watch() -> None:
@@ -92,7 +92,7 @@ async def stalls() -> AsyncIterator[list[float]]:
 
 
 def latency_rows(figures: Figures) -> list[dict[str, object]]:
-    """Mean and percentiles; "p99" of a rate is what 99% of the users reach."""
+    """Return rows of mean and percentiles; 99% of users reach a rate's "p99"."""
     rows = []
     for name, title in LATENCIES.items():
         found = figures.get(name)
@@ -104,7 +104,7 @@ def latency_rows(figures: Figures) -> list[dict[str, object]]:
 
 
 def total_rows(figures: Figures) -> list[dict[str, object]]:
-    """Rows of the totals: figures without a distribution."""
+    """Return rows of the totals, which are figures without a distribution."""
     shown = {
         "requests served / sent": f"{figures['served']} / {figures['requests']}",
         "errors": _errors(figures["errors"]),
@@ -148,7 +148,7 @@ def _goodput(goodput: object) -> dict[str, object]:
 
 
 def neighbour_rows(found: Figures) -> list[dict[str, object]]:
-    """The streams beside a long prompt, round by round: median and range."""
+    """Return rows of the streams before and during a long prompt, over all rounds."""
     return [
         {
             "p99 of the streams": title,
@@ -169,7 +169,7 @@ BESIDE = {
 
 
 def beside_rows(found: Sequence[Figures]) -> list[dict[str, object]]:
-    """Short prompts and long ones, alone and beside each other, for each number of long ones."""
+    """Return rows of short and long prompts, alone and together, by number of long prompts."""
     return [
         {
             "short beside long": f"{each['num_short']} beside {each['num_long']}",
@@ -184,13 +184,13 @@ def beside_rows(found: Sequence[Figures]) -> list[dict[str, object]]:
 
 
 def show(name: str, figures: Figures, notes: Sequence[str]) -> None:
-    """Print one run."""
+    """Print the figures of one run."""
     print(f"\n{name}\n\n{table(latency_rows(figures))}\n\n{table(total_rows(figures))}")
     neighbour = figures.get("neighbour")
     if isinstance(neighbour, Mapping):
         rounds = f"{neighbour['rounds']} rounds; aim: ratio at most {neighbour['aim']:g}"
         long = f"TTFT of the long prompt, ms: {neighbour['long_ttft_ms']}"
-        left = f"streams that still ran at its first token: {neighbour['streams_left']}"
+        left = f"streams still running at its first token: {neighbour['streams_left']}"
         print(f"\n{table(neighbour_rows(neighbour))}\n\n{rounds}\n{long}\n{left}")
     beside = figures.get("short_beside_long")
     if isinstance(beside, list) and beside:
@@ -199,19 +199,19 @@ def show(name: str, figures: Figures, notes: Sequence[str]) -> None:
 
 
 def out_path(given: Path | None, command_name: str, workload: str) -> Path:
-    """``bench/results/serve-agents.json`` unless it was said."""
+    """Return the given path, or one such as ``bench/results/serve-agents.json``."""
     return given or Path(f"bench/results/{command_name}-{workload}.json")
 
 
 def stall_note(seconds: float) -> list[str]:
-    """A warning where the client itself could not run."""
+    """Return a warning if the client itself was stalled."""
     if seconds <= STALL_SECONDS:
         return []
-    return [f"WARNING: the client stood still for {1e3 * seconds:.0f} ms: latencies contain it"]
+    return [f"WARNING: the client stalled for {1e3 * seconds:.0f} ms, which latencies include"]
 
 
 def busy_note(share: float) -> list[str]:
-    """A warning where the client itself was the limit."""
+    """Return a warning if the client itself may have limited the result."""
     if share <= BUSY:
         return []
-    return [f"WARNING: the client took {share:.0%} of a core: it may be what was measured"]
+    return [f"WARNING: the client used {share:.0%} of a core and may have limited the result"]

@@ -1,4 +1,4 @@
-"""Server of a load, started here if none is named, and the figures that it reports."""
+"""The server of a load, started here if none is given, and the figures that it reports."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _USAGE = re.compile(rb"^(\w+):kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.eE+-]+)", 
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a server whose start is measured.
+    """Return the environment of a server whose start is timed.
 
-    It keeps compiled sources, as a user's does: `PYTHONDONTWRITEBYTECODE` would add half a second.
+    It allows bytecode caches, as a user's environment does: `PYTHONDONTWRITEBYTECODE` would add
+    half a second.
     """
     given = os.environ | {"PYTHONUNBUFFERED": "1"}
     return {name: value for name, value in given.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -38,7 +39,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def own_server(args: Sequence[str]) -> Iterator[str]:
-    """``foretoken serve`` on a free port of the loopback interface; its address."""
+    """Start ``foretoken serve`` on a free port of the loopback interface; yield its address."""
     command = [sys.executable, "-m", "foretoken.api.cli.commands", "serve", *args, "--port", "0"]
     process = subprocess.Popen(
         command,
@@ -61,7 +62,7 @@ def own_server(args: Sequence[str]) -> Iterator[str]:
 
 
 class _Output:
-    """Reads what a server prints, so that it never waits for a reader."""
+    """Reads the output of a server all the time, so that the server never blocks on it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -78,10 +79,13 @@ class _Output:
             if self._url is None and (found := _URL.search(line)):
                 self._url = found[0]
                 self._known.set()
-        self._known.set()  # the end: it will not come any more
+        self._known.set()  # The output has ended, so no address will come.
 
     def url(self) -> str:
-        """Once it is ready; raises SystemExit with what it said if it never is."""
+        """Return the address once the server is ready.
+
+        Raises SystemExit with its output if it fails.
+        """
         self._known.wait(START_SECONDS)
         if self._url is None:
             raise SystemExit(f"the server did not start:\n{''.join(self._lines)}")
@@ -110,13 +114,15 @@ class _Tokens(msgspec.Struct):
 
 
 async def wait_healthy(http: Http, seconds: float) -> None:
-    """Wait until /health returns 200. A server without that route is taken as healthy."""
+    """Wait until /health returns 200. A server without that route counts as healthy."""
     try:
         async with asyncio.timeout(seconds):
-            while (await _health(http)) >= 500:  # noqa: ASYNC110 - nobody tells us
+            while (await _health(http)) >= 500:  # noqa: ASYNC110 - readiness can only be polled
                 await asyncio.sleep(0.2)
     except TimeoutError:
-        raise SystemExit(f"the server at {http.host}:{http.port} is not healthy") from None
+        raise SystemExit(
+            f"the server at {http.host}:{http.port} did not become healthy in time"
+        ) from None
 
 
 async def _health(http: Http) -> int:
@@ -127,7 +133,7 @@ async def _health(http: Http) -> int:
 
 
 async def first_model(http: Http, wanted: str | None) -> tuple[str, int | None]:
-    """Name and longest context, the latter if reported; the first model where none is wanted."""
+    """Return a model's name and longest context, if reported; by default the first model's."""
     status, body = await http.get("/v1/models")
     found: list[_Model] = []
     if status == 200:
@@ -138,17 +144,17 @@ async def first_model(http: Http, wanted: str | None) -> tuple[str, int | None]:
         return named[0].id, named[0].max_model_len
     if wanted is not None:
         return wanted, None
-    raise SystemExit(f"/v1/models names no model (status {status}): give --model")
+    raise SystemExit(f"/v1/models lists no model (status {status}); name one with --model")
 
 
 async def page_size(http: Http) -> int:
-    """Tokens of a page of the server's prefix cache, as foretoken and vLLM report them, else 1."""
+    """Return the page size of the prefix cache as foretoken and vLLM report it, else 1."""
     found = _PAGE.search((await http.get("/metrics"))[1])
     return int(found[1]) if found is not None else 1
 
 
 async def server_encode(http: Http, model: str) -> Encode | None:
-    """Tokenise by POST /tokenize, which foretoken, vLLM and SGLang have; None where it is not."""
+    """Return a function that tokenises by POST /tokenize (foretoken, vLLM, SGLang); else None."""
 
     async def encode(text: str) -> list[int]:
         body = {"model": model, "prompt": text, "add_special_tokens": False}
@@ -166,13 +172,13 @@ async def server_encode(http: Http, model: str) -> Encode | None:
 
 @dataclass(slots=True)
 class KvUsage:
-    """Shares of the KV pool that were held, 0 to 1, as sampled."""
+    """Sampled shares of the KV pool in use, from 0 to 1."""
 
     shares: list[float] = field(default_factory=list)
     source: str = ""
 
     def read(self, metrics: bytes) -> bool:
-        """Take a sample out of Prometheus' text; whether it was there."""
+        """Take a sample from Prometheus text; return whether it has one."""
         found = _USAGE.search(metrics)
         if found is not None:
             self.source = f"{found[1].decode()}:kv_cache_usage_perc"
@@ -180,7 +186,7 @@ class KvUsage:
         return found is not None
 
     def figures(self) -> dict[str, float] | None:
-        """Mean and highest; None where nothing was reported."""
+        """Return mean and maximum; None if nothing was reported."""
         if not self.shares:
             return None
         return {"mean": sum(self.shares) / len(self.shares), "max": max(self.shares)}
@@ -188,11 +194,11 @@ class KvUsage:
 
 @contextlib.asynccontextmanager
 async def sampled(http: Http) -> AsyncIterator[KvUsage]:
-    """Read /metrics twice a second; once and never again where it says nothing of the KV pool."""
+    """Sample /metrics twice a second; stop if it does not report the KV pool."""
     usage = KvUsage()
 
     async def sample() -> None:
-        while usage.read((await http.get("/metrics"))[1]):  # noqa: ASYNC110 - nobody tells us
+        while usage.read((await http.get("/metrics"))[1]):  # noqa: ASYNC110 - polled by design
             await asyncio.sleep(SAMPLE_SECONDS)
 
     task = asyncio.create_task(sample())

@@ -1,8 +1,8 @@
-"""Short beside long: whether short prompts wait for long ones, and what they cost them.
+"""Short beside long: whether short prompts wait for long ones, and how much they slow them down.
 
 A round has three phases: short requests one after another, alone; long prompts, all sent at once,
-alone; long prompts of other text, and short requests one after another until the last of the long
-ones has its first token. There is a round for each number of long prompts.
+alone; long prompts of other text together with short requests, which are sent one after another
+until the last long one has its first token. There is a round for each number of long prompts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .figures import Record, by_round, chunk_gaps, percentile
 from .generator import Ask, Job, Piece, Session, at_once
 from .workloads import Scene, Workload, positive
 
-LONG_OUTPUT = 1  # a long request ends with its first token
-PAUSE_SECONDS = 0.01  # before each short request
+LONG_OUTPUT = 1  # A long request ends with its first token.
+PAUSE_SECONDS = 0.01  # Pause before each short request.
 ALONE, BESIDE = "alone", "beside"
 
 
 def counts(text: str) -> list[int]:
-    """``4`` or ``1,4,16``; for argparse."""
+    """Parse a list such as ``4`` or ``1,4,16``; for argparse."""
     return [positive(part) for part in text.split(",")]
 
 
@@ -35,14 +35,14 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         type=counts,
         default="4",
         metavar="N[,N...]",
-        help="number of long prompts sent at once; a list such as 1,4,16 has a round for each",
+        help="number of long prompts sent at once; a list such as 1,4,16 runs a round for each",
     )
     add("--short-len", type=positive, default=30, help="length of a short prompt")
     add(
         "--shorts",
         type=positive,
         default=20,
-        help="number of short requests alone; most of them while long prompts are computed",
+        help="number of short requests alone, and their largest number during long prompts",
     )
     add("--output-len", type=positive, default=8, help="length of the answer to a short prompt")
 
@@ -56,7 +56,7 @@ async def _round(scene: Scene, index: int, num_long: int, ask: Ask) -> None:
         num_sent = await _shorts(scene, ask, f"short-{BESIDE}/{index}", running)
     if not num_sent:
         scene.notes.append(
-            f"{num_long} long prompts had their first tokens before a short one was sent: "
+            f"{num_long} long prompts had their first tokens before a short request was sent; "
             "raise --long-len"
         )
 
@@ -89,13 +89,13 @@ def _any_runs(tasks: Sequence[asyncio.Task[object]]) -> bool:
 async def _send(
     scene: Scene, ask: Ask, name: str, number: int, prompt_len: int, output_len: int
 ) -> None:
-    """Send one request on text of its own: no two prompts share a prefix."""
+    """Send one request with text of its own, so that no two prompts share a prefix."""
     text = scene.corpus.cut((name, number), scene.fitted(prompt_len, output_len))
     await ask(Job(name=name, prompt=[Piece("user", text)], output_len=output_len))
 
 
 def short_beside_long(scene: Scene) -> list[Session]:
-    """One session for each number of long prompts."""
+    """Return one session for each number of long prompts."""
     args = scene.args
     return [
         Session(partial(_round, scene, index, num_long), planned=2 * (args.shorts + num_long))
@@ -107,7 +107,7 @@ def short_beside_long(scene: Scene) -> list[Session]:
 
 
 def beside_figures(records: Iterable[Record]) -> list[dict[str, object]]:
-    """Times of short and long prompts alone and beside each other; a round that failed has none."""
+    """Return the times of short and long prompts, alone and together; failed rounds are omitted."""
     rounds = (_one_round(group) for group in by_round(records))
     return [figures for figures in rounds if figures is not None]
 
@@ -133,8 +133,10 @@ def _named(records: Sequence[Record], kind: str) -> list[Record]:
 
 
 def _times_ms(shorts: Sequence[Record], longs: Sequence[Record]) -> dict[str, float | None]:
-    """Times of one phase. Every short request that was sent in it counts, however late it was
-    answered: those that waited for the long ones are what this looks for.
+    """Return the times of one phase.
+
+    Every short request that was sent in it counts, however late it was answered: requests that wait
+    for the long ones are the point of the measurement.
     """
     ttfts = sorted(record.ttft for record in shorts)
     gaps = [end - begin for record in shorts for begin, end, _ in chunk_gaps(record)]

@@ -1,10 +1,10 @@
-"""Replay of traces in the shape of Mooncake's: JSON lines of timestamp, lengths and hash ids.
+"""Replay of traces in Mooncake's format: JSON lines of timestamp, lengths and hash ids.
 
-``timestamp`` is in milliseconds; ``hash_ids`` name the prompt's blocks of 512 tokens, and equal
-ids stand for equal tokens behind equal ones, so that prefixes are shared as they were. The shape
-is the one of the traces published with the Mooncake paper (arXiv 2407.00079). Without a file a
-**synthetic** trace is made: our own invention of conversations over a few common system prompts,
-not a measurement of anyone's traffic.
+``timestamp`` is in milliseconds. ``hash_ids`` name the prompt's blocks of 512 tokens; equal ids at
+the same place after equal ids stand for equal tokens, so that prefixes are shared as they were. The
+traces published with the Mooncake paper have this format (arXiv 2407.00079). Without a file a
+**synthetic** trace is made: invented conversations over a few common system prompts, not a
+measurement of real traffic.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import msgspec
 from .generator import Piece, Session
 from .workloads import ROOM, Scene, Workload, above_zero, positive, single
 
-BLOCK = 512  # tokens that a hash id stands for
+BLOCK = 512  # Tokens that a hash id stands for.
 SYNTHETIC = "synthetic trace: invented conversations, not recorded traffic"
 
 
 class Entry(msgspec.Struct):
     """One request of a trace."""
 
-    timestamp: float  # milliseconds
+    timestamp: float  # Milliseconds.
     input_length: int
     output_length: int
     hash_ids: list[int]
@@ -50,19 +50,19 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         "--speedup",
         type=above_zero,
         default=1.0,
-        help="factor by which arrivals are faster than in the trace",
+        help="factor by which requests arrive faster than in the trace",
     )
     add(
         "--scale",
         type=above_zero,
         default=0.125,
-        help="factor of all lengths (0.125; 1: as recorded)",
+        help="factor for all lengths; 1: as recorded",
     )
-    add("--write-trace", type=Path, metavar="FILE", help="file for the trace that was replayed")
+    add("--write-trace", type=Path, metavar="FILE", help="file to write the replayed trace to")
 
 
 def read_trace(path: Path, count: int) -> list[Entry]:
-    """The first entries; raises SystemExit that names a line which is none."""
+    """Read the first ``count`` entries. Raises SystemExit with the number of a malformed line."""
     found: list[Entry] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -71,7 +71,7 @@ def read_trace(path: Path, count: int) -> list[Entry]:
             if line.strip():
                 found.append(_entry(line, f"{path}, line {number}"))
     if not found:
-        raise SystemExit(f"{path}: no entries")
+        raise SystemExit(f"{path} has no entries")
     return found
 
 
@@ -81,14 +81,18 @@ def _entry(line: bytes, where: str) -> Entry:
     except msgspec.DecodeError as error:
         raise SystemExit(f"{where}: {error}") from None
     if entry.input_length < 1 or entry.output_length < 1 or entry.timestamp < 0:
-        raise SystemExit(f"{where}: lengths must be above 0 and the timestamp not below")
+        raise SystemExit(
+            f"{where}: lengths must be above 0, and the timestamp must not be negative"
+        )
     if entry.input_length > BLOCK * len(entry.hash_ids):
-        raise SystemExit(f"{where}: {len(entry.hash_ids)} hash ids for {entry.input_length} tokens")
+        raise SystemExit(
+            f"{where}: {len(entry.hash_ids)} hash ids are too few for {entry.input_length} tokens"
+        )
     return entry
 
 
 def write_trace(path: Path, entries: Sequence[Entry]) -> None:
-    """Entries as JSON lines."""
+    """Write entries as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
 
@@ -97,9 +101,9 @@ def write_trace(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def synthetic(count: int, seed: int) -> list[Entry]:
-    """Conversations over 4 system prompts, the first ones more popular, as time goes on.
+    """Return conversations over 4 system prompts, the first of which are more popular.
 
-    A conversation has 1 to 5 turns; each brings the whole history back and adds to it.
+    A conversation has 1 to 5 turns; each sends the whole history and adds to it.
     """
     rng = random.Random(f"{seed}/trace")
     ids = iter(range(10**9))
@@ -116,14 +120,15 @@ def synthetic(count: int, seed: int) -> list[Entry]:
 def _conversation(
     begin: float, shared: Sequence[int], ids: Iterator[int], rng: random.Random
 ) -> Iterator[Entry]:
-    """Turns of one user; its blocks differ from all others'."""
+    """Yield the turns of one user; its blocks differ from all other users' blocks."""
     blocks, length, now = list(shared), BLOCK * len(shared), begin
     for _ in range(rng.randint(1, 5)):
         length += rng.randint(100, 1200)
         blocks += [next(ids) for _ in range(-(-length // BLOCK) - len(blocks))]
         output_length = rng.randint(60, 500)
         yield Entry(round(now), length, output_length, list(blocks))
-        blocks = blocks[: length // BLOCK]  # the last one is another, once the answer follows
+        # The last, partial block changes once the answer is appended.
+        blocks = blocks[: length // BLOCK]
         length += output_length
         now += rng.expovariate(1 / 4000) + 1000
 
@@ -132,7 +137,7 @@ def _conversation(
 
 
 def replay(scene: Scene) -> list[Session]:
-    """One session for each entry, at its time."""
+    """Return one session for each entry, at its time."""
     args = scene.args
     if args.trace is None:
         entries = synthetic(args.requests, scene.seed)
@@ -158,7 +163,7 @@ def _session(scene: Scene, entry: Entry, at: float) -> Session:
             break
         pieces.append(Piece("user", scene.corpus.cut(("block", hash_id), block)))
         left -= block
-    if left < 0:  # the last block is not full: the beginning of it
+    if left < 0:  # The last block is cut at the prompt's length.
         last = scene.corpus.cut(("block", entry.hash_ids[len(pieces) - 1]), block + left)
         pieces[-1] = Piece("user", last)
     return single("trace", pieces, output_len, at / args.speedup)
@@ -166,7 +171,7 @@ def _session(scene: Scene, entry: Entry, at: float) -> Session:
 
 TRACE = Workload(
     "trace",
-    "replay of a trace in Mooncake's shape, or of a synthetic one",
+    "replay of a trace in Mooncake's format, or of a synthetic one",
     _flags,
     replay,
     has_schedule=True,

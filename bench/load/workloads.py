@@ -1,6 +1,6 @@
-"""The workloads of ``bench serve`` and ``bench offline``: which requests, in which order.
+"""The workloads of ``bench serve`` and ``bench offline``: requests and their order.
 
-Everything follows from the seed. Lengths are tokens, one number or a range ``LOW:HIGH``.
+Everything follows from the seed. Lengths are in tokens: one number, or a range ``LOW:HIGH``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .corpus import TextCorpus
 from .figures import Record
 from .generator import Ask, Job, Piece, Session
 
-SHORTEST = 8  # tokens of a prompt that was cut to fit
-ROOM = 16  # tokens that a template or a tokenizer may add
+SHORTEST = 8  # Least length in tokens of a prompt that was cut to fit.
+ROOM = 16  # Tokens that a template or a tokenizer may add.
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Lengths:
     high: int
 
     def draw(self, rng: random.Random) -> int:
-        """Any of them, all alike."""
+        """Draw a length uniformly."""
         return rng.randint(self.low, self.high)
 
     def draw_log(self, rng: random.Random) -> int:
-        """Any of them, each order of magnitude alike: many short ones, a few long ones."""
+        """Draw a length log-uniformly: many short ones, a few long ones."""
         return round(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
 
     def __str__(self) -> str:
@@ -39,62 +39,62 @@ class Lengths:
 
 
 def lengths(text: str) -> Lengths:
-    """``64`` or ``16:64``; for argparse."""
+    """Parse a length such as ``64`` or ``16:64``; for argparse."""
     low, _, high = text.partition(":")
     try:
         found = Lengths(int(low), int(high or low))
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a length such as 64 or 16:64") from None
     if not 1 <= found.low <= found.high:
-        raise argparse.ArgumentTypeError(f"'{text}' does not rise from 1 or more")
+        raise argparse.ArgumentTypeError(f"'{text}' must be a range from 1 or more upwards")
     return found
 
 
 def positive(text: str) -> int:
-    """A whole number from 1; for argparse."""
+    """Parse a whole number from 1; for argparse."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """A whole number from 0; for argparse."""
+    """Parse a whole number from 0; for argparse."""
     return 0 if text == "0" else positive(text)
 
 
 def above_zero(text: str) -> float:
-    """A number above 0, maybe inf; for argparse."""
+    """Parse a number above 0, which may be inf; for argparse."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:  # also nan
-        raise argparse.ArgumentTypeError(f"'{text}' is not above 0")
+    if not value > 0:  # This also rejects nan.
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return value
 
 
 @dataclass(slots=True)
 class Scene:
-    """Inputs of all workloads; ``max_len`` is the most tokens a request may have."""
+    """Inputs of all workloads; ``max_len`` is the most tokens that a request may have."""
 
     args: argparse.Namespace
     corpus: TextCorpus
     max_len: int | None
     seed: int = 0
-    num_cut: int = 0  # prompts that were made shorter to fit
-    num_ended: int = 0  # agents whose conversation was full
+    num_cut: int = 0  # Number of prompts that were cut to fit.
+    num_ended: int = 0  # Number of agents that ended because their context was full.
     notes: list[str] = field(default_factory=list)
 
     def rng(self, name: str) -> random.Random:
-        """Draws of its own for each purpose."""
+        """Return a random generator for one purpose, independent of the others."""
         return random.Random(f"{self.seed}/{name}")
 
     def fits(self, prompt_len: int, output_len: int) -> bool:
-        """Whether a request has room."""
+        """Return whether a request fits into the context."""
         return self.max_len is None or prompt_len + output_len + ROOM <= self.max_len
 
     def fitted(self, prompt_len: int, output_len: int) -> int:
-        """The length of a prompt, cut where it would not fit."""
+        """Return the length of a prompt, cut to fit if necessary."""
         if self.fits(prompt_len, output_len):
             return prompt_len
         assert self.max_len is not None
@@ -102,18 +102,21 @@ class Scene:
         return max(SHORTEST, self.max_len - output_len - ROOM)
 
     def remarks(self) -> list[str]:
-        """Remarks for the report: every way in which the load differs from its options."""
+        """Return notes for the report: every way in which the load differs from its options."""
         found = list(self.notes)
         if self.num_cut:
             found.append(f"{self.num_cut} prompts were cut to fit {self.max_len} tokens")
         if self.num_ended:
-            found.append(f"{self.num_ended} agents ended early: {self.max_len} tokens were full")
+            found.append(
+                f"{self.num_ended} agents ended early because the context of {self.max_len} "
+                "tokens was full"
+            )
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A kind of load; the defaults are what is taken where no flag says otherwise."""
+    """A kind of load; its defaults apply if no flag sets another value."""
 
     name: str
     help: str
@@ -121,14 +124,15 @@ class Workload:
     sessions: Callable[[Scene], Sequence[Session]]
     own_figures: Callable[[Sequence[Record], argparse.Namespace], dict[str, object]] = lambda *_: {}
     concurrency: int = 8
-    request_rate: float | None = None  # open loop at so many requests a second
-    has_schedule: bool = False  # sessions come with their own arrivals
-    has_loop: bool = False  # and no other one: neither rate nor concurrency
+    request_rate: float | None = None  # Sessions started per second, in an open loop.
+    has_schedule: bool = False  # Sessions come with their own arrivals.
+    # The workload controls its own loop; rate and concurrency cannot be set.
+    has_loop: bool = False
     temperature: float = 0.0
 
 
 def single(name: str, prompt: Sequence[Piece], output_len: int, at: float | None = None) -> Session:
-    """A session of one request."""
+    """Return a session of one request."""
 
     async def run(ask: Ask) -> None:
         await ask(Job(name=name, prompt=prompt, output_len=output_len))
@@ -151,7 +155,7 @@ def _shared_prefix_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def shared_prefix(scene: Scene) -> list[Session]:
-    """Requests of a few groups; a group shares its system prompt."""
+    """Return requests of a few groups; each group shares a system prompt."""
     args, rng = scene.args, scene.rng("shared-prefix")
     prefixes = []
     for group in range(args.groups):
@@ -182,7 +186,7 @@ def _mixed_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def mixed(scene: Scene) -> list[Session]:
-    """Prompts that have nothing in common, many short and a few long."""
+    """Return prompts without a common prefix, many short and a few long."""
     args, rng = scene.args, scene.rng("mixed")
     found = []
     for index in range(args.requests):
@@ -201,7 +205,7 @@ SHARED_PREFIX = Workload(
 )
 MIXED = Workload(
     "mixed",
-    "prompts of mixed lengths, arriving by chance (open loop)",
+    "prompts of mixed lengths that arrive at random (open loop)",
     _mixed_flags,
     mixed,
     request_rate=4.0,

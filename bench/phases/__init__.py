@@ -1,4 +1,4 @@
-"""``foretoken bench phases``: prefill, decode, batches, cache and drafts beside the roofline."""
+"""``foretoken bench phases``: prefill, decode, batches, cache and drafts against the roofline."""
 
 from .command import main
 

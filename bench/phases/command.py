@@ -1,9 +1,8 @@
-"""The phases of inference, seen with one's own eyes on any model.
+"""Measures the phases of inference on any model: ``foretoken bench phases``.
 
-Prefill against prompt length, decode against position, batch size against throughput and latency,
-cold against cached prefix, depth of speculation against tokens per step; each beside the roofline
-of this machine, measured in the same run. Writes a plot of each (PNG), a one-page report
-and a JSON. Run: ``foretoken bench phases``.
+Prefill by prompt length, decode by position, throughput and latency by batch size, cold and cached
+prefixes, and tokens per step by draft depth; each compared with the roofline of this machine,
+measured in the same run. Writes a plot of each (PNG), a report of one page, and a JSON file.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ ABOUT = (
     "Measure prefill, decode, batching, the prefix cache and speculation on the CPU, and compare "
     "each with the roofline of this machine. Writes a JSON file, a report of one page, and plots."
 )
-ACCURACY = 0.8  # of what drafts for a checkpoint that comes without a draft model
+ACCURACY = 0.8  # Accuracy of the oracle that drafts for a checkpoint without a draft model.
 RANDOM = "random-0.6b"
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write JSON, plots and report; the process's exit code."""
+    """Measure, print the tables, write JSON, plots and report; return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -71,34 +70,42 @@ def _parser() -> Parser:
     parser = Parser(prog="foretoken bench phases", description=ABOUT)
     add = parser.add_argument
     add("--model", metavar="MODEL", help=f"folder, hub id or {RANDOM}; default: smollm2")
-    add("--quick", action="store_true", help="measure fewer points: a minute for a small model")
+    add(
+        "--quick",
+        action="store_true",
+        help="measure fewer points, which takes a minute for a small model",
+    )
     add("--max-len", type=int, metavar="N", help="longest prompt, in tokens")
-    add("--repeats", type=int, metavar="N", help="largest number of measurements of a point")
+    add("--repeats", type=int, metavar="N", help="most measurements of a point")
     add(
         "--budget",
         type=float,
         metavar="S",
-        help="time in seconds after which a point is not repeated",
+        help="seconds after which a point is not repeated",
     )
     add(
         "--out",
         type=Path,
         default=Path("bench/results/phases"),
-        help="folder of the report; the JSON file stands beside it",
+        help="folder for the report; the JSON file is written next to it",
     )
-    add("--no-plots", action="store_true", help="write report and JSON only, without matplotlib")
+    add(
+        "--no-plots",
+        action="store_true",
+        help="write only the report and JSON, which needs no matplotlib",
+    )
     add(
         "--redraw",
         type=Path,
         metavar="JSON",
-        help="JSON file of a run to draw again, without measuring",
+        help="JSON file of a run to plot and report again, without measuring",
     )
     add_engine_flags(parser)
     return parser
 
 
 def require_matplotlib() -> None:
-    """Raises `ForetokenError` where there is none: better now than after an hour."""
+    """Raise `ForetokenError` if matplotlib is missing, before anything is measured."""
     if importlib.util.find_spec("matplotlib") is None:
         message = "plots need matplotlib: pip install 'foretoken[bench]', or pass --no-plots"
         raise ForetokenError(message)
@@ -123,7 +130,7 @@ def _measure(args: Any) -> Phases:  # noqa: ANN401 - argparse's own
     options = engine_options(args)
     if "speculation" in options:
         raise InvalidRequest(
-            "speculation is measured at several depths and cannot be set", param="speculation"
+            "speculation cannot be set: it is measured at several depths", param="speculation"
         )
     options.setdefault("threads", max(1, len(os.sched_getaffinity(0)) - 1))
     if options.setdefault("device", "cpu") != "cpu":
@@ -132,9 +139,10 @@ def _measure(args: Any) -> Phases:  # noqa: ANN401 - argparse's own
         )
     with _model(args.model) as (model, more), oracles(ACCURACY) as (oracle,):
         options |= more
-        if model != "builtin":  # which has a draft model of its own
+        if model != "builtin":  # The built-in model has a draft model of its own.
             options.setdefault("draft", oracle)
-        config = EngineConfig(**options)  # wrong options are refused before files are read
+        # Invalid options are rejected here, before files are read.
+        config = EngineConfig(**options)
         if config.kv_tokens is None and config.kv_memory is None:
             path = find_model(model).path
             options["kv_tokens"] = _kv_tokens(read_config(path), sizes, config)
@@ -153,22 +161,23 @@ def _sizes(args: Any) -> Sizes:  # noqa: ANN401
 
 @contextmanager
 def _model(name: str | None) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """The model to build, and the options that go with it."""
+    """Yield the model to build, and its options."""
     if name != RANDOM:
         yield name, {}
         return
     from ..common.shapes import shape, write_config
 
     with tempfile.TemporaryDirectory() as folder:
-        config = shape("qwen3-0.6b", max_position_embeddings=40960)  # as the real one has it
+        # The context of the real model.
+        config = shape("qwen3-0.6b", max_position_embeddings=40960)
         write_config(Path(folder), config)
         yield folder, {"load_format": "random"}
 
 
 def _kv_tokens(model: DecoderConfig, sizes: Sizes, config: EngineConfig) -> int:
-    """A pool for the longest prompt or the largest batch, in half of the free memory."""
+    """Return the KV tokens for the longest prompt or largest batch, in half the free memory."""
     page_size = config.sizes("cpu").page_size
-    in_batch = BATCHES[-1] * (5 * page_size + sizes.batch_len)  # prompt, answer, and a page to grow
+    in_batch = BATCHES[-1] * (5 * page_size + sizes.batch_len)  # Prompt, answer, and one more page.
     longest = min(model.max_model_len, sizes.max_len + sizes.decode_len) + 2 * page_size
     item_bytes = _ITEM_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
     num_blocks = 2 if model.latent is None else 1
@@ -185,7 +194,8 @@ async def _run(built: LocalBuilt, sizes: Sizes, options: dict[str, Any], name: s
     needed = max(sizes.max_len, 64 * BATCHES[-1], sizes.depth_prompts * sizes.depth_prompt_len)
     text, kind = prompt_text(built.path, built.vocab_size, needed)
     meter.measure()
-    runner.pool.data.zero_()  # or the system would map its pages while prompts are timed
+    # Otherwise the system would map the pool's pages while prompts are timed.
+    runner.pool.data.zero_()
     draft = options.get("draft", "auto")
     phases = Phases(
         command=command(),
@@ -208,7 +218,7 @@ async def _run(built: LocalBuilt, sizes: Sizes, options: dict[str, Any], name: s
 
 
 async def _measure_all(lab: Lab, phases: Phases, meter: Meter) -> None:
-    """Fill a run, and tell of each phase as it ends; the limits are measured in between."""
+    """Measure all phases and print each as it ends; the limits are measured in between."""
     phases.prefill = await measure_prefill(lab)
     meter.measure()
     phases.decode = await measure_decode(lab)

@@ -1,4 +1,4 @@
-"""Results of `foretoken bench phases`: one JSON, from which plots and report are drawn."""
+"""Results of `foretoken bench phases`: one JSON, from which plots and report are made."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Depth = int | Literal["auto"]
 
 
 class PrefillPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """First token of a prompt, cold and with the prompt in the cache; seconds."""
+    """Time to the first token of a prompt, cold and with the prompt in the cache; seconds."""
 
     prompt_len: int
-    num_cached: int  # tokens of the second one's prompt that were found
+    num_cached: int  # Prompt tokens that the second request found in the cache.
     runs: int
     cold: Spread
     cached: Spread
 
     @property
     def ratio(self) -> float:
-        """Factor by which the cached one comes sooner."""
+        """Time when cold over time when cached."""
         return self.cold.median / self.cached.median
 
 
 class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a token about some position, one request alone."""
+    """Seconds per token near a position, one request alone."""
 
     position: int
     runs: int
@@ -42,20 +42,20 @@ class BatchPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that decode together."""
 
     size: int
-    position: int  # of the token in the middle of their answers
+    position: int  # Position of the token in the middle of their answers.
     runs: int
-    rate: Spread  # tokens a second, all together
-    seconds: Spread  # of one token of one request
+    rate: Spread  # Tokens per second of all requests.
+    seconds: Spread  # Seconds per token of one request.
 
 
 class DepthPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One request alone, so many draft tokens a step."""
+    """One request alone, with a fixed number of draft tokens per step."""
 
     depth: Depth
     runs: int
-    tokens_per_step: float  # the tokens are the same in all runs, so are the steps but for "auto"
-    acceptance: float | None  # of the draft tokens; None where there were none
-    seconds: Spread  # of one token
+    tokens_per_step: float  # All runs have the same tokens, and the same steps except with "auto".
+    acceptance: float | None  # Accepted share of the draft tokens; None if there were none.
+    seconds: Spread  # Seconds per token.
 
 
 class Phases(msgspec.Struct, kw_only=True):
@@ -64,14 +64,14 @@ class Phases(msgspec.Struct, kw_only=True):
     command: str
     machine: dict[str, object]
     model: str
-    settings: dict[str, object]  # the engine's options, and its own choices
-    text: str  # what the prompts are made of
+    settings: dict[str, object]  # The engine's options, including those that it chose itself.
+    text: str  # Source of the prompts.
     draft: str
-    simulated: bool  # whether acceptance is
-    cache_bytes: int  # of the processor's largest cache; 0: unknown
+    simulated: bool  # Whether acceptance is simulated.
+    cache_bytes: int  # Size of the processor's largest cache; 0: unknown.
     shape: Shape
     limits: Limits
-    depth_position: int = 0  # of the token in the middle of the answers of ``depths``
+    depth_position: int = 0  # Position of the token in the middle of the answers of ``depths``.
     prefill: list[PrefillPoint] = []
     decode: list[DecodePoint] = []
     batches: list[BatchPoint] = []
@@ -79,11 +79,11 @@ class Phases(msgspec.Struct, kw_only=True):
 
     @property
     def cached(self) -> list[PrefillPoint]:
-        """Points with a cached prefix: a prompt shorter than a page leaves nothing in the cache."""
+        """Points with a cached prefix; a prompt shorter than a page leaves nothing in the cache."""
         return [p for p in self.prefill if p.num_cached]
 
     def spreads(self) -> Iterator[tuple[str, int, Spread]]:
-        """Phase, runs and spread of everything that was timed."""
+        """Yield phase, number of runs and spread of everything that was timed."""
         for first in self.prefill:
             yield "prefill", first.runs, first.cold
         for first in self.cached:
@@ -97,8 +97,10 @@ class Phases(msgspec.Struct, kw_only=True):
 
 
 def load(path: Path) -> Phases:
-    """Read a run. Raises `InvalidRequest` for a file that is not there or holds no run."""
+    """Read a run. Raises `InvalidRequest` if the file is missing or holds no run."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Phases)
     except (OSError, msgspec.DecodeError) as error:
-        raise InvalidRequest(f"{path} is no run to draw: {error}", param="redraw") from error
+        raise InvalidRequest(
+            f"{path} cannot be read as a run of phases: {error}", param="redraw"
+        ) from error

@@ -1,6 +1,6 @@
 """Measures the phases of inference on an engine in this process, one request or batch at a time.
 
-All repeats go round the points, so that a slow spell of the machine hits all of them alike.
+Repeats take turns over all points, so that a slow spell of the machine affects all points alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..common.roofline import LENGTHS, POSITIONS, clipped
 from .data import BatchPoint, DecodePoint, Depth, DepthPoint, PrefillPoint
 
 DEPTHS: tuple[Depth, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8, "auto")
-SHORT = 8  # tokens of a prompt that leaves nothing in the cache: less than a page
+SHORT = 8  # Tokens of a prompt that leaves nothing in the cache, because it is shorter than a page.
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 Point = TypeVar("Point", bound=Hashable)
@@ -32,9 +32,9 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Extent of a measurement. Lengths are in tokens, ``budget`` in seconds for one point."""
+    """Extent of a measurement. Lengths are in tokens; ``budget`` is the seconds for one point."""
 
-    max_len: int = 32768  # of a prompt
+    max_len: int = 32768  # Longest prompt.
     repeats: int = 5
     budget: float = 30.0
     decode_len: int = 32
@@ -57,16 +57,16 @@ QUICK = Sizes(
 
 @dataclass(slots=True)
 class Served:
-    """One answered request, and when its deltas came; seconds."""
+    """One answered request and the arrival times of its deltas, in seconds."""
 
     usage: Usage
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    num_first: int = 0  # tokens of the first delta
+    num_first: int = 0  # Tokens of the first delta.
 
     @property
     def num_later(self) -> int:
-        """Tokens after the first delta: those that decoding made."""
+        """Tokens after the first delta, which decode steps made."""
         return len(self.token_ids) - self.num_first
 
     @property
@@ -76,13 +76,13 @@ class Served:
 
     @property
     def pace(self) -> float:
-        """Seconds of a token, once the first is there."""
+        """Seconds per token after the first delta."""
         return self.seconds / self.num_later
 
 
 @dataclass(slots=True)
 class Lab:
-    """A started engine, the text that prompts are cut from, and how much to measure."""
+    """A started engine, the text that prompts are cut from, and the extent of the measurement."""
 
     built: LocalBuilt
     text: Sequence[int]
@@ -91,7 +91,7 @@ class Lab:
 
     @property
     def capacity(self) -> int:
-        """Tokens of a prompt and its answer, at most."""
+        """Most tokens of a prompt and its answer."""
         return self.built.max_model_len
 
     @property
@@ -100,7 +100,7 @@ class Lab:
         return self.built.engine.scheduler.cache.page_size
 
     async def flush(self) -> None:
-        """Forget all prompts, and all that drafts draw on."""
+        """Forget all prompts, and the text that lookups search."""
         await self.built.engine.flush_cache()
 
     async def serve(
@@ -113,7 +113,10 @@ class Lab:
         seed: int = 0,
         namespace: str | None = None,
     ) -> Served:
-        """Answer one prompt with exactly so many tokens; it shares within its namespace alone."""
+        """Answer one prompt with exactly ``num_tokens`` tokens.
+
+        Its prefix is shared within ``namespace`` only.
+        """
         self.num_sent += 1
         params = SamplingParams(
             temperature=temperature, max_tokens=num_tokens, ignore_eos=True, seed=seed
@@ -135,7 +138,7 @@ class Lab:
     async def rounds(
         self, points: Sequence[Point], measure: Callable[[Point], Awaitable[Found]]
     ) -> dict[Point, list[Found]]:
-        """Every point once, then again and again while its budget lasts."""
+        """Measure every point once, then repeat each while its budget lasts."""
         found: dict[Point, list[Found]] = {point: [] for point in points}
         spent = dict.fromkeys(points, 0.0)
         for _ in range(self.sizes.repeats):
@@ -152,19 +155,19 @@ class Lab:
 
 
 async def measure_prefill(lab: Lab) -> list[PrefillPoint]:
-    """First token against prompt length, from an empty cache and again right after."""
+    """Measure the time to the first token by prompt length, cold and again when cached."""
     lengths = clipped(LENGTHS, min(lab.sizes.max_len, lab.capacity - 1))
 
     async def once(length: int) -> tuple[Usage, Usage]:
         await lab.flush()
-        await lab.serve(lab.text[: -SHORT - 1 : -1], 2)  # both follow on a step
+        await lab.serve(lab.text[: -SHORT - 1 : -1], 2)  # Both requests then follow a step.
         cold = await lab.serve(lab.text[:length], 1)
         cached = await lab.serve(lab.text[:length], 1)
         if cold.token_ids != cached.token_ids:
             raise ForetokenError("tokens differ between cold and cached: this is a bug")
         return cold.usage, cached.usage
 
-    await once(lengths[0])  # warms up
+    await once(lengths[0])  # Warm-up.
     found = await lab.rounds(lengths, once)
     return [
         PrefillPoint(
@@ -182,14 +185,15 @@ async def measure_prefill(lab: Lab) -> list[PrefillPoint]:
 
 
 async def measure_decode(lab: Lab) -> list[DecodePoint]:
-    """Time of a token against what it looks back on.
+    """Measure the time of a token by its position.
 
-    Prompts are the beginnings of one text, short ones first: each finds the last one cached.
+    Prompts are the beginnings of one text, short ones first, so each finds the one before in the
+    cache.
     """
     num_tokens = min(lab.sizes.decode_len, max(2, lab.capacity // 4))
     lengths = clipped(POSITIONS, min(lab.sizes.max_len, lab.capacity) - num_tokens)
     if not lengths:
-        raise InvalidRequest("max_len leaves no room to decode", param="max_len")
+        raise InvalidRequest("max_len is too short to measure decoding", param="max_len")
     await lab.flush()
     for length in lengths:
         await lab.serve(lab.text[:length], 2)
@@ -208,9 +212,9 @@ async def measure_decode(lab: Lab) -> list[DecodePoint]:
 
 
 async def measure_batches(lab: Lab) -> list[BatchPoint]:
-    """Throughput and time per token against the requests that decode together.
+    """Measure throughput and time per token by the number of requests that decode together.
 
-    Each has a prompt of its own, cached but for its last token: all start in one step.
+    Each has a prompt of its own, cached except for its last token, so all start in one step.
     """
     prompt_len = 2 * lab.page_size + 1
     num_tokens = min(lab.sizes.batch_len, lab.capacity - prompt_len)
@@ -231,7 +235,7 @@ async def measure_batches(lab: Lab) -> list[BatchPoint]:
 
 
 def batches_that_fit(lab: Lab, num_tokens: int) -> int:
-    """Requests of so many tokens that fit the pool and a step."""
+    """Return how many requests of ``num_tokens`` tokens fit into the pool and a step."""
     scheduler = lab.built.engine.scheduler
     pages = -(-num_tokens // lab.page_size) + 1
     return max(1, min(scheduler.limits.max_running, scheduler.cache.num_total_pages // pages))
@@ -248,7 +252,7 @@ def _batch_point(size: int, position: int, runs: Sequence[Sequence[Served]]) -> 
 
 
 def _rate(run: Sequence[Served]) -> float:
-    """Tokens a second from the first one's first token to the last one's last."""
+    """Return the tokens per second from the first token of any request to the last token of all."""
     spent = max(each.times[-1] for each in run) - min(each.times[0] for each in run)
     return sum(each.num_later for each in run) / spent
 
@@ -257,10 +261,10 @@ def _rate(run: Sequence[Served]) -> float:
 
 
 async def measure_depths(lab: Lab, *, simulated: bool) -> tuple[list[DepthPoint], int]:
-    """Tokens a step and time of a token against draft tokens a step, one request alone.
+    """Measure tokens per step and time per token by draft depth, one request alone.
 
-    Every run starts from nothing, or the draft sources would find the last run's answer; the
-    oracle needs just that. Also tells the position of the token in the middle.
+    Every run starts from an empty cache, because the draft sources would find the last run's
+    answer; only the oracle needs it. Also returns the position of the token in the middle.
     """
     prompt_len = min(lab.sizes.depth_prompt_len, lab.capacity // 2)
     num_tokens = min(lab.sizes.depth_len, lab.capacity - prompt_len)
@@ -275,7 +279,7 @@ async def measure_depths(lab: Lab, *, simulated: bool) -> tuple[list[DepthPoint]
             for seed, prompt in enumerate(prompts)
         ]
 
-    await once(1)  # warms up, and tells the oracle the answers
+    await once(1)  # This warms up, and records the answers for the oracle.
     found = await lab.rounds(DEPTHS, once)
     _check_equal([served for runs in found.values() for run in runs for served in run], prompts)
     points = [_depth_point(depth, runs) for depth, runs in found.items()]
@@ -283,7 +287,7 @@ async def measure_depths(lab: Lab, *, simulated: bool) -> tuple[list[DepthPoint]
 
 
 def _check_equal(served: Sequence[Served], prompts: Sequence[Sequence[int]]) -> None:
-    """The promise: speculation changes the time, never the tokens."""
+    """Raise `ForetokenError` if the tokens of a prompt depend on the draft depth."""
     for index, each in enumerate(served):
         if each.token_ids != served[index % len(prompts)].token_ids:
             raise ForetokenError("tokens differ between depths: this is a bug")
@@ -293,7 +297,8 @@ def _depth_point(depth: Depth, runs: Sequence[Sequence[Served]]) -> DepthPoint:
     served = [each for run in runs for each in run]
     proposed = sum(each.usage.proposed_tokens for each in served)
     accepted = sum(each.usage.accepted_tokens for each in served)
-    steps = sum(each.usage.verify_steps - 1 for each in served)  # the first one is the prompt's
+    # The first step belongs to the prompt.
+    steps = sum(each.usage.verify_steps - 1 for each in served)
     return DepthPoint(
         depth=depth,
         runs=len(runs),

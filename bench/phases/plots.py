@@ -1,4 +1,4 @@
-"""The plots of `foretoken bench phases`, all in one style; imported only where they are drawn."""
+"""The plots of `foretoken bench phases`, all in one style; imported only to draw them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..common.report import Spread
 from ..common.roofline import arithmetic_seconds, decode_floor, prefill_floor, weights_seconds
 from .data import DepthPoint, Phases
 
-# Okabe and Ito's colours: distinct for the colour-blind, and in grey.
+# Okabe and Ito's colours can be told apart by colour-blind readers, and in grey.
 BLUE, ORANGE, GREEN, INK, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#777777"
-STYLE: Any = {  # matplotlib names the type of its settings nowhere
+STYLE: Any = {  # Matplotlib exports no type for its settings.
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
@@ -34,14 +34,14 @@ STYLE: Any = {  # matplotlib names the type of its settings nowhere
     "legend.frameon": False,
     "legend.fontsize": 9,
 }
-PANEL = (5.6, 4.0)  # inches of one plot
-HEADROOM = 1.3  # above the curves of a linear axis
-WIDE = 100.0  # a log axis over less has ticks at 2 and 5, too
+PANEL = (5.6, 4.0)  # Size of one plot in inches.
+HEADROOM = 1.3  # Height of a linear axis over its curves.
+WIDE = 100.0  # A log axis over a smaller range also has ticks at 2 and 5.
 Panels: TypeAlias = Sequence[Axes]
 
 
 def draw_all(phases: Phases, folder: Path) -> list[str]:
-    """Write NAME.png for every phase that was measured; the names."""
+    """Write NAME.png for every measured phase; return the names."""
     plots = {
         "prefill": (_prefill, phases.prefill),
         "decode": (_decode, phases.decode),
@@ -104,7 +104,7 @@ def _decode(phases: Phases, panels: Panels) -> None:
     rates = [p.seconds.inverse(shape.decode_bytes(p.position) / 1e9) for p in phases.decode]
     _measured(rate, positions, rates, BLUE, "measured")
     _roof(rate, fine, [limits.read / 1e9] * len(fine), "roofline: read bandwidth")
-    _name(rate, "Weights and KV read for it", "position, tokens", "GB/s")
+    _name(rate, "Weights and KV read per token", "position, tokens", "GB/s")
     rate.set_xscale("log")
     _ticks(rate, positions)
     for axes in panels:
@@ -124,7 +124,7 @@ def _batch(phases: Phases, panels: Panels) -> None:
     seconds = [p.seconds.scaled(1e3) for p in phases.batches]
     _measured(latency, sizes, seconds, BLUE, "measured")
     _roof(latency, fine, [1e3 * floor for floor in floors], roof)
-    _name(latency, "Time of a token of one request", "requests at once", "milliseconds")
+    _name(latency, "Time per token of one request", "requests at once", "milliseconds")
     for axes in panels:
         _log_log(axes, sizes)
 
@@ -142,7 +142,7 @@ def _cached(phases: Phases, panels: Panels) -> None:
     _name(time, "Time to the first token", "prompt, tokens", "seconds")
     ratios = [p.ratio for p in phases.cached]
     ratio.plot(lengths, ratios, color=GREEN, marker="o", markersize=4.5, label="cold / cached")
-    _name(ratio, "How many times sooner", "prompt, tokens", "cold / cached")
+    _name(ratio, "Speedup by the cache", "prompt, tokens", "cold / cached")
     for axes in panels:
         _log_log(axes, lengths)
 
@@ -173,7 +173,7 @@ def _depth(phases: Phases, panels: Panels) -> None:
 
 
 def _place(point: DepthPoint) -> float:
-    """Place of a depth on the axis; "auto" apart from the rest."""
+    """Return the place of a depth on the axis; "auto" stands apart from the numbers."""
     return point.depth if isinstance(point.depth, int) else 9.5
 
 
@@ -188,7 +188,7 @@ def _measured(
     label: str,
     marker: str = "o",
 ) -> None:
-    """Medians, with bars from the lowest to the highest."""
+    """Plot medians, with bars from the lowest to the highest value."""
     medians = [s.median for s in spreads]
     bars = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
     axes.errorbar(
@@ -241,11 +241,11 @@ def _log_log(axes: Axes, xs: Sequence[int]) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(_plain))
-    _legend(axes)  # anew: the curves have moved
+    _legend(axes)  # The curves have moved, so the legend needs a new place.
 
 
 def _ticks(axes: Axes, xs: Sequence[int]) -> None:
-    """The measured points themselves, but for those that would touch."""
+    """Set ticks at the measured points, without those that would overlap."""
     kept = [xs[0]]
     for x in xs[1:]:
         if x >= 1.7 * kept[-1]:
@@ -256,7 +256,7 @@ def _ticks(axes: Axes, xs: Sequence[int]) -> None:
 
 
 def _plain(value: float, _: object = None) -> str:
-    """32k for 32768 tokens, 20k for 20000, 2040 and 0.001 for themselves."""
+    """Format a number: 32k for 32768, 20k for 20000, otherwise digits such as 2040 and 0.001."""
     for thousand in (1024, 1000):
         if value >= thousand and value % thousand == 0:
             return f"{value / thousand:.0f}k"
@@ -264,7 +264,7 @@ def _plain(value: float, _: object = None) -> str:
 
 
 def _between(xs: Sequence[int], per_gap: int = 12) -> list[int]:
-    """Whole numbers from the first to the last, evenly on a log axis, for a smooth line."""
+    """Return whole numbers from first to last, evenly spaced on a log axis, for a smooth line."""
     low, high = xs[0], xs[-1]
     count = per_gap * max(1, len(xs) - 1)
     return sorted({round(low * (high / low) ** (i / count)) for i in range(count + 1)})

@@ -1,4 +1,4 @@
-"""One page of `foretoken bench phases`: each phase with its plot, its table and what to mind."""
+"""Report of `foretoken bench phases`: each phase with its plot, its table and notes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..common.report import listed, table
 from ..common.roofline import batch_ridge, decode_floor, prefill_floor, prefill_ridge
 from .data import Phases
 
-LOUD = 0.15  # of a median: repeats that lie further apart are mentioned
+LOUD = 0.15  # Repeats that differ by more than this share of their median are mentioned.
 TITLES = {
     "prefill": "Prefill",
     "decode": "Decode",
@@ -17,18 +17,18 @@ TITLES = {
     "cached": "Cold and cached",
     "depth": "Depth of speculation",
 }
-"""Titles of phases, by the name of their plots."""
+"""Titles of phases by the names of their plots."""
 
 
 def write_report(phases: Phases, folder: Path, *, has_plots: bool) -> Path:
-    """Write report.md; its path."""
+    """Write report.md and return its path."""
     path = folder / "report.md"
     path.write_text(render(phases, has_plots=has_plots), encoding="utf-8")
     return path
 
 
 def render(phases: Phases, *, has_plots: bool) -> str:
-    """The page: machine, then a title, a plot, a table and notes for each phase."""
+    """Return the page: machine, then a title, a plot, a table and notes for each phase."""
     parts = [_head(phases)]
     for name, rows in tables(phases):
         parts.append(f"## {TITLES[name]}")
@@ -42,10 +42,10 @@ def _head(phases: Phases) -> str:
     settings, machine = listed(phases.settings), listed(phases.machine)
     notes = ""
     if phases.settings.get("quantize", "none") != "none":
-        notes += " Quantised weights are multiplied by other units, which may be faster."
+        notes += " Quantised weights are multiplied by other instructions, which may be faster."
     if limits.drift > LOUD:
         notes += (
-            f" The limits differed by {limits.drift:.0%} within the run: the machine was not quiet."
+            f" The limits differed by {limits.drift:.0%} within the run: the machine was not idle."
         )
     return (
         f"# The phases of inference: {phases.model}\n\n"
@@ -64,7 +64,7 @@ def _head(phases: Phases) -> str:
 
 
 def tables(phases: Phases) -> Iterator[tuple[str, str]]:
-    """Name and Markdown table of every phase that was measured."""
+    """Yield name and Markdown table of every measured phase."""
     for name, rows in _rows(phases).items():
         if rows:
             yield name, table(rows)
@@ -131,19 +131,24 @@ def _share(part: float, whole: float) -> str:
 
 
 def _notes(phases: Phases, name: str) -> Iterator[str]:
-    """Yield remarks on a phase: what the limits say of it, how far its repeats lie apart."""
+    """Yield notes on a phase: the bounds from the limits, and the spread of its repeats."""
     shape, limits = phases.shape, phases.limits
     if name == "prefill":
         ridge = prefill_ridge(shape, limits)
-        yield f"By the limits, a prompt is bound by arithmetic from {ridge} tokens on."
+        yield f"By the limits, prompts of {ridge} tokens or more are bound by arithmetic."
     if name == "decode" and shape.weight_bytes < phases.cache_bytes:
         yield (
             f"The weights ({_size(shape.weight_bytes)}) fit into the processor's cache "
-            f"({_size(phases.cache_bytes)}): the line, drawn for memory, is no strict limit."
+            f"({_size(phases.cache_bytes)}): the line, which is drawn for memory, is not a strict "
+            "limit."
         )
     if name == "batch":
         by_batch = batch_ridge(shape, limits, phases.batches[0].position)
-        bound = "reading at any size" if by_batch is None else f"arithmetic from {by_batch} on"
+        bound = (
+            "reading at any batch size"
+            if by_batch is None
+            else f"arithmetic from {by_batch} requests on"
+        )
         yield f"By the limits, a step is bound by {bound}."
     if name == "depth":
         kind = "simulated" if phases.simulated else "real, answers sampled at temperature 1"
@@ -151,13 +156,13 @@ def _notes(phases: Phases, name: str) -> Iterator[str]:
     found = [(runs, spread) for phase, runs, spread in phases.spreads() if phase == name]
     widest = max((s.high - s.low) / s.median for _, s in found)
     if widest > LOUD:
-        yield f"Repeats of a point lie up to {widest:.0%} of its median apart."
+        yield f"Repeats of a point differ by up to {widest:.0%} of its median."
     if single := sum(runs == 1 for runs, _ in found):
-        yield f"Points measured once, so without a bar: {single}."
+        yield f"Points measured only once, without a bar: {single}."
 
 
 def _size(num_bytes: float) -> str:
-    """1.23 GB, 45.6 MB or 7.89 kB."""
+    """Format a size as 1.23 GB, 45.6 MB or 7.89 kB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"

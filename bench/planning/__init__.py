@@ -1,1 +1,1 @@
-"""Engines in virtual time: what a cluster would do, computed by the real scheduler and cache."""
+"""Engines in virtual time: a cluster's behaviour, computed by the real scheduler and cache."""

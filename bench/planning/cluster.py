@@ -1,4 +1,4 @@
-"""Replicas behind one router in virtual time, as the driver of a load, and what a run shows."""
+"""Replicas behind one router in virtual time, as the driver of a load, and figures of a run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .virtual_time import VirtualLoop, run_on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A cluster that is planned. ``kv_bytes``, ``tiers`` and ``max_running``: of each replica.
+    """A cluster to plan. ``kv_bytes``, ``tiers`` and ``max_running`` are per replica.
 
-    ``num_prefill`` replicas compute prompts for the others, which read a page of them in
-    ``transfer_s`` seconds. ``arrival_s``: seconds from a client to an engine's queue, and back
-    with the first token.
+    ``num_prefill`` replicas compute prompts for the others, which read one of their pages in
+    ``transfer_s`` seconds. ``arrival_s``: seconds from a client to an engine's queue, including the
+    way back of the first token.
     """
 
     num_replicas: int
@@ -47,7 +47,7 @@ class Shape:
     route: Route = Route.KV
     arrival_s: float = 0.0
     drafts: Drafts = NO_DRAFTS
-    num_prefill: int = 0  # of the replicas
+    num_prefill: int = 0  # Number of prefill replicas among the replicas.
     transfer_s: float = 0.0
 
 
@@ -66,7 +66,7 @@ class _News:
 
 
 class PlannedCluster:
-    """A `Driver` over replicas in virtual time; made inside of the loop that it runs on."""
+    """A `Driver` over replicas in virtual time; create it inside the loop that it runs on."""
 
     def __init__(self, costs: StepCosts, shape: Shape) -> None:
         network = Network(shape.transfer_s)
@@ -87,8 +87,8 @@ class PlannedCluster:
             for role in self.roles
         ]
         self.num_requests = [0] * shape.num_replicas
-        self.num_loaded = 0  # tokens of prompts that came from a tier, or from another replica
-        self.num_prefilled = 0  # prompts that another replica computed than that of the answer
+        self.num_loaded = 0  # Prompt tokens that were read from a tier or from another replica.
+        self.num_prefilled = 0  # Prompts that were computed by a prefill replica.
         self._router = Router[int](shape.route, fingerprint=FINGERPRINT)
         for number, replica in enumerate(self.replicas):
             self._router.join(number, page_size=costs.page_size, fingerprint=None)
@@ -110,10 +110,10 @@ class PlannedCluster:
             await replica.engine.close()
 
     async def settle(self) -> None:
-        """Do nothing: all is known."""
+        """Do nothing: the records are complete."""
 
     async def ask(self, job: Job, record: Record) -> Content:
-        """Read one answer; raises `Failure`, by the name of the engine's own error."""
+        """Read one answer. Raises `Failure`, whose kind is the name of the engine's error."""
         try:
             return await self._ask(job, record)
         except ForetokenError as error:
@@ -135,15 +135,16 @@ class PlannedCluster:
                     said += delta.token_ids
         usage = request.usage
         record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        if offer is not None:  # else tokens that another replica has just computed would be hits
+        # Without this, tokens that the prefill replica has just computed would count as hits.
+        if offer is not None:
             record.cached_tokens = max(0, usage.cached_tokens + num_cached - usage.prompt_tokens)
         return said
 
     async def _prefilled(self, tokens: array[int]) -> tuple[PageOffer | None, int]:
-        """Have a prompt computed by a replica for prompts, as `Dispatcher` does.
+        """Let a prefill replica compute a prompt, as `Dispatcher` does.
 
-        Returns its pages there, and how many of the tokens were cached. No pages where there is no
-        such replica, too little to compute, or no room to hold them.
+        Returns an offer of its pages, and the number of cached tokens. There is no offer without
+        prefill replicas, with too few tokens to compute, or without room to hold the pages.
         """
         if not self._for_prompts:
             return None, 0
@@ -165,11 +166,11 @@ class PlannedCluster:
             tokens, None, session=None, now=self._clock(), excluded=excluded, is_sent=is_sent
         )
         if choice is None:
-            raise Failure("no replica", "there is none")
+            raise Failure("no replica", "no replica can take the request")
         return choice
 
     async def _deltas(self, choice: Choice[int], request: Request) -> AsyncGenerator[Delta]:
-        """Have a replica compute a request."""
+        """Let a replica compute a request; yield its deltas."""
         stream = self.replicas[choice.replica].engine.submit(request)
         self._router.begin(request.request_id, choice)
         self.num_requests[choice.replica] += 1
@@ -200,9 +201,9 @@ MakeSessions = Callable[[], Sequence[Session]]
 def planned(
     costs: StepCosts, shape: Shape, sessions: Sequence[Session], slo: dict[str, float]
 ) -> Figures:
-    """Figures of sessions, each at its own time, on a cluster of this shape.
+    """Return the figures of sessions, each at its own time, on a cluster of this shape.
 
-    Raises ValueError for a pool that has no room for a page.
+    Raises ValueError if the pool has no room for a page.
     """
 
     async def main(loop: VirtualLoop) -> Figures:
@@ -219,12 +220,12 @@ def planned(
 
 
 def first_tokens(records: Iterable[Record]) -> list[float]:
-    """Seconds to the first tokens of the requests that were served, in the order they were due."""
+    """Return the seconds to the first token of served requests, ordered by due time."""
     return [each.ttft for each in sorted(records, key=lambda each: each.due) if each.times]
 
 
 def _of_replicas(cluster: PlannedCluster, records: Sequence[Record]) -> Figures:
-    """Figures of engines, pools and tiers; shares are means over the replicas."""
+    """Return figures of engines, pools and tiers; shares are means over the replicas."""
     replicas = cluster.replicas
     number = len(replicas)
     ended = max((record.ended for record in records), default=0.0)

@@ -1,8 +1,9 @@
 """StepCosts: the time of an engine's steps, measured once and kept in a file.
 
 The passes are those that the cost model of speculation measures at start-up
-(`draft/control/cost_model.py`). What a step takes beyond its pass (scheduling, sampling, events,
-the keys behind requests that decode) is fitted to the steps of a short load on the same engine.
+(`draft/control/cost_model.py`). The time of a step beyond its pass (scheduling, sampling, events,
+attention to the context of decoding requests) is fitted to the steps of a short load on the same
+engine.
 """
 
 from __future__ import annotations
@@ -28,21 +29,23 @@ from ...draft.control.cost_model import CostCurve, StepProfile
 from ...draft.speculator import DraftSpeculator
 from ..common.report import machine
 
-LENGTHS = (16, 64, 256, 1024, 3072)  # tokens of prompts of the load, as far as the context goes
-AT_ONCE = (1, 4, 12)  # requests of each length
+# Prompt lengths of the load in tokens, as far as the context allows.
+LENGTHS = (16, 64, 256, 1024, 3072)
+AT_ONCE = (1, 4, 12)  # Numbers of concurrent requests of each length.
 OUTPUT_LEN = 24
-LOAD_SECONDS = 8.0  # after which no more of the load begins
-IDLE_SECONDS = 0.02  # a step that begins so long after another does not follow it
-GB = 1e9  # of rates
-OUTLIER = 4.0  # times the median error: such steps were disturbed
+LOAD_SECONDS = 8.0  # No more requests of the load begin after this time.
+# A step that begins this long after the last one does not count as following it.
+IDLE_SECONDS = 0.02
+GB = 1e9  # Bytes of the unit of rates.
+OUTLIER = 4.0  # Steps whose error is larger than this multiple of the median were disturbed.
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of a step of one engine, and the sizes that its plan depends on.
 
-    A step takes ``scale`` times its pass, ``step_s``, ``request_s`` for each request and ``key_s``
-    for each token behind one. ``forward``: seconds of a pass by its rows. ``row_key_s``: that a
-    token behind a request adds for each of its rows after the first.
+    A step takes ``scale`` times its pass, plus ``step_s``, plus ``request_s`` for each request and
+    ``key_s`` for each of their context tokens. ``forward``: seconds of a pass by its rows.
+    ``row_key_s``: seconds that a context token adds for each of a request's rows after the first.
     """
 
     model: str
@@ -53,33 +56,33 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_s: float
     request_s: float
     key_s: float
-    page_size: int  # tokens
+    page_size: int  # Tokens of a page.
     page_bytes: int
-    max_model_len: int  # tokens
+    max_model_len: int  # Tokens of the longest context.
     max_batch_tokens: int
     max_running: int
-    max_slowdown: float | None  # None: no bound
+    max_slowdown: float | None  # None: unlimited.
     vocab_size: int
-    overlaps: bool  # whether a step is planned while the one before runs
+    overlaps: bool  # Whether a step is planned while the one before it runs.
 
     def curve(self) -> CostCurve:
-        """Seconds of passes by their rows."""
+        """Return the seconds of passes by their rows."""
         return CostCurve(self.forward)
 
     def slower(self, pace: float) -> StepCosts:
-        """Costs of steps that take ``pace`` times as long."""
+        """Return the costs of steps that take ``pace`` times as long."""
         names = ("scale", "step_s", "request_s", "key_s")
         parts = {name: pace * getattr(self, name) for name in names}
         return msgspec.structs.replace(self, **parts)
 
     def seconds(self, plan: StepPlan, curve: CostCurve) -> float:
-        """Seconds of a step; ``curve`` is this one's own."""
+        """Return the seconds of a step; ``curve`` must come from these costs."""
         features = np.array(_features(plan, curve, self.row_key_s))
         return float(features @ (self.scale, self.step_s, self.request_s, self.key_s))
 
 
 def read_costs(path: Path) -> StepCosts:
-    """Read a file of `write_costs`. Raises SystemExit that says what is wrong with another one."""
+    """Read a file of `write_costs`. Raises SystemExit for a missing or malformed file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=StepCosts)
     except (OSError, msgspec.DecodeError) as error:
@@ -93,7 +96,7 @@ def write_costs(path: Path, costs: StepCosts) -> None:
 
 
 def _features(plan: StepPlan, curve: CostCurve, row_key_s: float) -> tuple[float, ...]:
-    """The pass by the cost model, 1, requests, and tokens behind requests."""
+    """Return the time of the pass, 1, the number of requests, and the number of context tokens."""
     stops = [each.stop + each.draft_plan.num_rows for each in plan.requests]
     rows = [(each.start, stop) for each, stop in zip(plan.requests, stops, strict=True)]
     num_rows = sum(stop - start for start, stop in rows)
@@ -104,7 +107,7 @@ def _features(plan: StepPlan, curve: CostCurve, row_key_s: float) -> tuple[float
 
 
 def _keys_of_rows(start: int, stop: int) -> float:
-    """Tokens that rows after the first one attend to, summed."""
+    """Return how many tokens the rows after the first one attend to, in total."""
     num_rows = stop - start - 1
     return num_rows * (start + num_rows / 2)
 
@@ -113,7 +116,7 @@ def _keys_of_rows(start: int, stop: int) -> float:
 
 
 class _Steps(EngineObserver):
-    """Steps of an engine with their seconds, from the end of the step before."""
+    """Records the steps of an engine with their seconds, measured from the end of the last step."""
 
     def __init__(self) -> None:
         self.found: list[tuple[StepPlan, float]] = []
@@ -122,7 +125,7 @@ class _Steps(EngineObserver):
     def observe_step(
         self, plan: StepPlan, output: StepOutput, *, began: float, ended: float
     ) -> None:
-        """See `EngineObserver.observe_step`."""
+        """Record a step."""
         del output
         follows = began - self._ended < IDLE_SECONDS
         self.found.append((plan, ended - (self._ended if follows else began)))
@@ -132,9 +135,9 @@ class _Steps(EngineObserver):
 def measured_costs(
     model: str | None, options: Mapping[str, object] | None = None, *, seed: int = 0
 ) -> StepCosts:
-    """Measure an engine of this model in this process. Raises what `AsyncLLM.start` raises.
+    """Measure an engine of this model in this process. Raises the errors of `AsyncLLM.start`.
 
-    ``options``: of the engine, as `EngineConfig` has them.
+    ``options``: options of the engine, as in `EngineConfig`.
     """
     # Speculation is on so that the cost model is filled; no request of the load uses it.
     on: dict[str, Any] = {**(options or {}), "draft": "suffix", "speculation": "auto"}
@@ -146,7 +149,7 @@ async def _measured(llm: AsyncLLM, seed: int) -> StepCosts:
         engine = cast("Engine", llm.engine)
         profile = _profile(engine)
         steps = _Steps()
-        await _load(llm, random.Random(seed))  # the first steps are those of a cold process
+        await _load(llm, random.Random(seed))  # The first load warms the process up.
         engine.metrics.observers.append(steps)
         await _load(llm, random.Random(seed + 1))
         fitted = fit(profile, steps.found)
@@ -180,7 +183,7 @@ def _profile(engine: Engine) -> StepProfile:
 
 
 async def _load(llm: AsyncLLM, rng: random.Random) -> None:
-    """Prompts of all lengths, alone and several at once, each with a short answer."""
+    """Generate short answers to prompts of all lengths, alone and several at once."""
     longest = llm.built.max_model_len - OUTPUT_LEN - 1
     lengths = sorted({min(length, longest) for length in LENGTHS})
     params = SamplingParams(
@@ -196,7 +199,7 @@ async def _load(llm: AsyncLLM, rng: random.Random) -> None:
 
 
 def fit(profile: StepProfile, steps: Sequence[tuple[StepPlan, float]]) -> tuple[float, ...]:
-    """Factors of `_features` with the least squared error, none below 0; without outliers."""
+    """Fit non-negative factors of `_features` by least squares, without outliers."""
     curve = CostCurve(profile.forward)
     features = np.array([_features(plan, curve, profile.key_s) for plan, _ in steps])
     seconds = np.array([each for _, each in steps])
@@ -207,7 +210,7 @@ def fit(profile: StepProfile, steps: Sequence[tuple[StepPlan, float]]) -> tuple[
 
 
 def _non_negative(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Least squares of the relative error; factors that would be negative are 0."""
+    """Return least squares of the relative error, with factors that would be negative set to 0."""
     weighted, ones = features / seconds[:, None], np.ones(len(seconds))
     used = list(range(features.shape[1]))
     found = np.zeros(features.shape[1])

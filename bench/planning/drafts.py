@@ -1,4 +1,4 @@
-"""Drafts of a plan: as many tokens in each step, of which as many are right as is given."""
+"""Drafts of a plan: a fixed number of tokens per step, with a given mean of accepted ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ...core.interface.plan import ScheduledRequest, StepPlan
 from ...core.interface.protocols import Speculator
 from ...core.interface.request import Request
 
-ANSWER_ID = 1  # every token of an answer
+ANSWER_ID = 1  # Every token of an answer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """Drafts of all requests. ``depth``: tokens of each; 0: none.
+    """Drafts of all requests. ``depth``: tokens of each draft; 0: none.
 
-    ``tokens_per_step``: the mean that a request gains by a step, from 1 to ``depth + 1``.
-    ``seconds``: that proposing takes in a step.
+    ``tokens_per_step``: mean number of tokens that a step adds to a request, from 1 to ``depth +
+    1``. ``seconds``: time that proposing takes in a step.
     """
 
     depth: int = 0
@@ -27,10 +27,10 @@ class Drafts:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a number of tokens that such drafts cannot bring."""
+        """Raise ValueError if such drafts cannot reach ``tokens_per_step``."""
         if not 1.0 <= self.tokens_per_step <= self.depth + 1:
             raise ValueError(
-                f"drafts of {self.depth} tokens bring 1 to {self.depth + 1} tokens a step, "
+                f"drafts of {self.depth} tokens give 1 to {self.depth + 1} tokens per step, "
                 f"not {self.tokens_per_step:g}"
             )
 
@@ -39,20 +39,20 @@ NO_DRAFTS = Drafts()
 
 
 class DraftsOfDepth(Speculator):
-    """Lets every request draft as many tokens, within an equal share of the budget."""
+    """Gives every request the same draft depth, within an equal share of the budget."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
 
     def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
-        """See `Speculator.drafts_nothing`."""
+        """Return whether the depth is 0."""
         del requests, num_new_tokens
         return not self._depth
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
     ) -> Sequence[DraftPlan]:
-        """See `Speculator.plan`."""
+        """Return plans of the same depth, within each limit and an equal share of the budget."""
         del num_prefill
         most = min(self._depth, budget // max(1, len(requests)))
         return [
@@ -62,17 +62,17 @@ class DraftsOfDepth(Speculator):
 
 
 class Answers:
-    """The outputs of one engine's steps: drafts are right in as many tokens as `Drafts` say.
+    """The outputs of one engine's steps, whose drafts are accepted as `Drafts` says.
 
-    What a request gains is the mean at any time, rounded down: nothing is drawn by lot.
+    A request's gain is always the mean so far, rounded down; nothing is random.
     """
 
     def __init__(self, drafts: Drafts) -> None:
         self._drafts = drafts
-        self._credits: dict[str, float] = {}  # accepted tokens that a request is owed
+        self._credits: dict[str, float] = {}  # Accepted tokens that a request has not received yet.
 
     def seconds_of(self, plan: StepPlan) -> float:
-        """Seconds that proposing takes."""
+        """Return the seconds that proposing takes."""
         drafts = any(row.draft_plan.num_rows for row in plan.requests)
         return self._drafts.seconds if drafts else 0.0
 

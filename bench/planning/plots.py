@@ -1,4 +1,4 @@
-"""The plots of `foretoken bench plan`; imported only where they are drawn."""
+"""The plots of `foretoken bench plan`; imported only to draw them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = (BLUE, ORANGE, GREEN, PALE)
 
 
 def draw(plans: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write latencies and hits by the number of replicas, and occupancy over time; their paths."""
+    """Plot latencies and hits by number of replicas, and occupancy over time; return the paths."""
     paths = [folder / "plan.png", folder / "occupancy.png"]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(3 * PANEL[0], PANEL[1]), layout="constrained")
@@ -52,7 +52,7 @@ def _kind(plan: dict[str, Any]) -> str:
 
 
 def _over_time(plans: Sequence[dict[str, Any]], panel: Axes) -> None:
-    """Held pages of the first replica, plan by plan."""
+    """Plot the held pages of the first replica, plan by plan."""
     for plan, colour in zip(plans, COLOURS, strict=False):
         times, held, _ = zip(*plan["occupancy"][0], strict=True)
         label = f"{plan['replicas']} replicas, tiers: {_kind(plan)}"

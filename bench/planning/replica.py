@@ -1,4 +1,4 @@
-"""A replica in virtual time: the real engine, scheduler, cache and tiers; steps only cost time."""
+"""A replica in virtual time: the real engine, scheduler, cache and tiers; steps only take time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .drafts import NO_DRAFTS, Answers, Drafts, DraftsOfDepth
 from .transfers import PAGE_BYTES, Network, Spends, VirtualReader
 from .virtual_time import VirtualThread
 
-FINGERPRINT = b"planned"  # of all replicas of a plan: equal pages have equal keys
-SAMPLES = 512  # of the occupancy, at most
+FINGERPRINT = b"planned"  # All replicas of a plan share this, so equal pages have equal keys.
+SAMPLES = 512  # Most samples of the occupancy.
 Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A tier of a plan. ``page_seconds``: that reading or writing a page takes."""
+    """A tier of a plan. ``page_seconds``: time to read or write a page."""
 
     medium: Medium
     num_bytes: int
@@ -42,30 +42,30 @@ class Tier:
 
 
 class VirtualSlots:
-    """`Slots` that keep nothing: a page read or written costs time alone."""
+    """`Slots` that keep nothing: reading or writing a page only takes time."""
 
     def __init__(self, capacity: int, page_seconds: float, thread: Spends) -> None:
         self.capacity = capacity
         self._page_seconds, self._thread = page_seconds, thread
 
     def allocate(self, slot: int) -> bool:
-        """Return true within the capacity."""
+        """Return whether the slot is within the capacity."""
         return slot < self.capacity
 
     def write(self, slot: int, page: memoryview) -> int:
-        """Take the time of a page."""
+        """Spend the time of a page."""
         del slot, page
         self._thread.spend(self._page_seconds)
         return 0
 
     def read(self, slot: int, into: memoryview) -> int | None:
-        """Take the time of a page."""
+        """Spend the time of a page."""
         del slot, into
         self._thread.spend(self._page_seconds)
         return 0
 
     def write_entry(self, slot: int, entry: Entry) -> None:
-        """Do nothing: the store has it in memory."""
+        """Do nothing: the store keeps entries in memory."""
 
     def void(self, slot: int) -> None:
         """Do nothing."""
@@ -98,17 +98,17 @@ class _Records:
 class Occupancy:
     """Shares of a KV pool at its steps; means are weighted by the steps' seconds.
 
-    *Held* is what running requests hold, *cached* what the tree keeps besides.
+    *Held* pages belong to running requests; *cached* pages are the others that the tree keeps.
     """
 
     def __init__(self) -> None:
-        self.samples: list[tuple[float, float, float]] = []  # time, held, cached
+        self.samples: list[tuple[float, float, float]] = []  # Time, held, cached.
         self.most_held = 0.0
         self._held_s = self._cached_s = self._seconds = 0.0
         self._num_seen, self._stride = 0, 1
 
     def note(self, now: float, seconds: float, held: float, cached: float) -> None:
-        """Note the shares in a step that begins now."""
+        """Record the shares in a step that begins at ``now``."""
         self._seconds += seconds
         self._held_s += seconds * held
         self._cached_s += seconds * cached
@@ -126,7 +126,7 @@ class Occupancy:
 
     @property
     def cached(self) -> float:
-        """Mean share that is kept besides."""
+        """Mean share of other pages in the tree."""
         return self._cached_s / self._seconds if self._seconds else 0.0
 
 
@@ -137,13 +137,13 @@ class TimedStep:
         self._output, self._thread, self._ends = output, thread, ends
 
     def finish(self) -> StepOutput:
-        """Let the time pass until the step is over."""
+        """Let the time pass until the step ends."""
         self._thread.spend(max(0.0, self._ends - self._thread.time()))
         return self._output
 
 
 class TimedRunner:
-    """A `StepRunner` whose steps take the time that they cost, and choose the same token always."""
+    """A `StepRunner` whose steps take their estimated time and always choose the same token."""
 
     def __init__(self, costs: StepCosts, cache: PrefixCache, drafts: Drafts) -> None:
         self.occupancy = Occupancy()
@@ -152,11 +152,11 @@ class TimedRunner:
         self.busy_seconds = 0.0
         self._costs, self._curve, self._cache = costs, costs.curve(), cache
         self._answers = Answers(drafts)
-        self._ends = 0.0  # when the last step that was launched does
+        self._ends = 0.0  # End of the last launched step.
 
     @property
     def is_async(self) -> bool:
-        """Whether steps of the machine with these costs overlap."""
+        """Whether steps overlap on the machine with these costs."""
         return self._costs.overlaps
 
     def launch(
@@ -165,8 +165,8 @@ class TimedRunner:
         after: Pending | None = None,
         on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
-        """Begin the step when the one before it is over."""
-        del after  # every request gets the same token
+        """Begin the step when the one before it has ended."""
+        del after  # Every request gets the same token, whatever the step before chose.
         on_kernels_started()
         seconds = self._costs.seconds(plan, self._curve) + self._answers.seconds_of(plan)
         began = max(self.thread.time(), self._ends)
@@ -186,10 +186,10 @@ class TimedRunner:
 
 
 class PlannedReplica:
-    """One engine of a plan. Belongs to the virtual loop that runs.
+    """One engine of a plan. It belongs to the running virtual loop.
 
-    ``kv_bytes``: of its pool; ``max_running``: requests at a time. One with a ``role`` computes
-    prompts for others of its ``network``, or reads what those have computed.
+    ``kv_bytes``: size of its pool; ``max_running``: most requests at a time. With a ``role`` it
+    computes prompts for other replicas of its ``network``, or reads the prompts that they computed.
     """
 
     def __init__(
@@ -203,10 +203,12 @@ class PlannedReplica:
         role: Role | None = None,
         network: Network | None = None,
     ) -> None:
-        """Raises ValueError for a pool that has no room for a page."""
+        """Set the engine up. Raises ValueError if the pool has no room for a page."""
         num_pages = kv_bytes // costs.page_bytes
         if num_pages < 1:
-            raise ValueError(f"the pool needs {costs.page_bytes} bytes, the size of one KV page")
+            raise ValueError(
+                f"the KV pool must have {costs.page_bytes} bytes or more, the size of one KV page"
+            )
         self.cache = PrefixCache(num_pages, costs.page_size)
         self.keys = PageKeys(FINGERPRINT, num_pages, costs.page_size)
         self.cache.tree.add_observer(self.keys)
@@ -251,7 +253,7 @@ class PlannedReplica:
             SlottedStore(
                 VirtualSlots(tier.num_bytes // page_bytes, tier.page_seconds, self._io),
                 tier.medium,
-                0,  # bytes of a page that are copied
+                0,  # Bytes of a page that are copied.
                 1.0,
             )
             for tier in tiers

@@ -1,4 +1,4 @@
-"""Transfers of a plan: pools whose pages cost time to read and have no content."""
+"""Transfers of a plan: pools whose pages take time to read and have no content."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing_extensions import override
 from ...core.interface.extras.transfers import PageOffer, PageReader, PageServer, PoolMemory, Region
 from ...radix_cache import HeldPages, TransferLocks
 
-PAGE_BYTES = 1  # that stand for a page where one is copied
+PAGE_BYTES = 1  # Bytes that stand for a page.
 
 
 class Spends(Protocol):
-    """Lets the call of a virtual thread take longer."""
+    """A virtual thread whose calls can take longer."""
 
     def spend(self, seconds: float) -> None:
-        """Let it take so much longer."""
+        """Make the running call take ``seconds`` longer."""
 
 
 class VirtualServer(PageServer):
@@ -25,7 +25,7 @@ class VirtualServer(PageServer):
 
     def __init__(self, locks: TransferLocks, memory: PoolMemory) -> None:
         self.locks = locks
-        self.sent: list[bytes] = []  # by readers, since `notes`
+        self.sent: list[bytes] = []  # Notes from readers since the last call of `notes`.
         self.memory = memory
 
     @override
@@ -37,20 +37,20 @@ class VirtualServer(PageServer):
         """Do nothing: the memory is this process's own."""
 
     def offer(self, held: HeldPages, key: bytes) -> PageOffer:
-        """Offer pages that are held; ``key`` is that of the last one."""
+        """Offer held pages; ``key`` is the key of the last page."""
         pages = held.page_ids.tolist()
         return PageOffer(held.name, self.memory, key, pages, held.slot, held.nonce)
 
 
 class Network:
-    """The pools of a plan that others read. ``page_seconds``: that reading a page takes."""
+    """The pools of a plan that other replicas read. ``page_seconds``: time to read a page."""
 
     def __init__(self, page_seconds: float) -> None:
         self.page_seconds = page_seconds
-        self.servers: dict[bytes, VirtualServer] = {}  # by agent
+        self.servers: dict[bytes, VirtualServer] = {}  # Servers by agent.
 
     def add(self, locks: TransferLocks) -> VirtualServer:
-        """Let others read a pool."""
+        """Let other replicas read a pool."""
         agent = b"%d" % len(self.servers)
         server = VirtualServer(locks, PoolMemory(agent, "DRAM", (Region(0, PAGE_BYTES),), 0))
         self.servers[agent] = server
@@ -58,14 +58,14 @@ class Network:
 
 
 class VirtualReader(PageReader):
-    """Reads pools of a network, ``capacity`` pages in a call; belongs to the I/O thread."""
+    """Reads pools of a network, ``capacity`` pages per call; belongs to the I/O thread."""
 
     def __init__(self, network: Network, capacity: int, thread: Spends) -> None:
         self._network, self._thread = network, thread
         self.capacity = capacity * PAGE_BYTES
 
     def read(self, memory: PoolMemory, regions: Sequence[Region]) -> memoryview:
-        """Take the time of these pages."""
+        """Spend the time of reading the pages."""
         del memory
         self._thread.spend(self._network.page_seconds * len(regions))
         return memoryview(bytes(PAGE_BYTES * len(regions)))

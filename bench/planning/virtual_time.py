@@ -1,8 +1,8 @@
 """An event loop with a virtual clock, and threads whose calls take virtual time.
 
-Whatever waits on the loop waits no real time: when nothing is ready, the clock moves on to the next
-timer. The planner runs engines on it, and so do the simulations of the tests, which draw by lot
-what this loop leaves in asyncio's order.
+Waiting takes no real time: when nothing is ready, the clock moves on to the next timer. The planner
+runs engines on it, and so do the simulations of the tests, which choose at random where asyncio
+leaves the order open.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from ...core.engine.model_thread import Job
 from ...core.errors import EngineDead
 
 T = TypeVar("T")
-MAX_TURNS_AT_ONCE = 5_000  # turns of the loop in which no time passes: a hot loop
+# Turns of the loop without any passing time, after which it counts as a busy loop.
+MAX_TURNS_AT_ONCE = 5_000
 Outcome = tuple[Any, BaseException | None]
 
 
 class Stuck(AssertionError):  # noqa: N818 - a finding of simulations, as assertions are
-    """Something waits for what will never come."""
+    """A task waits for an event that can never happen."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Time passes when nothing else is to be done, at once.
+    """A loop on which time passes at once when nothing else is ready.
 
-    ``max_seconds``: virtual time after which `Stuck` is raised. ``errors`` collects what asyncio
-    would only log.
+    ``max_seconds``: virtual time after which `Stuck` is raised. ``errors`` collects the errors that
+    asyncio would only log.
     """
 
-    # Of asyncio's own implementation, which gives them no types.
+    # These belong to asyncio's own implementation, which does not annotate them.
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
     _timer_cancelled_count: int
@@ -50,14 +51,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # -- what asyncio calls ---------------------------------------------------------------------
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Return virtual seconds."""
         return self._now
 
     def _write_to_self(self) -> None:
         """Do nothing: no other thread is waiting."""
 
     def _run_once(self) -> None:
-        """One turn: let time pass, take the timers that are due, run what is ready."""
+        """Run one turn: let time pass, take the timers that are due, run the ready callbacks."""
         self.num_turns += 1
         self._pass_time()
         ready = [*self._ready, *self._due()]
@@ -67,7 +68,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self._run_handle(handle)
 
     def _in_order(self, ready: list[asyncio.Handle]) -> list[asyncio.Handle]:
-        """Return the callbacks of a turn as they are to run."""
+        """Return the callbacks of a turn in the order in which they run."""
         return ready
 
     def _run_handle(self, handle: asyncio.Handle) -> None:
@@ -84,13 +85,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             return
         self._turns_at_once += 1
         if self._turns_at_once > MAX_TURNS_AT_ONCE:
-            raise Stuck(f"the loop runs hot: no time passes\n{self.state()}")
+            raise Stuck(f"the loop is busy, but no time passes\n{self.state()}")
 
     def _move_to(self, when: float) -> None:
         if when > self._now:
             self._now, self._turns_at_once = when, 0
         if self._now > self._max_seconds:
-            raise Stuck(f"somebody still waits after {self._now:.0f} s\n{self.state()}")
+            raise Stuck(f"a task is still waiting after {self._now:.0f} s\n{self.state()}")
 
     def _next_timer(self) -> float | None:
         while self._scheduled and self._scheduled[0].cancelled():
@@ -99,7 +100,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._scheduled[0].when() if self._scheduled else None
 
     def _due(self) -> list[asyncio.TimerHandle]:
-        """Timers whose time has come, in the order of their times and else as `_tie` says."""
+        """Return the timers that are due, ordered by time; `_tie` orders equal times."""
         due: list[tuple[float, float, int, asyncio.TimerHandle]] = []
         while (when := self._next_timer()) is not None and when <= self._now:
             handle = heapq.heappop(self._scheduled)
@@ -108,7 +109,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return [handle for *_, handle in sorted(due)]
 
     def _tie(self) -> float:
-        """Return what decides between timers that are due at the same time."""
+        """Return the sort key of timers that are due at the same time."""
         return 0.0
 
     # -- what went wrong ------------------------------------------------------------------------
@@ -118,13 +119,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     def state(self) -> str:
-        """Describe where every task stands."""
+        """Describe the place at which every task is suspended."""
         tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
         lines = [f"at {self._now:.3f} s, turn {self.num_turns}"]
         return "\n".join(lines + [f"  {task.get_name()}: {_place(task)}" for task in tasks])
 
     def end(self) -> None:
-        """Cancel what is left, without minding how it takes it, and close."""
+        """Cancel the remaining tasks, ignore their errors, and close."""
         try:
             for _ in range(3):
                 if left := asyncio.all_tasks(self):
@@ -134,13 +135,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     self.call_later(60.0, self.stop)
                     self.run_forever()
         except Stuck:
-            pass  # known already, or of no interest any more
+            pass  # The caller knows of it already, or does not need it any more.
         finally:
             self.close()
 
 
 def _place(task: asyncio.Task[Any]) -> str:
-    """The innermost frames in which a task is suspended."""
+    """Return the frames in which a task is suspended, innermost first."""
     frames: list[str] = []
     awaited: Any = task.get_coro()
     while awaited is not None:
@@ -155,30 +156,30 @@ L = TypeVar("L", bound=VirtualLoop)
 
 
 def run_on(loop: L, main: Callable[[L], Coroutine[Any, Any, T]]) -> T:
-    """Run to the end in no time. Raises `Stuck`, what ``main`` raises, and for logged errors."""
+    """Run to the end without waiting. Raises `Stuck`, errors of ``main``, and for logged errors."""
     try:
         result = loop.run_until_complete(main(loop))
         loop.run_until_complete(loop.shutdown_asyncgens())
         if left := asyncio.all_tasks(loop):
-            raise Stuck(f"tasks are left over: {left}")
+            raise Stuck(f"tasks have not ended: {left}")
         if loop.errors:
-            raise Stuck(f"the loop has heard of {loop.errors}")
+            raise Stuck(f"the loop has logged errors: {loop.errors}")
         return result
     finally:
         loop.end()
 
 
 class VirtualThread:
-    """A `StepThread` that owns no thread: calls run on the loop and end later, one by one.
+    """A `StepThread` without a thread: calls run on the loop and end later, one by one.
 
-    A call is computed when it begins, and ends as many virtual seconds later as it has spent
-    (`spend`): `time` is the clock inside of the call.
+    A call is computed when it begins, and ends after the virtual seconds that it spent (`spend`).
+    `time` is the clock inside the call.
     """
 
     def __init__(self, on_thread_start: Callable[[], None] = lambda: None) -> None:
         self.is_closed = False
-        self._queue: deque[Job[Any]] = deque()  # the first one is under way
-        self._spent = 0.0  # by the call that runs now
+        self._queue: deque[Job[Any]] = deque()  # The first job is running.
+        self._spent = 0.0  # Seconds spent by the running call.
         on_thread_start()
 
     def start(self, work: Callable[[], T]) -> Job[T]:
@@ -192,15 +193,15 @@ class VirtualThread:
         return job
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Accept no more calls."""
         self.is_closed = True
 
     def spend(self, seconds: float) -> None:
-        """Let the call that runs now take so much longer."""
+        """Make the running call take ``seconds`` longer."""
         self._spent += seconds
 
     def time(self) -> float:
-        """Virtual seconds, as the call that runs now would see them."""
+        """Return virtual seconds as the running call sees them."""
         return asyncio.get_running_loop().time() + self._spent
 
     def _begin(self) -> None:
@@ -217,8 +218,8 @@ class VirtualThread:
 
 
 def outcome_of(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Return what a call returns and what it raises."""
+    """Run a call and return its result and its error."""
     try:
         return work(), None
-    except BaseException as failure:  # raised where it is waited for
+    except BaseException as failure:  # The error is raised at the waiting caller.
         return None, failure

@@ -190,7 +190,7 @@ def has_mtp(path: Path, target: Decoder) -> bool:
     try:
         return count_mtp_layers(*open_model(path)) > 0
     except ModelLoadError as problem:
-        logger.warning("auto drafts without '%s': %s", MTP.name, problem)
+        logger.warning("--draft auto leaves out '%s': %s", MTP.name, problem)
         return False
 
 

@@ -173,10 +173,10 @@ def test_a_stage_that_dies_or_hangs_costs_itself_alone(tmp_path, monkeypatch, ca
     }  # fmt: skip
     assert found["facts"].tables == {"found": [{"what": 1}]}, "what it had found is kept"
     assert "code -6" in found["facts"].errors[0]
-    assert "nothing was written" in found["decode"].errors[0]
+    assert "no results were written" in found["decode"].errors[0]
     page = capsys.readouterr().out
     assert "### found" in page
-    assert "ended after 4 s" in page
+    assert "stopped after 4 s" in page
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -210,7 +210,7 @@ def test_an_error_that_is_only_logged_fails_a_stage_and_a_warning_is_a_note(tmp_
 
 def test_a_stage_is_not_begun_when_the_time_is_over(tmp_path) -> None:
     result = check._run_part("decode", Place(work=tmp_path, rehearses=True), 1.0)
-    assert (result.status, result.notes) == ("not run", ["No time was left."])
+    assert (result.status, result.notes) == ("not run", ["There was no time left."])
 
 
 def test_a_part_that_fails_is_told_and_the_next_ones_run(tmp_path, capsys) -> None:
@@ -232,7 +232,7 @@ def test_a_part_that_fails_is_told_and_the_next_ones_run(tmp_path, capsys) -> No
 def test_parts_for_which_no_time_is_left_are_told(tmp_path) -> None:
     stage = make_stage(tmp_path, seconds=-1.0)
     stage.try_each({"first": lambda: pytest.fail("it ran")})
-    assert stage.result.notes == ["No time was left for first."]
+    assert stage.result.notes == ["There was no time left for first."]
 
 
 def read_results_of(stage: Stage) -> dict[str, object]:
@@ -355,10 +355,10 @@ def test_outcomes_are_read_from_what_pytest_prints_even_if_it_never_ends(tmp_pat
     assert [tuple(row.values()) for row in rows] == [("test_a", 1, 1, 0), ("test_b", 0, 1, 1)]
     assert stage.result.errors == [
         "test_a, test_two[3]: AssertionError: 1 is not 2",
-        "test_b, test_four: the log tells why",
+        "test_b, test_four: see the log",
     ]
     tell_tests(stage, "ImportError: no such thing")
-    assert stage.result.errors[-1] == "no test was run; the log tells why"
+    assert stage.result.errors[-1] == "no test was run; see the log"
 
 
 def test_no_two_rows_of_a_ragged_case_write_one_slot() -> None:

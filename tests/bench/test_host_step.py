@@ -63,4 +63,4 @@ def test_the_command_measures_parts_and_the_gap_and_says_what_is_simulated(tmp_p
 def test_trees_with_a_number_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--shape", "tree", "--depth", "4"])
-    assert "trees have depth auto" in capsys.readouterr().err
+    assert "--shape tree needs --depth auto" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_short_beside_long_has_its_own_loop_and_figures():
     [row] = figures["short_beside_long"]
     assert (row["num_long"], row["num_short"]) == (4, 2)
     assert "neighbour" not in figures
-    assert notes[0].startswith("closed loop, one round after the other")
+    assert notes[0].startswith("closed loop, one round after another")
 
 
 def test_a_failed_warm_up_is_told_with_its_message():

@@ -45,12 +45,12 @@ def test_an_answer_that_ends_too_early_is_a_connection_cut(length):
 
 @pytest.mark.parametrize("junk", [b"SSH-2.0\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", b"x" * 70_000])
 def test_what_is_no_http_is_named(junk):
-    with pytest.raises(Failure, match="no HTTP"):
+    with pytest.raises(Failure, match="invalid HTTP"):
         AnswerParser().feed(junk)
 
 
 def test_a_chunk_without_a_size_is_no_http():
-    with pytest.raises(Failure, match="no HTTP: Invalid character in chunk size"):
+    with pytest.raises(Failure, match="invalid HTTP: Invalid character in chunk size"):
         AnswerParser().feed(CHUNKED.replace(b"5;extension=1", b"five"))
 
 

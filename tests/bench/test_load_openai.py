@@ -61,21 +61,21 @@ def test_several_tokens_of_a_chunk_are_known_from_the_usage_at_the_end(server):
     record, _, driver = asked(server)
     assert record.counts == [4, 2]
     assert record.times == sorted(record.times)
-    assert list(driver.countings) == ["usage at the end, shared out by characters"]
+    assert list(driver.countings) == ["final usage, assigned to chunks by their characters"]
 
 
 def test_usage_in_every_chunk_is_taken_as_it_is(server):
     server.per_chunk, server.continuous = 4, True
     record, _, driver = asked(server)
     assert record.counts == [4, 2]
-    assert list(driver.countings) == ["told by the server, chunk by chunk"]
+    assert list(driver.countings) == ["reported by the server for each chunk"]
 
 
 def test_without_usage_a_chunk_is_a_token_unless_its_text_can_be_tokenised(server):
     server.per_chunk, server.usage = 4, False
     record, _, driver = asked(server)
     assert (record.counts, record.prompt_tokens) == ([1, 1], None)
-    assert list(driver.countings) == ["no usage, or cut by us: one each"]
+    assert list(driver.countings) == ["no usage, or cut by the client: one per chunk"]
     record, _, driver = asked(server, encode=letters)
     assert record.counts == [4, 2]
 

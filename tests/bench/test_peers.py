@@ -80,7 +80,7 @@ def test_a_server_that_fails_costs_its_own_cells(server):
     assert found["row"]["a"] == "failed: HTTP 400: no such field"
     assert str(found["row"]["b"]) == "3 [2 .. 4]"
     assert found["row"]["c"] == "-"
-    assert found["ready, s"] == {"a": "-", "b": "-", "c": "failed: ended: out of memory"}
+    assert found["ready, s"] == {"a": "-", "b": "-", "c": "failed: the server ended: out of memory"}
     assert set(found["peak, GB"].values()) == {"-"}
 
 

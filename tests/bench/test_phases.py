@@ -169,7 +169,7 @@ def test_of_several_measurements_of_the_machine_the_best_counts(monkeypatch):
 def test_the_page_has_what_follows_from_the_data(run):
     page = render(run, has_plots=False)
     ridge = prefill_ridge(SHAPE, LIMITS)
-    assert f"a prompt is bound by arithmetic from {ridge} tokens on." in page
+    assert f"prompts of {ridge} tokens or more are bound by arithmetic." in page
     assert cells(page, "| 64 ")[2] == "3200"
     assert cells(page, "| 4 ")[1:3] == ["250 [250 .. 250]", "0.016 [0.016 .. 0.016]"]
     assert cells(page, "| 512 ", last=True)[1:] == [
@@ -186,9 +186,9 @@ def cells(page: str, begin: str, *, last: bool = False) -> list[str]:
 
 
 def test_weights_that_fit_the_cache_are_told_of(run):
-    assert "no strict limit" not in render(run, has_plots=True)
+    assert "not a strict limit" not in render(run, has_plots=True)
     run.cache_bytes = 4_000_000
-    assert "no strict limit" in render(run, has_plots=True)
+    assert "not a strict limit" in render(run, has_plots=True)
 
 
 def test_simulated_acceptance_is_said_to_be_simulated(run):
@@ -206,9 +206,9 @@ def test_repeats_that_lie_apart_and_points_without_any_are_told_of(run):
 
 
 def test_a_machine_whose_limits_drift_is_not_called_quiet(run):
-    assert "not quiet" not in render(run, has_plots=True)
+    assert "not idle" not in render(run, has_plots=True)
     run.limits = msgspec.structs.replace(LIMITS, drift=0.3)
-    assert "by 30% within the run: the machine was not quiet" in render(run, has_plots=True)
+    assert "by 30% within the run: the machine was not idle" in render(run, has_plots=True)
 
 
 def test_a_report_shows_tables_and_plots_where_there_are_any(run):

@@ -140,7 +140,7 @@ def test_drafts_bring_the_tokens_that_are_given_and_cost_their_rows() -> None:
     # 100 tokens behind the first one, 40 steps of 4 rows and a draft each.
     assert figures["output_tokens"] == 101
     assert figures["step_seconds"] == pytest.approx(0.1025 + 40 * (4 + 2 + 0.5 + 1) / 1e3, rel=0.01)
-    with pytest.raises(ValueError, match=r"1 to 4 tokens a step, not 4\.5"):
+    with pytest.raises(ValueError, match=r"1 to 4 tokens per step, not 4\.5"):
         Drafts(depth=3, tokens_per_step=4.5)
 
 
@@ -240,7 +240,7 @@ def test_the_command_plans_roles_beside_replicas_that_are_alike(
     assert plan.main([*flags, "--prefill", "1", "--decode", "2", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "| 1 prefill, 2 decode |" in shown
-    assert "drafts of 3 tokens, 2 tokens a step" in shown
+    assert "drafts of 3 tokens, 2 tokens per step" in shown
     found = [(each["replicas"], each["prefill"]) for each in json.loads(out.read_text())["plans"]]
     assert found == [(3, 0), (3, 1)]
 
@@ -248,10 +248,10 @@ def test_the_command_plans_roles_beside_replicas_that_are_alike(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--prefill", "1"], "--prefill and --decode need each other"),
+        (["--prefill", "1"], "--prefill and --decode must be given together"),
         (["--prefill", "1", "--decode", "0"], "--decode"),
-        (["--draft-depth", "2", "--tokens-per-step", "4"], "1 to 3 tokens a step, not 4"),
-        (["--tokens-per-step", "2"], "1 to 1 tokens a step"),
+        (["--draft-depth", "2", "--tokens-per-step", "4"], "1 to 3 tokens per step, not 4"),
+        (["--tokens-per-step", "2"], "1 to 1 tokens per step"),
         (["--draft-depth", "-1"], "--draft-depth"),
     ],
 )

@@ -51,7 +51,7 @@ def test_a_setting_that_cannot_be_is_refused(rest: list[str], capsys) -> None:
     with pytest.raises(SystemExit):
         main(rest)
     said = capsys.readouterr().err
-    assert "no setting" in said or "name one with --draft" in said
+    assert "unknown setting" in said or "name one with --draft" in said
 
 
 def turns(*seconds: float) -> list[Figures]:

@@ -221,7 +221,7 @@ def test_a_server_that_ends_stops_the_release(tmp_path: Path) -> None:
 
 def test_a_command_that_fails_stops_the_release_unless_it_may(tmp_path: Path) -> None:
     run(sys.executable, "-c", "raise SystemExit(3)", cwd=tmp_path, may_fail=True)
-    with pytest.raises(SystemExit, match="failed with 3"):
+    with pytest.raises(SystemExit, match="failed with status 3"):
         run(sys.executable, "-c", "raise SystemExit(3)", cwd=tmp_path)
 
 

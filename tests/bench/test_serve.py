@@ -45,7 +45,7 @@ def test_every_workload_runs_against_a_server_that_knows_nothing_of_us(server, t
     assert code == 0
     assert report["errors"] == {}
     assert report["served"] == report["requests"] > 0
-    assert any("ignore_eos was refused" in note for note in report["notes"])
+    assert any("ignore_eos was rejected" in note for note in report["notes"])
     assert report["prefix_hit_rate"] is report["acceptance_rate"] is report["kv_usage"] is None
 
 
@@ -93,7 +93,7 @@ def test_an_open_loop_is_said_to_measure_from_the_schedule(server, tmp_path):
     flags = ("--requests", "3", "--request-rate", "1000", "--burstiness", "0.5")
     _, report = bench(server, tmp_path, "mixed", *flags, "--output-len", "2", "--save-requests")
     assert report["loop"] == (
-        "open loop, 1000 sessions/s, gamma, burstiness 0.5; times are from the scheduled arrival"
+        "open loop, 1000 sessions/s, gamma, burstiness 0.5; times start at the scheduled arrival"
     )
     assert all(record["due"] <= record["sent"] for record in report["records"])
 
@@ -127,7 +127,7 @@ def test_the_roofline_is_compared_with_steps_not_with_tokens():
     found = Roofline(10_000_000, 10e9).beside(
         {"tokens_per_s_user": {"p50": 1000.0}, "tokens_per_step": 2.0}
     )
-    assert found == "1000 steps/s (10 MB of weights at 10 GB/s); median user 0.5 of it"
+    assert found == "1000 steps/s (10 MB of weights at 10 GB/s); the median user reaches 0.5 of it"
 
 
 def test_a_busy_client_warns():
@@ -137,7 +137,7 @@ def test_a_busy_client_warns():
 
 def test_a_client_that_stood_still_warns():
     assert stall_note(0.1) == []
-    assert stall_note(0.25) == ["WARNING: the client stood still for 250 ms: latencies contain it"]
+    assert stall_note(0.25) == ["WARNING: the client stalled for 250 ms, which latencies include"]
 
     async def work() -> float:
         async with stalls() as worst:

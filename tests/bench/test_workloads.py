@@ -189,7 +189,7 @@ def test_a_conversation_that_is_full_ends_and_is_told():
     assert 1 < len(jobs) < 50
     assert all(len(ids(job)) + job.output_len <= 1200 for job in jobs)
     assert all(record.error is None for record in records)
-    assert made.remarks() == ["1 agents ended early: 1200 tokens were full"]
+    assert made.remarks() == ["1 agents ended early because the context of 1200 tokens was full"]
 
 
 # -- noisy neighbour ----------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_long_prompts_that_were_computed_too_soon_are_noted():
     assert "short-beside/0" not in names(records)
     assert beside_figures(records) == []
     assert made.remarks() == [
-        "4 long prompts had their first tokens before a short one was sent: raise --long-len"
+        "4 long prompts had their first tokens before a short request was sent; raise --long-len"
     ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DONE_ROOMS = ("radix_cache", "core", "draft", "api")
+DONE_ROOMS = ("radix_cache", "core", "draft", "api", "bench")
 FRAGMENT = re.compile(r"(of|that|those|in|as|what|which|where|whose)\b", re.IGNORECASE)
 RIDDLE = re.compile(r"\b(what is|those of|that of|of these|is none|nobody)\b|; how many")
 C_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)

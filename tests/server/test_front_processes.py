@@ -252,7 +252,7 @@ def test_a_front_listens_at_once_and_answers_503_until_its_replicas_come() -> No
             get(url, "/ready"), get(url, "/v1/models"), post(url, CHAT, body_of("chat")[1]),
         ):  # fmt: skip
             assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-            assert refused.error["message"] == "waiting for replicas: 0 of 2 are there"
+            assert refused.error["message"] == "waiting for replicas: 0 of 2 are connected"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:

@@ -123,7 +123,7 @@ def test_an_answer_and_the_cache_tell_why_reuse_of_the_prompt_ended(open_page: O
     say(page, "Goodbye. " * 8)
     told = page.locator(".cost").last.locator(".miss").inner_text()
     reason = "the chat template removed the reasoning of an answer"
-    assert re.search(rf"{reason} \(token \d+: \".+\" for \"<", told)
+    assert re.search(rf"{reason} \(token \d+: \".+\" instead of \"<", told)
     page.locator("#causes", has_text="removed the reasoning").wait_for()
 
 
@@ -249,7 +249,7 @@ def test_an_answer_has_a_table_of_its_tokens_by_drafter(open_page: Open) -> None
     assert table.is_hidden()
     page.locator(".by-drafter summary").click()
     assert table.locator("thead th").all_inner_texts() == [
-        "Drafter", "Tokens", "Share", "What it is",
+        "Drafter", "Tokens", "Share", "Description",
     ]  # fmt: skip
     rows = {
         row.locator("th").inner_text(): row.locator("td").all_inner_texts()
@@ -321,13 +321,13 @@ def test_an_answer_at_its_limit_says_so_and_empty_fields_are_not_sent(open_page:
     page.on("request", lambda sent: bodies.append(sent.post_data_json) if sent.post_data else None)
     say(page, "One.")
     page.click("#open-settings")
-    assert page.get_attribute("#temperature", "placeholder") == "the model's own (1)"
+    assert page.get_attribute("#temperature", "placeholder") == "the model's default (1)"
     page.fill("#system", "Be brief.")
     page.fill("#temperature", "0")
     page.fill("#max_tokens", "3")
     page.keyboard.press("Escape")
     say(page, "One two three four five six seven.")
-    assert page.locator(".cost .flag").inner_text() == "cut at the limit of tokens"
+    assert page.locator(".cost .flag").inner_text() == "stopped at the token limit"
     assert not {"temperature", "max_tokens", "seed", "speculation", "cache"} & set(bodies[0])
     assert (bodies[1]["temperature"], bodies[1]["max_tokens"]) == (0, 3)
     assert [each["role"] for each in bodies[1]["messages"]] == [
@@ -447,7 +447,7 @@ def test_a_conversation_is_there_after_a_reload_until_it_is_deleted(open_page: O
     page.reload()
     assert told(page) == text
     assert page.locator(".content mark").count() == marked
-    assert "tokens a second" in page.locator(".cost").inner_text()
+    assert "tokens per second" in page.locator(".cost").inner_text()
     page.click("#new")
     page.locator(".examples").wait_for()
     page.click("#open-history")
@@ -519,7 +519,7 @@ def test_only_the_beginning_and_the_end_of_an_answer_are_read_aloud(open_page: O
     page = open_page()
     say(page, "One two.")
     assert page.locator("#log [aria-live], #log [role=status], #log[aria-live]").count() == 0
-    assert re.match(r"The answer is complete, \d+ tokens", page.locator("#status").inner_text())
+    assert re.match(r"The answer is complete: \d+ tokens", page.locator("#status").inner_text())
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Open) -> None:

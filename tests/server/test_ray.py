@@ -350,6 +350,6 @@ def test_a_ray_that_cannot_start_or_is_not_there_is_named(tmp_path: Path) -> Non
             line_of_failure, "--front", "tcp://127.0.0.1:0", variables={"RAY_ADDRESS": nowhere}
         )
         broken = pool.submit(line_of_failure, variables={"TMPDIR": str(folder)})
-    assert absent.result().endswith(f"no Ray answers at RAY_ADDRESS {nowhere}")
+    assert absent.result().endswith(f"no Ray cluster answers at RAY_ADDRESS {nowhere}")
     assert "Ray cannot start: " in broken.result()
     assert "path length cannot exceed" in broken.result()

@@ -112,7 +112,7 @@ def test_a_replica_answers_as_the_sdk_and_moves_its_streams_on_a_signal() -> Non
             assert stream.token_ids == endless[: len(stream.token_ids)]
             assert front.pages  # of the prompt and of the answers
             assert await one.exit_code() == 0
-            assert "has this replica" in one.log()
+            assert "accepted this replica" in one.log()
 
     within_time(work())
 

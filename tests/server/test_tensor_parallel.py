@@ -202,7 +202,7 @@ def test_a_rank_without_memory_or_that_hangs_ends_streams_and_server(
         (["--tp", "2", "--backend", "triton"], "computes on the CPU only"),
         (["--tp", "2", "--model-impl", "transformers"], "transformers' modules"),
         (["--tp", "2", "--kv-evict", "window:512"], "cannot be combined with kv_evict"),
-        (["--tp", "2", "--lora", "a=b"], "has no adapters yet"),
+        (["--tp", "2", "--lora", "a=b"], "does not support adapters"),
     ],
 )
 def test_what_ranks_do_not_serve_is_told_before_they_start(

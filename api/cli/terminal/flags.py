@@ -14,7 +14,7 @@ def add_run_flags(parser: Parser) -> None:
         default=[],
         help="MODEL: a folder, a .gguf file, OWNER/NAME or smollm2, as for serve; PROMPT: "
         "any other "
-        "text. Without a prompt and piped input: a conversation",
+        "text. Without a prompt or piped input, starts a conversation",
     )
     _add_answer_flags(parser)
     parser.add_argument(

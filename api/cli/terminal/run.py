@@ -24,7 +24,7 @@ from .progress import tell_start, watch_loading
 from .terminal import LocalModel, Style, style_of
 
 MAX_INPUT_BYTES = 64 * 2**20
-NOTHING_CAME = "[no text: --raw continues a text as it is; without it the model answers]"
+NOTHING_CAME = "[no text: --raw continues the prompt as it is; without --raw the model answers]"
 ONLY_THOUGHTS = "[no answer: the model was still reasoning; raise --max-tokens]"
 
 

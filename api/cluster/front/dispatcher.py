@@ -98,7 +98,7 @@ class Dispatcher:
         links = self._roster.links.values()
         name = adapter_of(request.namespace)
         if name is not None and not any(request.extras.adapter in link.adapters for link in links):
-            raise Unavailable(f"no replica has the adapter {name} at this moment")
+            raise Unavailable(f"no connected replica has loaded the adapter {name}; retry later")
 
     def abort(self, request_id: str) -> None:
         """Abort a request between two steps; unknown and finished ones are ignored."""
@@ -145,11 +145,11 @@ class Dispatcher:
         link.load = step.load
         for news in step.pages:
             if len(news.keys) > link.hello.num_pages * KEY_BYTES:
-                raise WireError(f"more pages than its {link.hello.num_pages}")
+                raise WireError(f"it reports more KV pages than its {link.hello.num_pages}")
             change = self._router.stored if news.is_stored else self._router.dropped
             change(link.peer, page_keys(news))
         if self._router.num_pages(link.peer) > link.hello.num_pages:
-            raise WireError(f"more pages than its {link.hello.num_pages}")
+            raise WireError(f"it reports more KV pages than its {link.hello.num_pages}")
         now = self._clock()
         for request_id, delta in step.deltas:
             live = link.request_of(request_id)
@@ -342,7 +342,7 @@ class Dispatcher:
         now = self._clock()
         live.lose(now)
         if live.num_losses >= MAX_LOSSES:
-            message = f"the request was ended: {MAX_LOSSES} replicas were lost while they served it"
+            message = f"the request failed: {MAX_LOSSES} replicas were lost while serving it"
             self._finish(live, Delta(error=EngineDead(message)))
             return
         self._metrics.moved.inc()
@@ -362,7 +362,7 @@ class Dispatcher:
         elif self._place(live, now):
             self._waiting.pop(live.request.request_id, None)
         elif not self._roster.links and now - live.waits_since >= self._failover_seconds:
-            message = f"no replica came within {self._failover_seconds:g} s"
+            message = f"no replica connected within {self._failover_seconds:g} s"
             self._finish(live, Delta(error=Unavailable(message)))
 
     # -- the end of a request -------------------------------------------------------------------
@@ -409,4 +409,4 @@ def _check_lives(live: LiveRequest, delta: Delta) -> None:
         raise DeadReplicaError(f"its engine ended: {str(delta.error)[:MAX_REASON]!r}")
     is_abort = delta.finish_reason is FinishReason.ABORT and delta.stop_reason is None
     if is_abort and not live.is_aborted:
-        raise DeadReplicaError("it ended a request that was not aborted")
+        raise DeadReplicaError("it aborted a request that the front did not abort")

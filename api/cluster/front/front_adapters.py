@@ -79,7 +79,7 @@ class FrontAdapters:
         if not found:
             raise Unavailable(NO_REPLICA)
         if len({facts.digest for facts in found.values()}) > 1:
-            raise ModelLoadError(f"{question.path}: the replicas have different files there")
+            raise ModelLoadError(f"{question.path}: the replicas have different files at this path")
         return found
 
     async def unload(self, loaded: LoadedAdapter) -> None:
@@ -110,7 +110,9 @@ class FrontAdapters:
             try:
                 facts = (await self._ask(question, [link])).get(link)
                 if facts is not None and facts.digest != digest:
-                    raise ModelLoadError(f"{question.path}: the other replicas have other files")
+                    raise ModelLoadError(
+                        f"{question.path}: its files differ from the other replicas' files"
+                    )
             except ForetokenError as error:
                 if remote in self._loaded:
                     reason = f"it cannot load the adapter {question.name}: {error}"

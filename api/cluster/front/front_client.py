@@ -127,7 +127,7 @@ class FrontClient(EngineClient):
     @property
     def _absence(self) -> ForetokenError:
         reason = None if self._replicas is None else self._replicas.readiness
-        return Unavailable(reason or "the server starts")
+        return Unavailable(reason or "the server is starting")
 
     async def _build(self) -> Built[ServingEngine]:
         """Wait for the first replica and return its model.
@@ -171,7 +171,7 @@ class FrontClient(EngineClient):
             if reason is not None and reason != known:
                 logger.warning("%s", reason)
             elif reason is None and known is not None:
-                logger.info("replicas are started again")
+                logger.info("lost replicas are being replaced again")
             known = reason
             replicas.metrics.not_replaced.set(known is not None)
 

@@ -41,7 +41,7 @@ class ReplicaFamilies(Collector):
             try:
                 found = list(text_string_to_metric_families(text.decode()))
             except ValueError:
-                logger.warning("the metrics of replica %s cannot be read", number)
+                logger.warning("cannot read the metrics of replica %s", number)
                 continue
             for each in found:
                 family = families.setdefault(
@@ -74,17 +74,17 @@ class FrontMetrics:
         for collector in (Reader(self._read_replicas), self._families):
             self.registry.register(collector)
         self.moved = self._count(
-            "requests_moved", "Requests that went on in another replica, because theirs was lost"
+            "requests_moved", "Requests that continued in another replica after theirs was lost"
         )
         self.hit_tokens = self._count(
-            "route_hit_tokens", "Prompt tokens expected in the cache of the replica that was chosen"
+            "route_hit_tokens", "Prompt tokens expected to be cached in the chosen replica"
         )
-        self._lost = self._count("replicas_lost", "Replicas that were lost", "cause")
+        self._lost = self._count("replicas_lost", "Lost replicas by cause", "cause")
         for cause in CAUSES:
             self._lost.labels(cause)
         self.not_replaced = Gauge(
             PREFIX + "replicas_not_replaced",
-            "1 while Ray, which should replace lost replicas, is gone or cannot start them",
+            "1 while Ray cannot be reached or cannot replace lost replicas",
             registry=self.registry,
         )
         failures = self._count(
@@ -102,10 +102,10 @@ class FrontMetrics:
 
     def _read_replicas(self) -> Iterator[Metric]:
         replicas = self._read()
-        yield gauge("replicas", "Replicas that are there", len(replicas))
+        yield gauge("replicas", "Connected replicas", len(replicas))
         for place, name, text in (
-            (0, "replica_owed_tokens", "Tokens left to compute for the requests of a replica"),
-            (1, "replica_requests", "Requests that a replica has, running and waiting"),
+            (0, "replica_owed_tokens", "Prompt tokens left to compute for a replica's requests"),
+            (1, "replica_requests", "Running and waiting requests of a replica"),
         ):
             family = GaugeMetricFamily(PREFIX + name, text, labels=[LABEL])
             for number, values in replicas.items():

@@ -45,7 +45,7 @@ async def ask_all(
         except WireError as error:
             roster.lose(link, "wrong", str(error))
         except EngineDead:
-            logger.info("%s is gone and is left out", link)
+            logger.info("skipping %s: it is no longer connected", link)
         except ForetokenError:
             if not skips:
                 raise
@@ -65,7 +65,7 @@ def number_of(answer: Answer) -> int:
     """Return the number in an answer. Raises the answer's error, or `WireError`."""
     result = _result(answer)
     if not isinstance(result, int):
-        raise WireError("an answer that is no number")
+        raise WireError("it sent an answer that is not a number")
     return result
 
 
@@ -78,7 +78,7 @@ def bytes_of(answer: Answer) -> bytes:
     """Return the bytes in an answer. Raises the answer's error, or `WireError`."""
     result = _result(answer)
     if not isinstance(result, bytes):
-        raise WireError("an answer that is no text")
+        raise WireError("it sent an answer that is not bytes")
     return result
 
 

@@ -179,8 +179,8 @@ class Replicas:
         check_priority(request, self._roster.max_priority)
         if sum(image.num_bytes for image in request.extras.images) > MAX_IMAGE_BYTES:
             message = (
-                f"the images take more than {MAX_IMAGE_BYTES} bytes on their way to a replica: "
-                "send fewer, smaller ones, or such with detail low"
+                f"the images take more than {MAX_IMAGE_BYTES} bytes when sent to a replica: "
+                "send fewer or smaller images, or set their detail to low"
             )
             raise InvalidRequest(message, param="messages")
 
@@ -220,9 +220,9 @@ class Replicas:
             case Leaving(has_failed=True):
                 raise DeadReplicaError(f"its engine ended: {message.reason[:MAX_REASON]!r}")
             case Leaving():
-                self._roster.lose(link, "left", f"it leaves: {message.reason[:MAX_REASON]!r}")
+                self._roster.lose(link, "left", f"it left: {message.reason[:MAX_REASON]!r}")
             case Hello():
-                raise WireError("a second greeting")
+                raise WireError("it sent a second greeting")
             case WireError():
                 raise message
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..wire.transport import FrontSocket
 
 logger = logging.getLogger(__name__)
-NOT_RUNNING, NO_REPLICA = "the engine is not running", "no replica is there"
+NOT_RUNNING, NO_REPLICA = "the engine is not running", "no replica is connected"
 MAX_SILENT_BEATS = 3  # front's beats without a message: two of the replica's are then missing
 REFUSAL_SECONDS = 10.0  # interval in which a repeated refusal is not logged again
 TOLD_CAUSES = ("wrong", "died", "left")  # causes for which a replica is told the reason
@@ -83,7 +83,7 @@ class Roster:
     def missing(self) -> str | None:
         """Reason why no request can be sent: too few replicas have connected; None if enough."""
         if not self.complete.is_set():
-            return f"waiting for replicas: {len(self.links)} of {self._wanted} are there"
+            return f"waiting for replicas: {len(self.links)} of {self._wanted} are connected"
         return None if self.links else NO_REPLICA
 
     @property
@@ -111,7 +111,7 @@ class Roster:
         """Send to a replica; return False, and lose the replica, if it does not read."""
         sent = self.socket.send(link.peer, message)
         if not sent:
-            self.lose(link, "closed", "it does not read")
+            self.lose(link, "closed", "it does not read its messages")
         return sent
 
     def beat(self) -> None:
@@ -119,7 +119,7 @@ class Roster:
         for link in list(self.links.values()):
             link.num_silent_beats += 1
             if link.num_silent_beats >= MAX_SILENT_BEATS:
-                self.lose(link, "silent", "it sends no beats")
+                self.lose(link, "silent", "it stopped sending heartbeats")
             else:
                 self.send(link, Beat())
 
@@ -155,7 +155,7 @@ class Roster:
     def disconnected(self, peer: bytes) -> None:
         """Lose the replica of a closed connection."""
         if (link := self.links.get(peer)) is not None:
-            self.lose(link, "closed", "its connection closed")
+            self.lose(link, "closed", "its connection was closed")
 
     def greet(self, peer: bytes, message: FromReplica | WireError) -> None:
         """Accept or refuse a replica by its first message."""
@@ -173,7 +173,7 @@ class Roster:
         now = self._clock()
         if reason != self._logged_refusal or now - self._refused_at >= REFUSAL_SECONDS:
             self._logged_refusal, self._refused_at = reason, now
-            logger.warning("a replica is refused: %s", reason)
+            logger.warning("refused a replica: %s", reason)
 
     def _check_fits(self, hello: Hello) -> None:
         """Raise `UnfitError` for a replica of another model."""
@@ -183,11 +183,13 @@ class Roster:
             if not (_same_bits(hello, first) or self._has_warned):
                 self._has_warned = True
                 logger.warning(
-                    "replicas compute in different ways (%s, %s): tokens may differ when a request "
+                    "replicas use different kernels (%s, %s): tokens may differ after a request "
                     "moves", first.kernels, hello.kernels,
                 )  # fmt: skip
         elif hello.tokenizer != self._tokenizer:
-            message = f"MODEL has another tokenizer than the replicas, which serve {hello.name}"
+            message = (
+                f"MODEL and the replicas have different tokenizers; the replicas serve {hello.name}"
+            )
             self.first.set_exception(InvalidRequest(message, param="model"))
             raise UnfitError(message)
         else:
@@ -203,9 +205,9 @@ class Roster:
         if num_there >= self._wanted:
             self.complete.set()
         if num_there <= self._wanted:
-            logger.info("%s joined: %d of %d are there", link, num_there, self._wanted)
+            logger.info("%s joined: %d of %d are connected", link, num_there, self._wanted)
         else:
-            logger.info("%s joined: %d are there", link, num_there)
+            logger.info("%s joined: %d are connected", link, num_there)
         if not self.first.done():
             self.first.set_result(hello)
         self.socket.send(peer, Beat())  # tells the replica that it is accepted
@@ -223,7 +225,7 @@ def _hello_in(message: FromReplica | WireError) -> Hello:
     if isinstance(message, WireError):
         raise message
     if not isinstance(message, Hello):
-        raise WireError("its first message was no greeting")
+        raise WireError("its first message was not a greeting")
     return message
 
 
@@ -237,7 +239,9 @@ def _check_same_model(hello: Hello, first: Hello) -> None:
     for name in MODEL_FACTS:
         ours, theirs = getattr(first, name), getattr(hello, name)
         if ours != theirs:
-            raise UnfitError(f"its {name} is {_shown(theirs)}, that of the others {_shown(ours)}")
+            raise UnfitError(
+                f"its {name} is {_shown(theirs)}, but the other replicas have {_shown(ours)}"
+            )
 
 
 def _same_bits(hello: Hello, first: Hello) -> bool:

@@ -174,7 +174,7 @@ class Router(Generic[R]):
         token counts as cached there.
         """
         if replica in self._replicas:
-            raise ValueError(f"the replica {replica!r} has joined already")
+            raise ValueError(f"the replica {replica!r} has already joined")
         seed = _Seed(fingerprint or self._fingerprint, page_size)
         self._replicas[replica] = _Replica(replica, seed)
 
@@ -264,7 +264,7 @@ class Router(Generic[R]):
         Raises ValueError if the replica has left.
         """
         if (found := self._replicas.get(choice.replica)) is None:
-            raise ValueError(f"there is no replica {choice.replica!r}")
+            raise ValueError(f"unknown replica {choice.replica!r}")
         self.end(request_id)
         self._requests[request_id] = _Request(found, choice.num_tokens, choice.owed)
         found.owed += choice.owed

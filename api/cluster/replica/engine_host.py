@@ -25,7 +25,7 @@ from .page_log import PageLog
 logger = logging.getLogger(__name__)
 REDIAL_SECONDS = 1.0  # delay before connecting again to a front that sent no message
 REFUSED_SECONDS = 15.0  # delay before connecting again to a later front that refused the replica
-STOPPED, FAILED = "the replica stops", "the engine died"
+STOPPED, FAILED = "the replica is stopping", "the engine failed"
 
 
 class RefusedError(ForetokenError):
@@ -103,7 +103,9 @@ class EngineHost:
                 self._log_refusal(ended.reason)
                 await self._pause(REFUSED_SECONDS)
             elif was_taken:
-                logger.warning("the front at %s is lost: %s; dialling", self._address, ended.reason)
+                logger.warning(
+                    "lost the front at %s: %s; reconnecting", self._address, ended.reason
+                )
             else:
                 self._warn_unheard(ended.reason)
                 await self._pause(REDIAL_SECONDS)
@@ -115,7 +117,7 @@ class EngineHost:
         """Log a refusal, but not its repetitions."""
         if reason != self._refusal:
             self._refusal = reason
-            logger.warning("%s; dialling again", self._refused_by(reason))
+            logger.warning("%s; retrying", self._refused_by(reason))
 
     def stop(self) -> None:
         """Leave the front and let `run` return."""
@@ -152,7 +154,7 @@ class EngineHost:
 
     async def _say_joined(self, session: FrontSession) -> None:
         await session.is_joined.wait()
-        news = "is back" if self.joined.is_set() else "has this replica"
+        news = "is connected again" if self.joined.is_set() else "accepted this replica"
         self.joined.set()
         self._refusal, self._has_warned = None, False
         logger.info("the front at %s %s", self._address, news)
@@ -162,8 +164,8 @@ class EngineHost:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "the front at %s does not take this replica: %s; does it run, with the same "
-                "FORETOKEN_CLUSTER_KEY? dialling", self._address, reason,
+                "the front at %s does not answer this replica: %s; check that it is running with "
+                "the same FORETOKEN_CLUSTER_KEY; retrying", self._address, reason,
             )  # fmt: skip
 
     async def _pause(self, seconds: float) -> None:

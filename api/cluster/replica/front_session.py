@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 MOST_SILENT = 2  # missing beats of a front that are tolerated
 MOST_UNHEARD = 30  # beats without a first message of the front, then it is connected to again
-CANNOT_FETCH = "the pages of a prompt could not be read"
+CANNOT_FETCH = "could not read the KV pages of a prompt"
 NEWS_SECONDS = 0.01  # time that page news wait to be sent together with deltas
 
 
@@ -186,7 +186,7 @@ class FrontSession:
         try:
             answer = Answer(call_id=call.call_id, result=await self._hosted.answer(call.question))
         except Exception as error:
-            _log_unless_on_purpose(error, "a question of the front failed")
+            _log_unless_on_purpose(error, "a call from the front failed")
             answer = Answer(call_id=call.call_id, error=shown_error(error))
         self._send(answer)
 
@@ -275,10 +275,10 @@ class FrontSession:
             joined = self.is_joined.is_set()
             self._num_silent += 1
             if self._num_silent > (MOST_SILENT if joined else MOST_UNHEARD):
-                return Ended(Ending.LOST, f"it was silent for {self._num_silent} beats")
+                return Ended(Ending.LOST, f"it sent nothing for {self._num_silent} heartbeats")
             if joined:
                 self._say_alive()
-        return Ended(Ending.LOST, "it does not read")
+        return Ended(Ending.LOST, "it does not read its messages")
 
     def _note(self, live: _Live, delta: Delta) -> None:
         """Send a delta at the end of this turn of the loop."""

@@ -38,7 +38,7 @@ class HostedAdapters:
         if number is None:
             return None
         if (found := self._served.get(number)) is None:
-            raise WireError("a request of an adapter that is not loaded")
+            raise WireError("the request needs an adapter that is not loaded")
         return found
 
     def unload(self, number: int) -> None:

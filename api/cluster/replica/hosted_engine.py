@@ -165,7 +165,7 @@ class HostedEngine:
         if output:
             self._check_goes_on(request, params)
         if text.watches and await _stops(text, output):
-            raise WireError("the output so far has a stop string")
+            raise WireError("the request's output already contains a stop string")
         return HostedRequest(request=request, text=text)
 
     def offer_of(self, submit: Submit) -> PageOffer | None:
@@ -235,11 +235,11 @@ class HostedEngine:
     def _check_goes_on(self, request: Request, params: SamplingParams) -> None:
         """Raise `WireError` for an output that has ended: its next step would exceed a limit."""
         if request.sampling.pooling is not None:
-            raise WireError("an output of a request that generates nothing")
+            raise WireError("the request has an output but generates nothing")
         room = self.built.max_model_len - request.prompt_len
         most = room if params.max_tokens is None else min(room, params.max_tokens)
         if request.num_output >= most or request.tokens[-1] in request.stop_ids:
-            raise WireError("the output so far is a whole answer")
+            raise WireError("the request's output is already complete")
 
     def note_end(self, request: Request) -> None:
         """Record a request that has ended, for `Overview`."""

@@ -16,7 +16,7 @@ from .engine_host import EngineHost
 from .front_session import FrontLink
 
 SAVE_SECONDS = 30.0  # time after a signal for writing pages to tiers
-ON_DRAIN = "leaving the front, which moves the requests that run to other replicas"
+ON_DRAIN = "leaving the front, which moves running requests to other replicas"
 
 
 def run(
@@ -60,7 +60,7 @@ def make_host(
     `InvalidRequest` without a free share.
     """
     if config.lora:
-        message = "--lora is a flag of the front, which has its replicas load adapters"
+        message = "--lora is a flag of the front, which loads adapters into its replicas"
         raise InvalidRequest(message, param="lora")
     if num_shares is not None:
         config = _with_disk_share(config, num_shares, wait_seconds)

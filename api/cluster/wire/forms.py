@@ -132,7 +132,7 @@ def usage_of(form: Usage, now: float) -> Usage:
     Raises `WireError` for an infinite age of a cache loss.
     """
     if (loss := form.cache_loss) is not None and not math.isfinite(loss.time):
-        raise WireError("a loss without an age")
+        raise WireError("a cache loss without a finite age")
     return usage_form(form, now)  # the same subtraction turns an age into a time
 
 

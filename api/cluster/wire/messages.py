@@ -311,7 +311,7 @@ def _decoded(decode: Callable[[bytes], M], data: bytes) -> M:
     try:
         return decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no message of version {VERSION}: {error}") from None
+        raise WireError(f"an invalid message of version {VERSION}: {error}") from None
 
 
 def _version(data: bytes) -> int | None:
@@ -385,7 +385,7 @@ def page_keys(news: PageNews) -> list[bytes]:
     """Return the keys in page news, `KEY_BYTES` each. Raises `WireError`."""
     data = news.keys
     if len(data) % KEY_BYTES:
-        raise WireError(f"keys of pages have {KEY_BYTES} bytes each, not {len(data)} together")
+        raise WireError(f"page keys that have {KEY_BYTES} bytes each, but {len(data)} in total")
     return [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
 
 
@@ -412,10 +412,10 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     if not isinstance(params, SamplingParams):
         raise WireError("a request without parameters of the API")
     if not (constraint is None or isinstance(constraint, GrammarMatcher)):
-        raise WireError("a request with a constraint that is no grammar")
+        raise WireError("a request with a constraint that is not a grammar")
     adapter = request.extras.adapter
     if not (adapter is None or isinstance(adapter, RemoteAdapter)):
-        raise WireError("a request with an adapter of this process")
+        raise WireError("a request with an adapter that is loaded in this process")
     guess = request.prediction
     return Submit(
         request_id=request.request_id,

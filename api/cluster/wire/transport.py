@@ -162,9 +162,9 @@ class Quota:
         self._messages = min(MAX_MESSAGES, self._messages + since * MESSAGES_PER_SECOND) - 1
         self._bytes = min(MAX_BYTES, self._bytes + since * BYTES_PER_SECOND) - num_bytes
         if self._messages < 0:
-            return WireError(f"more than {MESSAGES_PER_SECOND} messages a second")
+            return WireError(f"more than {MESSAGES_PER_SECOND} messages per second")
         if self._bytes < 0:
-            return WireError(f"more than {BYTES_PER_SECOND >> 20} MiB a second")
+            return WireError(f"more than {BYTES_PER_SECOND >> 20} MiB per second")
         return None
 
 

@@ -108,7 +108,7 @@ class BatchJobs:
         except EngineDead:
             logger.info("batch %s is paused: the server is shutting down", batch_id)
         except Exception:
-            logger.exception("could not write the end of batch %s", batch_id)
+            logger.exception("could not store the result of batch %s", batch_id)
 
     async def _outcome(self, job: _Job) -> tuple[Status, list[LineError]]:
         """Answer a batch. Return its final status and its errors. Raises `EngineDead`."""

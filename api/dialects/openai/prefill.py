@@ -25,7 +25,7 @@ from .bodies import OpenAISampling
 if TYPE_CHECKING:
     from ....core.tiers.transfer_params import TransferParams
 
-NO_ROOM = "the pages of earlier prompts wait to be read by other servers"
+NO_ROOM = "the KV pages of earlier prompts are still waiting to be read by other servers"
 
 
 def transfer_of(body: OpenAISampling, *, num_prompts: int = 1) -> Mapping[str, Any] | None:

@@ -42,7 +42,7 @@ TAIL_IDS = 32  # tokens at the end of a prompt that are searched for the start o
 MAX_ENDS = 16  # maximum number of positions that are tried as the end of a message
 MAX_TRIES = 8  # maximum number of renderings with marks for answers from the history
 NOT_WRITTEN = (
-    "the chat template does not write this message as it was generated; leave token_ids out"
+    "the chat template does not render this message as it was generated; leave token_ids out"
 )
 Write = Callable[[ChatInput], Awaitable[str]]
 """Renders a conversation with the chat template."""

@@ -19,4 +19,4 @@ def tell_left_out(what: str, kind: str = "") -> None:
     if told in _told or len(_told) >= MAX_KINDS:
         return
     _told.add(told)
-    logger.warning("%s do not reach the model (logged once)", told)
+    logger.warning("%s are not passed to the model (logged once)", told)

@@ -66,7 +66,7 @@ class AuthMiddleware:
             return ApiError(505, "only HTTP/1.1 and HTTP/1.0 are supported", headers=CLOSE)
         if len(scope["headers"]) > self._limits.max_header_fields:
             most = self._limits.named("max_header_fields")
-            return ApiError(431, f"the request has more header fields than {most}")
+            return ApiError(431, f"the request exceeds the limit of header fields, {most}")
         if _num_bytes(scope) > self._limits.max_header_bytes:
             size = self._limits.named("max_header_bytes")
             return ApiError(431, f"the request headers are longer than {size} bytes")
@@ -105,7 +105,7 @@ class AuthMiddleware:
         most = self._limits.named("max_connections")
         return ApiError(
             503,
-            f"the server has more open connections than {most}",
+            f"the server has reached its limit of open connections, {most}",
             kind="server_error",
             code="too_many_connections",
             headers={"retry-after": "1"},

@@ -67,7 +67,7 @@ class AdapterRoutes(Endpoints):
         """Load a LoRA adapter. It replaces an adapter with the same name."""
         body = decode_load(await self._read(request, "loading an adapter"))
         if body.lora_name in self.service.names:
-            message = f"{body.lora_name} is a name of the model itself"
+            message = f"{body.lora_name} is a name of the model itself: choose another"
             raise InvalidRequest(message, param="lora_name")
         folder = await asyncio.to_thread(
             adapter_folder, self.service.settings.lora_dir, body.lora_path

@@ -31,7 +31,7 @@ MAX_MULTIPLE = 20_000
 MAX_REFERENCES = 8  # maximum length of a chain of references
 MAX_SCHEMAS = 50_000  # maximum number of schemas per document
 REF = "$ref"
-OVERLAP = "oneOf is supported only where its branches exclude each other; use anyOf"
+OVERLAP = "oneOf is supported only if its branches exclude each other; use anyOf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Rewriter:
         """Return a reference to the rewritten form of the schema that ``reference`` refers to."""
         target = self._references.target(reference)
         if target is None:
-            self._lose(path, f"{json.dumps(reference)} refers to nothing in this schema")
+            self._lose(path, f"{json.dumps(reference)} does not refer to a part of this schema")
             return True
         if isinstance(target, bool):
             return target
@@ -215,7 +215,7 @@ class _One:
         values = value if isinstance(value, list) else []
         exact = [each for each in values if _is_exact(each)]
         if not exact:
-            self._lose(key, "it lists no value that can be followed")
+            self._lose(key, "it lists no supported value")
         else:
             self._out[key] = exact
 
@@ -223,7 +223,7 @@ class _One:
         if _is_exact(value):
             self._out[key] = value
         else:
-            self._lose(key, "a number of more than 15 digits cannot be followed")
+            self._lose(key, "numbers of more than 15 digits are not supported")
 
     def _ref(self, key: str, value: object) -> None:
         found = self._all.refer(value, (*self._path, key))
@@ -293,7 +293,7 @@ class _One:
     def _not(self, key: str, value: object) -> None:
         branches = self._all._negation.of(value)
         if branches is None:
-            self._lose(key, "what it excludes cannot be said otherwise")
+            self._lose(key, "the schema that it excludes cannot be negated")
         else:
             self._either([self._inner(each, key) for each in branches])
 
@@ -305,7 +305,7 @@ class _One:
             return
         branches = self._all._negation.of(value)
         if branches is None:
-            self._lose(key, "its condition cannot be turned round")
+            self._lose(key, "its condition cannot be negated")
             return
         possible = [each for each in branches if not self._apart(self._schema, each)]
         whole = [{"allOf": [value, then]}, *({"allOf": [each, other]} for each in possible)]
@@ -353,7 +353,7 @@ class _One:
         if value in FORMATS:
             self._out[key] = value
         else:
-            self._lose(key, f"{json.dumps(value)} is not followed", is_annotation=True)
+            self._lose(key, f"{json.dumps(value)} is not supported", is_annotation=True)
 
     # -- arrays -----------------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class _One:
         if least == 0:
             return
         if least != 1 or "maxContains" in self._schema or "prefixItems" in self._schema:
-            self._lose(key, "only one item that it holds for can be asked for")
+            self._lose(key, "only a minimum of one matching item is supported")
             return
         first = self._inner(value, key)  # required of the first item; any other item would do
         self._also.append(self._typed({"prefixItems": [first], "minItems": 1}))
@@ -404,7 +404,7 @@ class _One:
         beside = ("allOf", "anyOf", "oneOf", REF, "if", "$dynamicRef", "not")
         known = "additionalProperties" if key == "unevaluatedProperties" else "items"
         if any(name in self._schema for name in beside):
-            self._lose(key, "beside other schemas it is not followed")
+            self._lose(key, "it is not supported next to other schemas")
         elif known not in self._schema:
             self._out[known] = self._inner(value, key)
 
@@ -469,7 +469,7 @@ class _One:
         if told and told <= {"minLength", "maxLength"}:
             low, high = schema.get("minLength", 0), schema.get("maxLength", "")
             return rf"^[\s\S]{{{low},{high}}}$"
-        self._lose(key, "only one pattern, lengths or a list of keys can be followed")
+        self._lose(key, "only one pattern, lengths or a list of keys is supported")
         return None
 
     def _least_keys(self, key: str, value: object) -> None:
@@ -485,7 +485,7 @@ class _One:
             self._out[key] = value
             return
         if comb(len(optional), missing) > MAX_BRANCHES:
-            self._lose(key, "there are too many ways to have so many properties")
+            self._lose(key, "too many combinations of properties reach this number")
             return
         branches: list[object] = [
             self._typed({"required": list(some)}) for some in combinations(optional, missing)
@@ -510,7 +510,7 @@ class _One:
             self._out[key] = value
             return
         if room < len(optional) and comb(len(optional), room) > MAX_BRANCHES:
-            self._lose(key, "there are too many ways to have so few properties")
+            self._lose(key, "too many combinations of properties stay within this number")
             return
         gone = combinations(optional, max(0, len(optional) - room))
         closed = {} if not has_others else {"additionalProperties": False, "properties": {}}

@@ -1,4 +1,4 @@
-"""Everything that is measured on a GPU, in one command: ``python -m foretoken.bench.lab.gpu``."""
+"""All measurements on a GPU, in one command: ``python -m foretoken.bench.lab.gpu``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the stages; the exit code."""
+    """Run the stages; return the exit code."""
     from .check import main as check
 
     return check(argv)

@@ -1,6 +1,7 @@
-"""Bed: a decoder, its KV pool and a runner, and steps of any shape on made-up contexts.
+"""Bed: a decoder with its KV pool and runner, to run steps of any shape on made-up contexts.
 
-No prompt is computed: pages hold random keys and values, which cost as much to read as any others.
+No prompt is computed: the pages hold random keys and values, which cost as much to read as computed
+ones.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from ....core.ops.kv_pool import KVPool
 from ...common.report import Spread
 from .gauge import Gauge
 
-PAGE_SIZE = EngineConfig().sizes("cuda").page_size  # tokens
+PAGE_SIZE = EngineConfig().sizes("cuda").page_size  # Tokens of a page.
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 @dataclass(slots=True)
 class Bed:
-    """Rows of sequence ``i`` lie on pages of its own."""
+    """A decoder, its pool and runner; sequence ``i`` has ``pages_each`` pages of its own."""
 
     decoder: Decoder
     pool: KVPool
     runner: ModelRunner
-    pages_each: int  # of a sequence
+    pages_each: int  # Pages of a sequence.
 
     @classmethod
     def make(cls, decoder: Decoder, num_sequences: int, num_tokens: int) -> Bed:
-        """Room for so many sequences of so many tokens; ready for steps, as a server is."""
+        """Make a bed for ``num_sequences`` of ``num_tokens`` tokens, warmed up like a server."""
         pages_each = -(-num_tokens // PAGE_SIZE)
         pool = decoder.make_pool(num_sequences * pages_each, page_size=PAGE_SIZE)
         fill(pool)
@@ -47,7 +48,10 @@ class Bed:
         return cls(decoder, pool, ModelRunner(decoder, pool), pages_each)
 
     def plan(self, num_rows: int, start: int, *, length: int = 1, num_drafts: int = 0) -> StepPlan:
-        """Plan ``num_rows`` sequences, each of ``length`` tokens from ``start`` on and a draft."""
+        """Plan a step of ``num_rows`` sequences.
+
+        Each has ``length`` tokens from ``start`` on and ``num_drafts`` draft tokens.
+        """
         rows = [self._row(index, start, length, num_drafts) for index in range(num_rows)]
         return StepPlan(requests=rows, newly_allocated_pages=array("q"), is_plain=num_drafts == 0)
 
@@ -68,12 +72,12 @@ class Bed:
         )
 
     def part(self, row: ScheduledRequest, start: int, stop: int) -> StepPlan:
-        """A chunk of a prompt; the last one yields a token."""
+        """Plan a chunk of a prompt; the last one yields a token."""
         rows = [replace(row, start=start, stop=stop)]
         return StepPlan(requests=rows, newly_allocated_pages=array("q"), is_plain=True)
 
     def seconds(self, plan: StepPlan, *, repeats: int) -> Spread:
-        """Time a whole step: batch, forward pass, tokens chosen and read back."""
+        """Time a whole step: batch, forward pass, sampling and reading back the tokens."""
         for _ in range(2):
             self.runner.step(plan)
         return Spread.of(list(self._timed(plan, repeats)))
@@ -81,11 +85,12 @@ class Bed:
     def _timed(self, plan: StepPlan, repeats: int) -> Iterator[float]:
         for _ in range(repeats):
             began = time.perf_counter()
-            self.runner.step(plan)  # ends when its tokens are read: nothing is left on the device
+            # The step returns when its tokens are read, so no work is left on the device.
+            self.runner.step(plan)
             yield time.perf_counter() - began
 
     def busy(self, gauge: Gauge, plan: StepPlan, *, repeats: int = 5) -> float:
-        """Seconds of a step in which the device did anything."""
+        """Return the seconds of a step in which the device was busy."""
         with gauge.watch() as activity:
             for _ in range(repeats):
                 self.runner.step(plan)
@@ -93,11 +98,11 @@ class Bed:
 
 
 def fill(pool: KVPool) -> None:
-    """Random keys and values: zeros would spare the card power, and run faster."""
+    """Fill the pool with random keys and values; zeros would take less power and run faster."""
     if not pool.block.codec.is_scaled:
         pool.data.normal_()
         return
-    pool.data.random_(0, 127)  # finite numbers in each codec
+    pool.data.random_(0, 127)  # Bytes that are finite numbers in each codec.
     _, scales = pool.split(pool.blocks)
     if scales is not None:
         scales.fill_(1 / 64)

@@ -1,6 +1,7 @@
-"""The whole check: stages in processes of their own, most important first, each with its limit.
+"""The whole check: stages in processes of their own, most important first, each with a time limit.
 
-A stage that fails, hangs or dies costs itself alone: what it had found stays, and the next begins.
+A stage that fails, hangs or dies affects only itself: its results so far are kept, and the next
+stage begins.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from .page import PAGE, read_results, render
 from .stage import Place, Result, Stage, first_line, read_result
 
 HERE = __package__ or ""
-FACTS = "facts"  # always run: the others are held against its limits
-MINUTES = 8.8  # for everything
-LEAST_SECONDS = 8.0  # with less left a stage is not begun
-GRACE = 5.0  # seconds from a stage's own end of time to the one that is enforced
-LAST_LINES = 20  # of the log of a stage that did not end well
+FACTS = "facts"  # This stage always runs: the others are compared with the limits that it measures.
+MINUTES = 8.8  # Limit of the whole run.
+LEAST_SECONDS = 8.0  # A stage does not start with less time than this left.
+GRACE = 5.0  # Seconds between the end that a stage plans for and the end that is enforced.
+LAST_LINES = 20  # Last lines of the log to print for a stage that did not end well.
 LOG, COMBINED = "gpu-check.log", "gpu-check.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stage: where its code is, and how long it may take."""
+    """One stage: the location of its code, and its time limit."""
 
     title: str
-    code: str  # module and function
-    seconds: float  # at most
+    code: str  # Module and function.
+    seconds: float  # Time limit.
 
 
 PARTS: dict[str, Part] = {
@@ -60,7 +61,7 @@ PARTS: dict[str, Part] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for; 1 where a stage failed or found something wrong, 2 without a GPU."""
+    """Run the selected stages; return 1 if one failed or found an error, 2 without a GPU."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not args.rehearse:
@@ -79,19 +80,37 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m foretoken.bench.lab.gpu", description=__doc__)
     add = parser.add_argument
     add(
-        "--only", nargs="+", choices=list(PARTS), metavar="STAGE", help=f"stages: {' '.join(PARTS)}"
+        "--only",
+        nargs="+",
+        choices=list(PARTS),
+        metavar="STAGE",
+        help=f"stages to run: {' '.join(PARTS)}",
     )
-    add("--minutes", type=float, default=MINUTES, help="minutes for all stages together")
+    add(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        help="time limit of all stages together, in minutes",
+    )
     add(
         "--limit",
         nargs="+",
         default=[],
         type=_limit,
         metavar="STAGE=SECONDS",
-        help="less time for single stages, where the card is lent for minutes",
+        help="time limit of single stages, in seconds",
     )
-    add("--rehearse", action="store_true", help="tiny shapes on this processor; nothing is kept")
-    add("--out", type=Path, default=RESULTS, help="folder of the JSON, and of the page if given")
+    add(
+        "--rehearse",
+        action="store_true",
+        help="run tiny shapes on this processor; no results are kept",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=RESULTS,
+        help="folder for the JSON files, and for the page if given",
+    )
     add("--work", type=Path, help=argparse.SUPPRESS)
     add("--stage", choices=list(PARTS), help=argparse.SUPPRESS)
     add("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
@@ -107,7 +126,7 @@ def _limit(text: str) -> tuple[str, float]:
 
 @contextmanager
 def _folder(given: Path | None) -> Iterator[Path]:
-    """The folder that the stages share; a temporary one for the process that starts them."""
+    """Yield the folder that the stages share: the given one, or a temporary one."""
     if given is not None:
         yield given
         return
@@ -119,7 +138,7 @@ def _folder(given: Path | None) -> Iterator[Path]:
 
 
 def run_stage(name: str, place: Place, seconds: float) -> int:
-    """Run one stage here, and write what it finds."""
+    """Run one stage in this process, and write its results."""
     from .facts import card, versions
 
     result = empty_result(name, place)
@@ -136,7 +155,7 @@ def run_stage(name: str, place: Place, seconds: float) -> int:
 
 
 def empty_result(name: str, place: Place) -> Result:
-    """A stage that has found nothing yet."""
+    """Return the result of a stage that has not measured anything yet."""
     return Result(
         stage=name,
         title=PARTS[name].title,
@@ -150,7 +169,7 @@ def empty_result(name: str, place: Place) -> Result:
 
 
 def _limits(place: Place) -> Limits | None:
-    """Limits that the first stage measured in this run; None before it."""
+    """Return the limits that the first stage measured in this run; None before it."""
     path = place.result(FACTS)
     return read_result(path).limits if path.is_file() else None
 
@@ -168,13 +187,14 @@ def _run_all(args: argparse.Namespace, place: Place) -> int:
         found[name] = _run_part(name, place, seconds)
         found[name].command = _shown(args)
         _tell(place, found[name])
-        page = _keep(args, place, found)  # at once: whoever ends this run leaves what there is
+        # Written after every stage, so that an interrupted run leaves its results.
+        page = _keep(args, place, found)
     print(f"\n{page}")
     return int(any(each.status != "ok" for each in found.values()))
 
 
 def _tell(place: Place, result: Result) -> None:
-    """One line as a stage ends; where it did not end well, the last of what it printed, too."""
+    """Print one line for an ended stage, and the last lines of its log if it did not end well."""
     print(f"{result.stage}: {result.status}, {result.seconds:.1f} s", flush=True)
     log = _log_path(result.stage, place)
     if result.status != "ok" and log.is_file():
@@ -183,17 +203,17 @@ def _tell(place: Place, result: Result) -> None:
 
 
 def _shown(args: argparse.Namespace) -> str:
-    """The command, as it would be typed."""
+    """Return the command as it would be typed."""
     only = ["--only", *args.only] if args.only else []
     return " ".join(["bench/lab/gpu_check.sh", *(["--rehearse"] if args.rehearse else []), *only])
 
 
 def _run_part(name: str, place: Place, seconds: float) -> Result:
-    """One stage, ended by force where it must be; what it found by then."""
+    """Run one stage in its own process, killed at its time limit; return its results so far."""
     if seconds < LEAST_SECONDS:
         result = empty_result(name, place)
         result.status = "not run"
-        result.notes.append("No time was left.")
+        result.notes.append("There was no time left.")
         return result
     began = time.monotonic()
     command = [sys.executable, "-m", f"{HERE}.check", "--stage", name, "--work", str(place.work)]
@@ -208,14 +228,14 @@ def _run_part(name: str, place: Place, seconds: float) -> Result:
 
 
 def _log_path(name: str, place: Place) -> Path:
-    """Path of the log with all that a stage printed."""
+    """Return the path of the log with everything that a stage printed."""
     return place.work / f"gpu-{name}.log"
 
 
 def _wait(
     command: Sequence[str], more: Mapping[str, str], output: int, seconds: float
 ) -> int | None:
-    """The exit code; None where time ran out: then all of its processes are killed.
+    """Return the exit code, or None after the time limit, when all of its processes are killed.
 
     ``more`` is added to the environment.
     """
@@ -241,23 +261,23 @@ def _outcome(name: str, place: Place, code: int | None, seconds: float) -> Resul
         result = read_result(place.result(name))
     except (OSError, msgspec.DecodeError) as error:
         result = empty_result(name, place)
-        result.errors.append(f"nothing was written: {first_line(error)}")
+        result.errors.append(f"no results were written: {first_line(error)}")
     if code is None:
         result.status = "out of time"
-        result.errors.append(f"ended after {seconds:.0f} s; what had been found by then is kept")
+        result.errors.append(f"stopped after {seconds:.0f} s; the results until then are kept")
     elif result.status == "running":
         result.status = "failed"
-        result.errors.append(f"the process ended with code {code}; the log tells why")
+        result.errors.append(f"the process ended with code {code}; see the log")
     return result
 
 
-# -- what is kept -------------------------------------------------------------------------------
+# -- results ------------------------------------------------------------------------------------
 
 
 def _keep(args: argparse.Namespace, place: Place, found: Mapping[str, Result]) -> str:
-    """The JSON of each stage, the page of all; and both with the log where ``OUT`` says.
+    """Write the JSON of each stage and the page of all, and return the page.
 
-    Returns the page.
+    Copies them and the log to ``$OUT`` if it is set.
     """
     out = place.work / "results" if place.rehearses else args.out
     for name, result in found.items():
@@ -272,7 +292,7 @@ def _keep(args: argparse.Namespace, place: Place, found: Mapping[str, Result]) -
 
 
 def _copy_out(folder: Path, place: Place, found: Mapping[str, Result], page: str) -> None:
-    """Three files, whatever the number of stages."""
+    """Write three files, whatever the number of stages."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / COMBINED, {name: msgspec.to_builtins(each) for name, each in found.items()})
     (folder / PAGE.name).write_text(page, encoding="utf-8")

@@ -1,7 +1,7 @@
 """Compiles every kernel that the other stages need, many models at a time.
 
-A kernel is compiled where it is first launched, one after another. Here processes do that side by
-side for models of the real widths and four layers, and Triton keeps what they compiled.
+Kernels are otherwise compiled one after another, at their first launch. Here processes compile them
+in parallel for models of the real widths with four layers, and Triton caches the results.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.8B with states": (STATES, {}),
     **{f"built-in {part}": (part, {}) for part in BUILTIN_PARTS},
 }
-NUM_LAYERS = 4  # with one of each kind
-MAX_LEN, NUM_TOKENS, NUM_REQUESTS = 16384, 2048, 256  # of the largest steps
+NUM_LAYERS = 4  # Enough layers to have one of each kind.
+MAX_LEN, NUM_TOKENS, NUM_REQUESTS = 16384, 2048, 256  # Sizes of the largest steps.
 POLL_SECONDS = 0.1
 
 
 def run(stage: Stage) -> None:
-    """All cases at once; how long each took until it was ready to serve."""
+    """Compile all cases in parallel; report the seconds until each was ready to serve."""
     began = time.monotonic()
     started = {name: _start(stage.place, name) for name in stage.few(*CASES)}
     while started and stage.seconds_left > 0:
@@ -55,8 +55,10 @@ def run(stage: Stage) -> None:
         time.sleep(POLL_SECONDS)
     for name, process in started.items():
         process.kill()
-        stage.note(f"{name} was not done in time: later stages compile what it lacks.")
-    stage.note("All at once, each a process of its own; from then on nothing is compiled anew.")
+        stage.note(f"{name} was not finished in time; later stages compile the missing kernels.")
+    stage.note(
+        "The cases ran in parallel, one process each; later stages reuse the compiled kernels."
+    )
 
 
 def _start(place: Place, name: str) -> subprocess.Popen[bytes]:
@@ -65,7 +67,7 @@ def _start(place: Place, name: str) -> subprocess.Popen[bytes]:
 
 
 def compile_all(place: Place, name: str) -> None:
-    """Everything that a server of this model compiles."""
+    """Compile everything that a server of this model compiles."""
     model, options = CASES[name]
     if model in BUILTIN_PARTS:
         decoder = place.decoder(BUILTIN / model, load_format="auto")
@@ -84,7 +86,7 @@ def compile_all(place: Place, name: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """One case: the folder of the stages, its name, and whether to rehearse."""
+    """Compile one case; the arguments are the stages' folder, its name, and ``--rehearse``."""
     work, name, *flags = argv
     compile_all(Place(work=Path(work), rehearses="--rehearse" in flags), name)
 

@@ -1,4 +1,4 @@
-"""Decoding on the whole engine: time of a step beside the roofline, and the host's share of it."""
+"""Decoding on the whole engine: step time compared with the roofline, and the host's share."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from .lab import open_lab, plant, random_prompts, runner, together
 from .stage import EXPERTS, LLAMA, QWEN, SMALL, STATES, Stage
 
 BATCHES = (1, 8, 32, 64, 128, 256)
-LOOKED_INTO = (1, 64, 256)  # batches whose kernels and whose host time are reported
+LOOKED_INTO = (1, 64, 256)  # Batch sizes whose kernels and host time are reported.
 REPEATS = 3
-SMALLER: tuple[dict[str, str], ...] = (  # bytes of the 8B shape
+SMALLER: tuple[dict[str, str], ...] = (  # Ways to store the 8B shape in fewer bytes.
     {"quantize": "int8"}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"},
 )  # fmt: skip
-WATCHED = 12  # steps in which kernels are looked at, which takes its time
-NUM_KERNELS = 8  # reported, the longest first
+WATCHED = 12  # Steps in which kernels are profiled, which is slow.
+NUM_KERNELS = 8  # Number of kernels to report, the longest first.
 
 
 def run(stage: Stage) -> None:
-    """Random models of real shapes, 1,024 tokens behind each request."""
+    """Measure random models of real shapes with 1,024 tokens of context per request."""
     plain = {name: partial(_model, stage, name, {}) for name in stage.few(QWEN, SMALL, LLAMA)}
     stage.try_each(plain)
 
 
 def run_kinds(stage: Stage) -> None:
-    """Weights and KV of fewer bytes, experts, recurrent states."""
+    """Measure weights and KV of fewer bytes, mixtures of experts, and recurrent states."""
     kinds = {str(more): partial(_model, stage, QWEN, more) for more in SMALLER}
     kinds |= {EXPERTS: partial(_model, stage, EXPERTS, {}), STATES: partial(_states, stage)}
-    if stage.rehearses:  # on a processor without such kernels
+    if stage.rehearses:  # The processor has no kernels for the other kinds.
         kinds = {name: kinds[name] for name in (EXPERTS, STATES)}
     stage.try_each(kinds)
 
 
 async def _states(stage: Stage) -> None:
-    """Short prompts, computed: the cache gives nothing to a model with states without a state."""
+    """Measure short prompts that are computed.
+
+    Planted prompts cannot be used: the cache has no hits for such a model without a saved state.
+    """
     batches, length = ((2,), 4) if stage.rehearses else ((1, 8, 64), 24)
     backend = {"backend": "auto"} if stage.rehearses else {}
     options = {"kv_tokens": 2**15, "max_batch_tokens": 2048, "max_running": 64, **backend}
@@ -100,7 +103,7 @@ async def _batch(
 async def _sampled(
     stage: Stage, lab: Lab, name: str, prompts: list[list[int]], greedy: float
 ) -> None:
-    """The same with noise: what drawing costs."""
+    """Measure the same batch at temperature 1, to report the cost of sampling."""
     await together(lab, prompts, 4, temperature=1.0)
     step = await _step(lab, prompts, WATCHED, temperature=1.0)
     stage.add(
@@ -117,13 +120,13 @@ async def _sampled(
 async def _step(
     lab: Lab, prompts: list[list[int]], length: int, temperature: float = 0.0
 ) -> Spread:
-    """Seconds of a step while all decode."""
+    """Return the seconds of a step in which all requests decode."""
     runs = [await together(lab, prompts, length, temperature=temperature) for _ in range(REPEATS)]
     return Spread.of([statistics.median(each.pace for each in run) for run in runs])
 
 
 async def _busy(stage: Stage, lab: Lab, name: str, prompts: list[list[int]], length: int) -> float:
-    """Seconds of a step in which the device did anything; its longest kernels are reported."""
+    """Return the seconds of a step in which the device is busy; report its longest kernels."""
     length = min(length, WATCHED)
     with stage.gauge.watch() as activity:
         await together(lab, prompts, length)

@@ -1,6 +1,6 @@
-"""Price of a draft's pass: the model in 4 bits that drafts for itself, and trained heads.
+"""Cost of a draft pass: the model's own 4-bit copy, and trained heads.
 
-Heads have random weights: what they draft means nothing, what a pass of theirs takes does.
+Heads have random weights: their drafts are meaningless, but the time of a pass is real.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .bed import PAGE_SIZE, Bed
 from .stage import QWEN, SMALL, Stage
 
 BATCHES = (1, 4, 16)
-CONTEXT = 512  # tokens behind each request of a plain step
-DRAFT_IDS = 32_000  # of a head's output, as published ones have them
+CONTEXT = 512  # Context per request of a plain step, in tokens.
+DRAFT_IDS = 32_000  # Vocabulary of a head's output, as published heads have it.
 BLOCK_SIZE, RANK = 8, 256
 TABLE = "A pass of a draft, choice of the best four tokens included"
 
 
 def run(stage: Stage) -> None:
-    """The 8B shape first."""
+    """Measure the models, the 8B shape first."""
     stage.try_each({name: partial(_model, stage, name) for name in stage.few(QWEN, SMALL)})
 
 
 def _model(stage: Stage, name: str) -> None:
-    backend = {"backend": "auto"} if stage.rehearses else {}  # torch has no copy in 4 bits
+    backend = {"backend": "auto"} if stage.rehearses else {}  # The torch backend has no 4-bit copy.
     target = stage.place.decoder(stage.place.shape(name), **backend)
     assert isinstance(target, OwnDecoder)
     batches, context = ((1, 2), 64) if stage.rehearses else (BATCHES, CONTEXT)
@@ -67,7 +67,7 @@ def _model(stage: Stage, name: str) -> None:
 
 
 def _rough_passes(stage: Stage, target: OwnDecoder, bed: Bed) -> dict[int, float]:
-    """Seconds of a pass of the copy by its requests; none where there is no copy."""
+    """Return the seconds of a pass of the copy by number of requests; empty if there is no copy."""
     try:
         copy = rough_decoder(target)
     except NoRoughCopyError as reason:
@@ -77,7 +77,7 @@ def _rough_passes(stage: Stage, target: OwnDecoder, bed: Bed) -> dict[int, float
         sum(each.num_bytes for each in rounded_matrices(decoder.weights))
         for decoder in (target, copy)
     )
-    stage.note(f"A pass of the copy reads {rough / whole:.3f} of the bytes of the matrices.")
+    stage.note(f"A pass of the 4-bit copy reads {rough / whole:.3f} of the matrices' bytes.")
     copy.warm_up(bed.pool, bed.pages_each * PAGE_SIZE, Wanted(SamplingPlan((), (), NUM_BEST)))
     return profile_proposer(SelfProposer(copy, bed.pool))
 
@@ -88,7 +88,10 @@ def _head_passes(
     target: OwnDecoder,
     bed: Bed,
 ) -> dict[int, float]:
-    """Seconds of a pass of a head by its requests; of a block head's, a whole block."""
+    """Return the seconds of a head's pass by number of requests.
+
+    A pass of a block head drafts a whole block.
+    """
     config = target.config
     same = {
         "vocab_size": config.vocab_size,

@@ -1,4 +1,4 @@
-"""Checks that bits of logits and streams of tokens are equal on the device; and their cost."""
+"""Checks for equal bits of logits and equal tokens of streams on the device, and their cost."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from .bed import PAGE_SIZE, Bed
 from .lab import open_lab, random_prompts
 from .stage import QWEN, SMALL, Stage
 
-NUM_LAYERS = 4  # of the 8B shape: bits and ratios need no more
-CONTEXT = 600  # tokens behind the rows: more than two splits
-BESIDE = (0, 1, 2, 7, 15, 16, 31, 63, 64, 127, 191, 254)  # rows beside the one that is compared
+NUM_LAYERS = 4  # Layers of the 8B shape: bits and ratios need no more.
+CONTEXT = 600  # Tokens before the compared rows: more than two splits of the attention kernel.
+# Numbers of other rows in the batch of the compared row.
+BESIDE = (0, 1, 2, 7, 15, 16, 31, 63, 64, 127, 191, 254)
 DEPTH = 4
-CHUNK = 40  # rows of a prompt before those that are compared
+CHUNK = 40  # Rows of a prompt before the compared ones.
 EXACTNESS = ("spec", "batch", "off")
 
 
 def run(stage: Stage) -> None:
-    """Streams, bits, cost."""
+    """Compare bits and streams, and measure the cost."""
     models = {SMALL: stage.place.shape(SMALL)}
     if not stage.rehearses:
         models[f"{QWEN}, {NUM_LAYERS} layers"] = stage.place.shape(
@@ -45,7 +46,7 @@ def run(stage: Stage) -> None:
         {f"bits, {name}": partial(_bits, stage, name, path) for name, path in models.items()}
         | {
             f"streams, built-in pair, {draft}": partial(_streams, stage, None, draft)
-            for draft in stage.few("auto", "self")  # torch has no copy in 4 bits
+            for draft in stage.few("auto", "self")  # The torch backend has no 4-bit copy.
         }
         | {f"streams, {SMALL}": partial(_streams, stage, models[SMALL], "radix,ngram")}
         | {f"cost, {name}": partial(_cost, stage, name, path) for name, path in models.items()}
@@ -56,7 +57,10 @@ def run(stage: Stage) -> None:
 
 
 def _bits(stage: Stage, name: str, folder: Path) -> None:
-    """Each exactness promises: "spec" for decode and verify rows, "batch" for prompts as well."""
+    """Check what each setting of ``exact`` guarantees.
+
+    "spec" covers decode and verify rows, "batch" also prompts.
+    """
     for exact in stage.few(*EXACTNESS[:2]):
         decoder = stage.place.decoder(folder, exact=exact)
         with stage.part(f"bits, {name}, {exact}"):
@@ -65,7 +69,7 @@ def _bits(stage: Stage, name: str, folder: Path) -> None:
 
 
 def _compare_rows(stage: Stage, name: str, exact: str, decoder: Decoder) -> None:
-    """A row for all numbers of rows beside; where bits differ, and by how much, is an error."""
+    """Add a table row over all numbers of other rows; differing bits are reported as errors."""
     context = 70 if stage.rehearses else CONTEXT
     beside = (0, 3) if stage.rehearses else BESIDE
     scene = Scene(decoder, context, max(beside))
@@ -93,7 +97,7 @@ def _compare_rows(stage: Stage, name: str, exact: str, decoder: Decoder) -> None
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest; 0 for equal bits, infinite where anything is not finite."""
+    """Return the largest difference: 0 for equal bits, infinite if a value is not finite."""
     if torch.equal(found, expected):
         return 0.0
     largest = float((found - expected).abs().max())
@@ -101,7 +105,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 class Scene:
-    """One sequence whose context is computed, and others to ride beside it."""
+    """One sequence whose context is computed, and other sequences to share its batches."""
 
     def __init__(self, decoder: Decoder, context: int, num_others: int) -> None:
         length = context + DEPTH + 1
@@ -113,7 +117,7 @@ class Scene:
             self.logits(start, min(64, context - start), 0)
 
     def logits(self, start: int, count: int, num_beside: int) -> Tensor:
-        """Logits [count, vocab] of rows of the sequence; a row of each of the others follows."""
+        """Return logits [count, vocab] of rows of the sequence, batched with other rows."""
         segments = [self._segment(0, start, count)]
         segments += [self._segment(1 + i, self._context - i, 1) for i in range(num_beside)]
         decoder = self._bed.decoder
@@ -153,7 +157,7 @@ async def _compare_streams(
     for seed, prompt in enumerate(prompts):
         await lab.flush()
         alone.append(await lab.serve(prompt, length, temperature=temperature, seed=seed))
-    ways: dict[str, tuple[Depth, bool]] = {  # depth, from an empty cache
+    ways: dict[str, tuple[Depth, bool]] = {  # Draft depth, and whether the cache is empty.
         "together": (0, True),
         "cached": (0, False),
         "speculating": (DEPTH, True),
@@ -181,7 +185,10 @@ def _num_equal(alone: Sequence[Served], served: Sequence[Served]) -> int:
 
 
 def _prompts(lab: Lab, folder: Path | None, count: int) -> list[list[int]]:
-    """Prompts of different lengths, half of them with a common prefix; code for the real pair."""
+    """Return prompts of different lengths, half of them with a common prefix.
+
+    For the built-in pair they are source code.
+    """
     vocab_size = lab.built.vocab_size
     text = random_prompts(1, 4096, vocab_size)[0]
     if folder is None:
@@ -195,7 +202,7 @@ def _prompts(lab: Lab, folder: Path | None, count: int) -> list[list[int]]:
 
 
 def _cost(stage: Stage, name: str, folder: Path) -> None:
-    """Milliseconds of a step under each exactness."""
+    """Measure the milliseconds of a step for each setting of ``exact``."""
     cases = {"1 row": (1, 1), "64 rows": (64, 1), "256 rows": (256, 1), "chunk": (1, 1024)}
     context = 64 if stage.rehearses else 512
     if stage.rehearses:

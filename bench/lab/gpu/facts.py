@@ -1,4 +1,4 @@
-"""Facts of the machine: the card, its clocks and driver, and versions of packages."""
+"""Facts about the machine: the card, its clocks and driver, and versions of packages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ QUERY = (
 
 
 def card(place: Place) -> dict[str, object]:
-    """The device as torch sees it, and what its driver tells of it now."""
+    """Return the device as torch sees it, and the current values from its driver."""
     return Gauge(place.device).card() | ({} if place.rehearses else _driver_facts())
 
 
 def versions() -> dict[str, str]:
-    """Versions of packages and of Python, by name."""
+    """Return versions of Python and of packages, by name."""
     from ...._version import __version__
 
     found = {"python": platform.python_version()}
@@ -41,10 +41,10 @@ def versions() -> dict[str, str]:
 
 
 def _driver_facts() -> dict[str, object]:
-    """Clocks in MHz, power in watts; the reason where the driver does not report them."""
+    """Return clocks in MHz and power in watts, or the reason why they are not available."""
     query = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError) as error:
-        return {"driver_version": f"not told: {error}"}
+        return {"driver_version": f"unknown: {error}"}
     return dict(zip(QUERY, (cell.strip() for cell in done.stdout.split(",")), strict=False))

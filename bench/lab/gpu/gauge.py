@@ -1,4 +1,4 @@
-"""Gauge: what a device is and how long it takes, by its own clock."""
+"""Gauge: describes a device and measures times by the device's own clock."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torch.profiler import ProfilerActivity, profile
 
 from ....core.ops.machine.device import make_stopwatch
 
-WARM_UP = 3  # calls before those that are timed
+WARM_UP = 3  # Calls before the timed ones.
 
 
 @dataclass(slots=True)
 class Activity:
-    """Kernels and copies of a device during a measurement. Empty where it has no profiler."""
+    """Kernels and copies of a device during a measurement; empty on a device without a profiler."""
 
-    busy_seconds: float = 0.0  # in which at least one kernel or copy ran
+    busy_seconds: float = 0.0  # Seconds in which at least one kernel or copy ran.
     num_kernels: int = 0
     seconds_by_name: Counter[str] = field(default_factory=Counter)
 
 
 class Gauge:
-    """Times calls on one device: by its events on a GPU, by the host's clock elsewhere."""
+    """Times calls on one device: by events on a GPU, by the host's clock otherwise."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.is_gpu = self.device.type == "cuda"
 
     def card(self) -> dict[str, object]:
-        """Name, memory in bytes, multiprocessors, cache and capability of a GPU."""
+        """Return name, memory in bytes, multiprocessors, cache and capability of a GPU."""
         if not self.is_gpu:
             return {"name": self.device.type}
         found = torch.cuda.get_device_properties(self.device)
@@ -49,18 +49,18 @@ class Gauge:
         }
 
     def synchronize(self) -> None:
-        """Wait for all that was launched."""
+        """Wait for all launched work."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Return the memory of tensors that are gone."""
+        """Return the memory of freed tensors to the device."""
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
 
     def seconds(self, call: Callable[[], object], *, repeats: int) -> list[float]:
-        """Seconds of each of some calls on the device, asked for one behind the other."""
+        """Return the device seconds of each of ``repeats`` calls, launched back to back."""
         for _ in range(WARM_UP):
             call()
         self.synchronize()
@@ -72,7 +72,7 @@ class Gauge:
         return [watch.seconds() for watch in watches]
 
     def host_seconds(self, call: Callable[[], object], *, repeats: int) -> float:
-        """Host seconds to launch a call, the device's own work left out: mean of many."""
+        """Return the mean host seconds to launch a call, without the device's own work."""
         for _ in range(WARM_UP):
             call()
         self.synchronize()
@@ -84,12 +84,12 @@ class Gauge:
         return spent / repeats
 
     def graph(self, call: Callable[[], object]) -> Callable[[], object]:
-        """The same call as one CUDA graph, to be replayed; the call itself elsewhere."""
+        """Return a replay of the call as one CUDA graph; on other devices the call itself."""
         if not self.is_gpu:
             return call
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):  # what a first call allocates must not be captured
+        with torch.cuda.stream(stream):  # Memory that a first call allocates must not be captured.
             call()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         captured = torch.cuda.CUDAGraph()
@@ -99,7 +99,7 @@ class Gauge:
 
     @contextmanager
     def watch(self) -> Iterator[Activity]:
-        """Fill an `Activity` with what the device does meanwhile, by whatever thread."""
+        """Fill an `Activity` with the device's work inside the block, launched by any thread."""
         found = Activity()
         if not self.is_gpu:
             yield found
@@ -112,12 +112,12 @@ class Gauge:
 
 
 def _add_up(events: Any, found: Activity) -> None:  # noqa: ANN401 - the profiler's own
-    """Time in which anything ran: kernels may overlap, so their sum would be too much."""
+    """Add up the time in which anything ran; kernels may overlap, so they cannot be summed."""
     spans = []
     for event in events:
         if event.device_type.name != "CUDA":
             continue
-        start, end = event.time_range.start, event.time_range.end  # microseconds
+        start, end = event.time_range.start, event.time_range.end  # Microseconds.
         spans.append((start, end))
         found.seconds_by_name[event.name] += (end - start) / 1e6
     found.num_kernels = len(spans)

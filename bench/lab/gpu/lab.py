@@ -27,7 +27,7 @@ async def open_lab(
     folder: Path | None,
     **options: Any,  # noqa: ANN401 - EngineConfig's
 ) -> AsyncIterator[Lab]:
-    """A started engine; nothing else has the device meanwhile. None: the built-in pair."""
+    """Open a started engine that has the device to itself; folder None is the built-in pair."""
     given: dict[str, Any] = {
         "page_size": PAGE_SIZE,
         "max_running": MAX_RUNNING,
@@ -36,7 +36,7 @@ async def open_lab(
     if folder is not None:
         given |= {"load_format": "random", "draft": "none", "speculation": "off"}
     built = build(folder, stage.place.config(**given | options))
-    fill(runner(built).pool)  # so its memory is there, too, before anything is timed
+    fill(runner(built).pool)  # This allocates its memory before anything is timed.
     await built.engine.start()
     try:
         yield Lab(built, (), Sizes())
@@ -45,21 +45,21 @@ async def open_lab(
 
 
 def runner(built: LocalBuilt) -> ModelRunner:
-    """The runner that computes the engine's steps."""
+    """Return the runner that computes the engine's steps."""
     return cast(ModelRunner, built.engine.runner)
 
 
 def random_prompts(count: int, num_tokens: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Prompts that share nothing."""
+    """Return random prompts without a common prefix."""
     rng = random.Random(seed)
     return [rng.choices(range(vocab_size), k=num_tokens) for _ in range(count)]
 
 
 def plant(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
-    """Put prompts into the cache, all but the last token, with whatever their pages hold.
+    """Put prompts into the cache except for their last token, with arbitrary page contents.
 
-    So requests begin to decode at once, at the same time; while no step runs. Raises
-    `ForetokenError` where the pool is too small.
+    Requests with these prompts all begin to decode in the same step. Call it while no step runs.
+    Raises `ForetokenError` if the pool is too small.
     """
     cache = engine.scheduler.cache
     for prompt in prompts:
@@ -76,6 +76,6 @@ async def together(
     num_tokens: int,
     **options: Any,  # noqa: ANN401 - Lab.serve's
 ) -> list[Served]:
-    """All of them at once, each answered with so many tokens."""
+    """Serve all prompts at once and return their answers of ``num_tokens`` each."""
     asked = (lab.serve(prompt, num_tokens, **options) for prompt in prompts)
     return list(await asyncio.gather(*asked))

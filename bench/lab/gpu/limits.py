@@ -1,4 +1,4 @@
-"""The card's limits, measured: bytes a second, operations a second, and what a launch costs."""
+"""The card's measured limits: bytes and operations per second, and the cost of a launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAUNCHES = 1000
 
 
 def run(stage: Stage) -> None:
-    """Fill the stage, and the limits that all others are held against."""
+    """Fill the stage, and set the limits that all other stages are compared with."""
     reads = {
         "read and add up": _reading(stage),
         "copy, reads and writes counted": _copying(stage),
@@ -57,7 +57,7 @@ def _copying(stage: Stage) -> Spread:
 
 
 def _multiplying(stage: Stage) -> Spread:
-    """Measure operations a second on random numbers: zeros take less power and run faster."""
+    """Measure operations per second on random numbers: zeros take less power and run faster."""
     side = 256 if stage.rehearses else 8192
     a, b = (_random(stage, side * side).view(side, side).to(torch.bfloat16) for _ in range(2))
     return _rate(stage, lambda: a @ b, 2 * side**3)
@@ -69,7 +69,7 @@ def _random(stage: Stage, num_items: int) -> Tensor:
 
 
 def _launches(stage: Stage) -> None:
-    """A kernel that does next to nothing, launched by itself and out of a graph of many."""
+    """Measure the launch of a tiny kernel, alone and in a graph of many."""
     gauge, tiny = stage.gauge, torch.zeros(16, device=stage.place.device)
     count = 50 if stage.rehearses else LAUNCHES
 

@@ -1,4 +1,4 @@
-"""The kernels against torch: the tests of the backend on the device, then whole layers."""
+"""The kernels compared with torch: the backend's tests on the device, then whole layers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from .stage import LLAMA, QWEN, SMALL, Stage
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests" / "core" / "ops" / "triton"
-WORKERS = max(1, min(14, (os.cpu_count() or 1) - 2))  # most of their time is compiling
-AFTER_TESTS = 25.0  # seconds that are kept for what follows them
+# Test processes; most of their time is compilation.
+WORKERS = max(1, min(14, (os.cpu_count() or 1) - 2))
+AFTER_TESTS = 25.0  # Seconds reserved for the parts that follow the tests.
 BAD = ("FAILED", "ERROR")
 OUTCOME = re.compile(r"^\[gw\d+\].*? (PASSED|FAILED|ERROR|SKIPPED) (\S+?)::(.+?) *$", re.MULTILINE)
 REASON = re.compile(r"^(?:FAILED|ERROR) (.+?) - (.+)$", re.MULTILINE)
-ON_DEVICE = (  # the others are of what the host does
+ON_DEVICE = (  # The other tests check the host's code.
     "test_triton_*.py", "test_graphs.py", "test_graph_best.py", "test_rough_linear.py",
 )  # fmt: skip
 REHEARSED = ("test_tile_schedule.py",)
@@ -41,11 +42,12 @@ MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
 NUM_LAYERS = 2
 NUM_PAGES = 256
 NUM_CASES = 12
-TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}  # of ||ours - oracle|| over ||oracle||
+# Largest relative error ||ours - oracle|| / ||oracle||.
+TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 
 
 def run(stage: Stage) -> None:
-    """Tests first, for they are the finest."""
+    """Run the tests first because they are the most precise."""
     layers = {
         f"{name}{', window' if more else ''}": partial(_layers, stage, name, more)
         for name, more in stage.few(*MODELS)
@@ -61,7 +63,7 @@ def _run_tests(stage: Stage) -> None:
     command += ["-o", "filterwarnings=default", "-n", "1" if stage.rehearses else str(WORKERS)]
     patterns = REHEARSED if stage.rehearses else ON_DEVICE
     files = [str(file) for pattern in patterns for file in TESTS.glob(pattern)]
-    if not files:  # pytest would run the whole suite
+    if not files:  # Without files, pytest would run the whole suite.
         stage.wrong(f"no tests in {TESTS.relative_to(ROOT)}: {', '.join(patterns)}")
         return
     command += files
@@ -78,23 +80,23 @@ def _run_tests(stage: Stage) -> None:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            stage.wrong("the tests were ended before all of them were done")
+            stage.wrong("the tests ran out of time before all were done")
     text = log.read_text(encoding="utf-8", errors="replace")
     print(text)
     tell_tests(stage, text)
 
 
 def tell_tests(stage: Stage, text: str) -> None:
-    """Counts by file, and the reason of each failure, of what pytest printed line by line."""
+    """Report counts by file, and the reason of each failure, from pytest's verbose output."""
     counts: dict[str, Counter[str]] = {}
     reasons = dict(REASON.findall(text))
     for verdict, file, name in OUTCOME.findall(text):
         counts.setdefault(Path(file).stem, Counter())[verdict.lower()] += 1
         if verdict in BAD:
-            reason = reasons.get(f"{file}::{name}", "the log tells why")
+            reason = reasons.get(f"{file}::{name}", "see the log")
             stage.wrong(f"{Path(file).stem}, {name}: {reason[:200]}")
     if not counts:
-        stage.wrong("no test was run; the log tells why")
+        stage.wrong("no test was run; see the log")
     for file, count in sorted(counts.items()):
         bad = sum(count[verdict.lower()] for verdict in BAD)
         row = {"file": file, "passed": count["passed"], "failed": bad, "skipped": count["skipped"]}
@@ -105,7 +107,7 @@ def tell_tests(stage: Stage, text: str) -> None:
 
 
 def _layers(stage: Stage, name: str, more: dict[str, Any]) -> None:
-    """Random ragged batches through the kernels and through the oracle, same weights, same KV."""
+    """Run random ragged batches through the kernels and the oracle, on equal weights and KV."""
     few = {} if stage.rehearses else {"num_hidden_layers": NUM_LAYERS}
     folder = stage.place.shape(name, **few, **more)
     decoders = [stage.place.decoder(folder, backend=each) for each in ("torch", "triton")]
@@ -136,7 +138,7 @@ def _layers(stage: Stage, name: str, more: dict[str, Any]) -> None:
 
 
 def _pool(decoder: Decoder) -> KVPool:
-    """Ready for steps, with graphs where there are any."""
+    """Return a pool that is ready for steps, with graphs if the backend has them."""
     pool = decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
     decoder.warm_up(pool, NUM_PAGES * PAGE_SIZE)
     return pool
@@ -145,7 +147,10 @@ def _pool(decoder: Decoder) -> KVPool:
 def _computed(
     decoder: Decoder, pool: KVPool, segments: Sequence[Segment]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, the KV of the rows [rows, ...], and all other KV, from a pool of known content."""
+    """Return logits, the KV of the rows [rows, ...] and all other KV.
+
+    The pool has known content before the pass.
+    """
     pool.data.normal_(generator=torch.Generator(pool.data.device).manual_seed(5))
     batch = decoder.batch(segments, page_size=PAGE_SIZE)
     logits = decoder.forward(batch, pool).logits
@@ -157,7 +162,7 @@ def _computed(
 
 
 def _slots(segments: Sequence[Segment]) -> list[int]:
-    """Slot of each row's keys and values, page by page."""
+    """Return the slot of each row's keys and values."""
     return [
         each.page_ids[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
         for each in segments
@@ -168,7 +173,11 @@ def _slots(segments: Sequence[Segment]) -> list[int]:
 def _compared(
     oracle: tuple[Tensor, Tensor, Tensor], kernels: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[float, float, float, bool]:
-    """Distances of logits and KV, the share of likeliest tokens in common, equality of the rest."""
+    """Compare two results.
+
+    Returns the distances of logits and KV, the share of equal argmax tokens, and whether all other
+    KV is equal.
+    """
     (logits, kv, rest), (our_logits, our_kv, our_rest) = oracle, kernels
     same = (our_logits.argmax(-1) == logits.argmax(-1)).float().mean()
     return (
@@ -180,14 +189,14 @@ def _compared(
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Relative, in norm; infinite where anything is not finite."""
+    """Return the relative distance in norm; infinite if a value is not finite."""
     ours, theirs = found.double(), expected.double()
     distance = float((ours - theirs).norm() / theirs.norm())
     return distance if distance == distance else float("inf")
 
 
 def _ragged(rng: random.Random, vocab_size: int, is_small: bool) -> list[Segment]:
-    """Decode, verify and prefill rows, some behind a prefix that they share."""
+    """Return decode, verify and prefill rows, some after a shared prefix."""
     pages, segments = list(range(NUM_PAGES)), []
     rng.shuffle(pages)
     trunk = [pages.pop() for _ in range(2 if is_small else 20)]

@@ -1,6 +1,6 @@
-"""The results page, from the JSON of the stages: ``python -m foretoken.bench.lab.gpu.page``.
+"""Writes the results page from the JSON of the stages: ``python -m foretoken.bench.lab.gpu.page``.
 
-``--from FILE`` takes the combined JSON of a run on another machine apart first.
+``--from FILE`` first splits the combined JSON of a run on another machine.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ HEAD = """\
 # Results on a GPU
 
 Written by `bench/lab/gpu_check.sh`, which measures everything in one run of under nine minutes.
-Figures are medians, with the lowest and the highest of the repeats in brackets. Roofline: what the
-bytes and the operations of a step take at least, at the limits that the same run measured.
+Figures are medians, with the lowest and the highest of the repeats in brackets. Roofline: the
+least time for the bytes and the operations of a step, at the limits that the same run measured.
 """
 NOTHING = "Not yet measured.\n"
 
@@ -32,8 +32,8 @@ NOTHING = "Not yet measured.\n"
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--from", type=Path, dest="combined", help="combined JSON of a run")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON")
+    parser.add_argument("--from", type=Path, dest="combined", help="combined JSON file of a run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args(argv)
     if args.combined is not None:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def split(combined: Path, folder: Path) -> None:
-    """One JSON into those of its stages."""
+    """Split a combined JSON file into one file per stage."""
     found = msgspec.json.decode(combined.read_bytes(), type=dict[str, Result])
     for name, result in found.items():
         write_json(folder / f"gpu-{name}.json", msgspec.to_builtins(result))
@@ -55,7 +55,7 @@ def read_results(folder: Path) -> list[Result]:
 
 
 def render(results: Sequence[Result]) -> str:
-    """The page."""
+    """Return the page as Markdown."""
     if not results:
         return f"{HEAD}\n{NOTHING}"
     return "\n".join([HEAD, *_about(results[0]), *(_section(each) for each in results)])
@@ -76,7 +76,7 @@ def _about(first: Result) -> list[str]:
 
 
 def _section(result: Result) -> str:
-    """Title, verdict, tables, notes and what went wrong."""
+    """Return a stage's title, verdict, tables, notes and errors."""
     parts = [
         f"## {result.title}\n",
         f"`{result.command}`: {result.status}, {result.seconds:.0f} s "

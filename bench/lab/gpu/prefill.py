@@ -1,4 +1,4 @@
-"""Prompts in chunks, and new turns behind a cached prefix: what share of the card they use."""
+"""Prompts in chunks, and new turns after a cached prefix: the share of the card that they use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .stage import LLAMA, QWEN, SMALL, Stage
 REPEATS = 3
 TABLE = "Prefill"
 TURN_TABLE = "A new turn behind a cached prefix"
-TURNS, PREFIX = (64, 256), 32768  # tokens
+TURNS, PREFIX = (64, 256), 32768  # Lengths in tokens.
 
 
 def run(stage: Stage) -> None:
-    """Each model's prompts, in chunks of 2,048 and of 8,192 tokens; then turns of 64 and of 256."""
+    """Measure prompts in chunks of 2,048 and 8,192 tokens, then turns of 64 and 256 tokens."""
     stage.try_each({name: partial(_model, stage, name) for name in stage.few(QWEN, SMALL, LLAMA)})
 
 
@@ -51,7 +51,7 @@ def _model(stage: Stage, name: str) -> None:
 
 
 def _turn(stage: Stage, bed: Bed, name: str, prefix: int, turn: int) -> None:
-    """A step of one chunk, beside the same chunk behind nothing."""
+    """Compare a step of one chunk after a prefix with the same chunk without one."""
     shape, limits = shape_of(bed.decoder, bed.pool), stage.result.limits
     behind, alone = (
         bed.seconds(bed.plan(1, start, length=turn), repeats=2 * REPEATS) for start in (prefix, 0)
@@ -72,7 +72,7 @@ def _turn(stage: Stage, bed: Bed, name: str, prefix: int, turn: int) -> None:
 
 
 def _prompt(bed: Bed, prompt_len: int, chunk: int) -> float:
-    """Seconds from an empty context to the first token."""
+    """Return the seconds from an empty context to the first token."""
     whole = bed.plan(1, 0, length=prompt_len).requests[0]
     plans = [bed.part(whole, start, start + chunk) for start in range(0, prompt_len, chunk)]
     began = time.perf_counter()

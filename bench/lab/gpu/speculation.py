@@ -1,7 +1,7 @@
-"""Speculation on over off at rising batch sizes, with drafts that are right four times in five.
+"""Speed with speculation over speed without it at rising batch sizes, at 80% acceptance.
 
-The drafts are an oracle's: they replay the answer of an earlier run and spoil a fifth of it. So
-acceptance is simulated; the time of every step is real.
+The drafts come from an oracle: they are the answer of an earlier run with a fifth of the tokens
+replaced. So acceptance is simulated; the time of every step is real.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ TABLE = "Speculation on over off, simulated acceptance (oracle:0.8)"
 
 
 def run(stage: Stage) -> None:
-    """The 8B shape first."""
-    stage.note("Acceptance is simulated: drafts are an earlier run's answers, a fifth of it wrong.")
+    """Measure the models, the 8B shape first."""
+    stage.note(
+        "Acceptance is simulated: drafts are an earlier run's answers with a fifth of the tokens "
+        "wrong."
+    )
     stage.try_each({name: partial(_model, stage, name) for name in stage.few(QWEN, SMALL)})
 
 
@@ -55,7 +58,7 @@ async def _batches(
         with stage.part(f"{name}, batch {batch}"):
             await _batch(stage, lab, name, prompts[:batch], length)
     timed = Round(lab.built.engine)
-    for batch in reversed(batches):  # where the host has most to do, first
+    for batch in reversed(batches):  # The batch with the most host work comes first.
         with stage.part(f"{name}, batch {batch}, the host"):
             await _host(stage, lab, timed, name, prompts[:batch], length)
 
@@ -67,7 +70,8 @@ async def _batch(
     for repeat in range(REPEATS + 1):
         for depth in DEPTHS:
             runs[depth].append(await _run(lab, prompts, length, depth, repeat))
-    plain = [_seconds(run) for run in runs[0][1:]]  # the first warms up, and tells the oracle
+    # The first run warms up, and records the answers for the oracle.
+    plain = [_seconds(run) for run in runs[0][1:]]
     for depth in DEPTHS[1:]:
         kept = runs[depth][1:]
         served = [each for run in kept for each in run]
@@ -99,7 +103,7 @@ async def _host(
     prompts: Sequence[Sequence[int]],
     length: int,
 ) -> None:
-    """Parts of a round, and how much of it the device did anything."""
+    """Measure the parts of a round, and the time in which the device is busy."""
     for depth in DEPTHS:
         timed.clear()
         run = await _run(lab, prompts, length, depth, REPEATS)
@@ -108,7 +112,7 @@ async def _host(
             await _run(lab, prompts, length, depth, REPEATS)
         row: dict[str, object] = {"model": name, "requests": len(prompts)}
         row |= {"depth": depth, "rounds": rounds}
-        # "round" and "rest" of the parts have the wait for these requests in them.
+        # The parts "round" and "rest" would include waiting for these requests.
         row |= {"round": 1e3 * _seconds(run) / rounds}
         row |= {"device busy": 1e3 * activity.busy_seconds / rounds}
         row |= {part: parts[part] for part in ("forward", *HOST) if part != "rest"}
@@ -118,7 +122,7 @@ async def _host(
 async def _run(
     lab: Lab, prompts: Sequence[Sequence[int]], length: int, depth: Depth, repeat: int
 ) -> list[Served]:
-    """All at once, greedy; the seeds decide which drafts are wrong, and nothing else."""
+    """Serve all prompts at once, greedily; the seeds only decide which drafts are wrong."""
     first = 1000 * repeat
     asked = (
         lab.serve(prompt, length, depth=depth, seed=seed)
@@ -128,7 +132,7 @@ async def _run(
 
 
 def _seconds(run: Sequence[Served]) -> float:
-    """Seconds from the first token of any request to the last of all."""
+    """Return the seconds from the first token of any request to the last token of all."""
     return max(each.times[-1] for each in run) - min(each.times[0] for each in run)
 
 

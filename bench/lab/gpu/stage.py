@@ -1,6 +1,6 @@
-"""Stage: one part of the check under way, in a process of its own, and what it has found so far.
+"""Stage: one part of the check, run in its own process, and its results so far.
 
-What is found is written at once, so that a stage that fails or runs out of time keeps it.
+Every result is written at once, so that a stage that fails or runs out of time keeps it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SHAPES: dict[str, Callable[..., PretrainedConfig]] = {
     STATES: partial(shape, "qwen3.5-0.8b"),
     TINY: partial(shape, "qwen3-tiny"),
 }
-"""The models that are measured, by name; weights are drawn on the spot. `TINY` rehearses."""
+"""The measured models by name, with random weights; rehearsals use `TINY`."""
 
 PACKAGE = __name__.partition(".")[0]
 Tables = dict[str, list[dict[str, object]]]
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """Results of one stage: the JSON that is kept."""
+    """Results of one stage, as they are kept in JSON."""
 
     stage: str
     title: str
@@ -53,25 +53,25 @@ class Result(msgspec.Struct, kw_only=True):
     machine: dict[str, object]
     card: dict[str, object]
     versions: dict[str, str]
-    simulated: bool = False  # a rehearsal: tiny shapes, no GPU, figures that mean nothing
-    status: str = "running"  # ok, failed, out of time, not run
+    simulated: bool = False  # Whether it is a rehearsal: tiny shapes, no GPU, meaningless figures.
+    status: str = "running"  # One of running, ok, failed, out of time and not run.
     seconds: float = 0.0
-    limits: Limits | None = None  # the roofline, measured in the same run
+    limits: Limits | None = None  # Limits for the roofline, measured in the same run.
     tables: Tables = {}
     notes: list[str] = []
     errors: list[str] = []
 
 
 def read_result(path: Path) -> Result:
-    """Read a stage's result. Raises msgspec's own errors for another file."""
+    """Read a stage's result. Raises msgspec's errors for other files."""
     return msgspec.json.decode(path.read_bytes(), type=Result)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Place in which the stages run: a GPU in earnest, or this processor to rehearse."""
+    """The folder and device of the stages: a GPU to measure, or this processor to rehearse."""
 
-    work: Path  # a folder for checkpoints and results, shared by the stages
+    work: Path  # Folder for checkpoints and results, shared by the stages.
     rehearses: bool
 
     @property
@@ -81,38 +81,39 @@ class Place:
 
     @property
     def dtype(self) -> str:
-        """Type of the weights; Triton's interpreter multiplies bfloat16 wrongly."""
+        """Dtype of the weights; Triton's interpreter multiplies bfloat16 incorrectly."""
         return "float32" if self.rehearses else "bfloat16"
 
     @property
     def backend(self) -> str:
-        """Backend by name: without its kernels a stage fails rather than time another's."""
+        """Backend by name: without its kernels a stage fails instead of timing another backend."""
         return "torch" if self.rehearses else "triton"
 
     def shape(self, name: str, **changes: object) -> Path:
-        """The folder of a model to build; a rehearsal has but the tiny one."""
+        """Write the config of a model and return its folder; a rehearsal has only the tiny one."""
         parts = (name, *(f"{key}-{value}" for key, value in changes.items()))
         if self.rehearses:
             return write_config(self.work / TINY, SHAPES[TINY](eos_token_id=2))
         return write_config(self.work / "-".join(parts), SHAPES[name](eos_token_id=2, **changes))
 
     def decoder(self, folder: Path, **options: Any) -> Decoder:  # noqa: ANN401 - load_decoder's
-        """A decoder with random weights on the device, by the backend that serves there."""
+        """Load a decoder with random weights on the device, with the backend that serves there."""
         given: dict[str, Any] = {"dtype": self.dtype, "backend": self.backend}
         given["load_format"] = "random"
         return load_decoder(folder, device=self.device, **given | options)
 
     def config(self, **options: Any) -> EngineConfig:  # noqa: ANN401 - EngineConfig's
-        """An engine's options on the device."""
+        """Return an engine's options for the device."""
         given: dict[str, Any] = {"dtype": self.dtype, "backend": self.backend}
         given["device"] = self.device
-        given["cache_quota"] = 1.0  # what is planted in the cache is all of one tenant's
+        # All planted prompts belong to one tenant, which may fill the cache.
+        given["cache_quota"] = 1.0
         if self.rehearses:
             given["threads"] = 1
         return EngineConfig(**given | options)
 
     def result(self, stage: str) -> Path:
-        """The JSON of a stage."""
+        """Return the path of a stage's JSON."""
         return self.work / f"gpu-{stage}.json"
 
 
@@ -126,12 +127,12 @@ class Stage:
 
     @cached_property
     def gauge(self) -> Gauge:
-        """The device's clock."""
+        """Gauge of the device."""
         return Gauge(self.place.device)
 
     @property
     def rehearses(self) -> bool:
-        """Whether this is no measurement."""
+        """Whether the stage only rehearses and measures nothing."""
         return self.place.rehearses
 
     @property
@@ -140,30 +141,30 @@ class Stage:
         return self._until - time.monotonic()
 
     def few(self, *cases: T) -> tuple[T, ...]:
-        """All of them in earnest; one will do to rehearse."""
+        """Return all cases to measure, or only the first one to rehearse."""
         return cases[:1] if self.rehearses else cases
 
-    # -- what is found --------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------
 
     def add(self, table: str, row: Row) -> None:
-        """One more row of a table."""
+        """Add a row to a table."""
         self.result.tables.setdefault(table, []).append(dict(row))
         print(table, *(f"{key}={value}" for key, value in row.items()), sep="; ", flush=True)
         self.save()
 
     def note(self, text: str) -> None:
-        """A sentence below the tables."""
+        """Add a sentence below the tables."""
         self.result.notes.append(text)
         self.save()
 
     def wrong(self, text: str) -> None:
-        """Something that must not be: the stage has failed."""
+        """Add an error, which makes the stage fail."""
         self.result.errors.append(text)
         self.save()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Keep warnings and errors of the log in the result: failed captures only log."""
+        """Keep logged warnings and errors in the result: a failed graph capture is only logged."""
         logger, listener = logging.getLogger(PACKAGE), _Listener(self.result)
         logger.addHandler(listener)
         try:
@@ -173,7 +174,7 @@ class Stage:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Run a part; its failure is reported, and the rest of the stage goes on."""
+        """Run a part; a failure in it is reported, and the stage continues."""
         try:
             yield
         except Exception as error:
@@ -183,10 +184,10 @@ class Stage:
             self.gauge.release()
 
     def try_each(self, parts: Mapping[str, Callable[[], Coroutine[Any, Any, None] | None]]) -> None:
-        """Parts one after another, as long as there is time; each on an event loop of its own."""
+        """Run parts one after another while there is time, each on its own event loop."""
         for name, run in parts.items():
             if self.seconds_left < 0:
-                self.note(f"No time was left for {name}.")
+                self.note(f"There was no time left for {name}.")
                 continue
             with self.part(name):
                 work = run()
@@ -194,15 +195,15 @@ class Stage:
                     asyncio.run(work)
 
     def save(self) -> None:
-        """Write what there is."""
+        """Write the current results."""
         self.result.seconds = time.monotonic() - self._began
         write_json(self.place.result(self.result.stage), msgspec.to_builtins(self.result))
 
 
 class _Listener(logging.StreamHandler[TextIO]):
-    """Prints what is logged, and keeps errors as errors and warnings as notes, each once.
+    """Prints log records and keeps errors as errors and warnings as notes, each text once.
 
-    The model's thread logs: whoever saves the result next writes them.
+    The model thread logs; the next call of `Stage.save` writes them.
     """
 
     def __init__(self, result: Result) -> None:
@@ -219,6 +220,6 @@ class _Listener(logging.StreamHandler[TextIO]):
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's text, at most 300 characters."""
+    """Return the first line of an error's text, at most 300 characters."""
     lines = str(error).strip().splitlines() or [""]
     return lines[0][:300]

@@ -1,8 +1,9 @@
-"""Times other launches of the attention kernel than those of core/ops/triton/attention, on a GPU.
+"""Times alternative launches of the attention kernel (core/ops/triton/attention) on a GPU.
 
-``python -m foretoken.bench.lab.gpu.tune_attention`` prints, for each case, launches beside the one
-in use and the time that reading the keys and values takes. What wins here belongs into launch.py.
-A kernel is compiled where it is first launched, so processes do that side by side beforehand.
+``python -m foretoken.bench.lab.gpu.tune_attention`` prints, for each case, the alternatives, the
+launch in use, and the time that reading the keys and values takes. A faster one belongs in
+launch.py. Processes compile the kernels in parallel beforehand, because otherwise each is compiled
+at its first launch.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from .gauge import Gauge
 
 REPEATS = 10
 READ_BYTES = 2**30
-COLD_BYTES = 2**28  # several times a GPU's cache
-MAX_LAYERS = 24  # of the pool: as many are read in turn as make these bytes
+COLD_BYTES = 2**28  # Several times a GPU's cache.
+MAX_LAYERS = 24  # Most layers of the pool: enough are read in turn to make up these bytes.
 RULE = Rule(None, None, None)
 DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``rows`` of each of some requests behind ``context`` tokens."""
+    """Requests with ``rows`` rows each after ``context`` tokens."""
 
     requests: int
     context: int
@@ -56,7 +57,7 @@ class Case:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether decoding or verifying."""
+        """Whether it is a decode or verify step."""
         return self.rows < PAGE_SIZE
 
     @property
@@ -71,7 +72,7 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Operations that a causal layer takes."""
+        """Operations of a causal layer."""
         seen = self.rows * self.context + self.rows * (self.rows + 1) // 2
         return self.requests * seen * self.num_heads * 128 * 4
 
@@ -90,9 +91,9 @@ CASES: dict[str, Case] = {
 
 
 def choices(is_narrow: bool, programs: Sequence[int]) -> list[AttentionLaunch]:
-    """Launches to time, the one in use first."""
+    """Return the launches to time, the one in use first."""
     used = launches.NARROW if is_narrow else launches.WIDE
-    shapes = (  # keys, warps, stages
+    shapes = (  # Keys, warps, stages.
         ((32, 4, 3), (32, 4, 5), (32, 8, 5), (32, 2, 5), (64, 4, 3), (64, 4, 5), (64, 8, 5),
          (64, 4, 7), (128, 4, 3), (128, 8, 3), (128, 8, 5))
         if is_narrow
@@ -107,7 +108,7 @@ def choices(is_narrow: bool, programs: Sequence[int]) -> list[AttentionLaunch]:
 
 
 class Scene:
-    """A pool, a pass over it and queries."""
+    """A pool, a plan of a pass over it, and queries."""
 
     def __init__(self, case: Case, device: torch.device, num_layers: int) -> None:
         each = -(-(case.context + case.rows) // PAGE_SIZE)
@@ -139,7 +140,7 @@ class Scene:
         self.is_narrow = case.is_narrow
 
     def run(self, launch: AttentionLaunch | None) -> Tensor:
-        """All layers, one behind the other; the output of the last."""
+        """Run all layers one after the other; return the output of the last."""
         out = torch.empty_like(self.q)
         for layer in range(self.pool.num_layers):
             for work in self.plan.works[None]:
@@ -170,7 +171,7 @@ def compile_part(part: int, parts: int, names: Sequence[str], programs: Sequence
 def lines(
     name: str, device: torch.device, programs: Sequence[int], rate: float, split: str
 ) -> Iterator[dict[str, object]]:
-    """A line for each launch, the fastest first."""
+    """Yield a line for each launch, the fastest first."""
     case, gauge = CASES[name], Gauge(device)
     num_layers = max(1, min(MAX_LAYERS, COLD_BYTES // case.read_bytes + 1))
     scene = Scene(case, device, num_layers)
@@ -182,7 +183,7 @@ def lines(
             call = gauge.graph(partial(scene.run, launch))
             spent = statistics.median(gauge.seconds(call, repeats=REPEATS)) / num_layers
         except OutOfResources:
-            continue  # more memory or registers than a multiprocessor has
+            continue  # It needs more memory or registers than a multiprocessor has.
         off = float((out - expected).norm() / expected.norm())
         found.append(
             {
@@ -202,13 +203,17 @@ def lines(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Time the cases that are named, or all; the exit code."""
+    """Time the named cases, or all; return the exit code."""
     parser = argparse.ArgumentParser(prog="tune_attention", description=__doc__)
     parser.add_argument("cases", nargs="*", help=f"cases to time (all): {', '.join(CASES)}")
     parser.add_argument("--programs", type=int, nargs="+", default=[1, 2, 3, 4, 6])
-    parser.add_argument("--split", type=int, help="positions of a split, other than in use")
-    parser.add_argument("--tile", type=int, help="queries of a tile, other than in use")
-    parser.add_argument("--best", type=int, default=8, help="lines of each case to print")
+    parser.add_argument(
+        "--split", type=int, help="positions of a split, in place of the value in use"
+    )
+    parser.add_argument("--tile", type=int, help="queries of a tile, in place of the value in use")
+    parser.add_argument(
+        "--best", type=int, default=8, help="number of launches to print per case (8)"
+    )
     parser.add_argument("--json", type=Path, help="JSON file to write")
     parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)

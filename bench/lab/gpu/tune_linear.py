@@ -1,8 +1,8 @@
-"""Times other tiles for each linear layer than those of core/ops/triton/linear/tiles.py, on a GPU.
+"""Times alternative tiles of the linear layers (core/ops/triton/linear/tiles.py) on a GPU.
 
 ``python -m foretoken.bench.lab.gpu.tune_linear`` prints, for each shape and number of rows, the
-tiles in use beside the others, the library and the time that reading the weight takes; ``--plan``
-only what would be timed, for which no GPU is needed. What wins here belongs into tiles.py.
+tiles in use, the alternatives, the library, and the time that reading the weight takes. ``--plan``
+only prints the alternatives to time and needs no GPU. Faster ones belong in tiles.py.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
 ROWS: dict[Bits, tuple[int, ...]] = {0: (1, 64, 256, 2048), 8: (1, 64, 256, 2048), 4: (1, 16)}
 REPEATS = 20
-READ_BYTES = 2**30  # of which the read roofline is measured
-COLD_BYTES = 2**28  # of weights read in turn: several times a GPU's cache, as between two steps
-SHAPES: dict[str, tuple[int, int]] = {  # [out, in]
+READ_BYTES = 2**30  # Bytes that are read to measure the read roofline.
+# Bytes of weights read in turn: several times a GPU's cache, like the reads between two steps.
+COLD_BYTES = 2**28
+SHAPES: dict[str, tuple[int, int]] = {  # [out, in].
     "8b qkv": (6144, 4096),
     "8b o": (4096, 4096),
     "8b gate_up": (24576, 4096),
@@ -57,11 +58,11 @@ LIBRARY = "F.linear"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way to compute a weight, and how it is launched for some rows."""
+    """A way to compute a weight, and its launch for a number of rows."""
 
     tiles: LinearTiles
     launch: LinearLaunch
-    is_used: bool  # whether it is what tiles.py says
+    is_used: bool  # Whether tiles.py uses it.
 
     @property
     def name(self) -> str:
@@ -75,7 +76,7 @@ class Choice:
 
 
 def choices(out_features: int, in_features: int, num_rows: int, *, bits: Bits) -> list[Choice]:
-    """Choices to time: the one in use, then other stages and rows of it, then other tiles."""
+    """Return the choices to time: the one in use, then variants of it, then other tiles."""
     used = linear_tiles(out_features, in_features, torch.bfloat16, bits=bits)
     launch = linear_launch(used, out_features, num_rows)
     if bits == 4:
@@ -85,7 +86,7 @@ def choices(out_features: int, in_features: int, num_rows: int, *, bits: Bits) -
     heights = (FEW_ROWS,) if bits or num_rows <= FEW_ROWS else (FEW_ROWS, MANY_ROWS)
     for rows, columns, pieces in itertools.product(heights, (64, 128, 256), (1, 2, 4, 8)):
         if columns == 256 and (pieces > 1 or rows == FEW_ROWS):
-            continue  # two sums of so many numbers do not fit into the registers
+            continue  # Two sums of this size do not fit into the registers.
         tiles = replace(used, pieces=pieces)
         others.append((tiles, linear_launch(tiles, out_features, num_rows, shape=(rows, columns))))
     if num_rows <= FEW_ROWS and not bits:
@@ -100,7 +101,7 @@ def choices(out_features: int, in_features: int, num_rows: int, *, bits: Bits) -
 def _rough_choices(
     used: LinearTiles, rows: int, out_features: int, num_rows: int
 ) -> Iterator[tuple[LinearTiles, LinearLaunch]]:
-    """Tiles of a weight in 4 bits: (columns, warps, stages), each in some numbers of pieces."""
+    """Yield tiles of a 4-bit weight: combinations of columns, warps, stages and pieces."""
     kinds = ((64, 4, 4), (64, 2, 4), (64, 2, 6), (128, 4, 4))
     for (columns, warps, stages), pieces in itertools.product(kinds, (1, 2, 4, 8)):
         tiles = replace(used, pieces=pieces)
@@ -111,7 +112,7 @@ def _rough_choices(
 
 
 def plan(names: Sequence[str], *, bits: Bits) -> list[dict[str, object]]:
-    """A line for each shape and number of rows."""
+    """Return a line for each shape and number of rows."""
     return [
         {
             "shape": name,
@@ -138,7 +139,7 @@ class Tuner:
         self.read_rate = data.nbytes / min(self.gauge.seconds(data.sum, repeats=REPEATS))
 
     def shape(self, name: str) -> Iterator[dict[str, object]]:
-        """A line for each number of rows and choice."""
+        """Yield a line for each number of rows and each choice."""
         from ....core.ops.triton.linear.tiled_linear import OutOfResources
 
         plain = [self._weight(name) for _ in range(self._num_copies(name))]
@@ -155,7 +156,7 @@ class Tuner:
                 try:
                     here = _tiled(few, tiled[:1], choice.launch)[0]
                 except OutOfResources:
-                    continue  # more memory or registers than a multiprocessor has
+                    continue  # It needs more memory or registers than a multiprocessor has.
                 spent = self._seconds(partial(_tiled, few, tiled, choice.launch))
                 is_same = torch.equal(here, whole[:num_rows])
                 line = _line(name, num_rows, choice.name, spent / len(tiled), floor)
@@ -173,7 +174,7 @@ class Tuner:
 
 
 def compile_part(part: int, parts: int, names: Sequence[str], *, bits: Bits) -> None:
-    """Compile every ``parts``-th kernel of the choices, on a piece of a weight."""
+    """Compile every ``parts``-th kernel of the choices, on a part of a weight."""
     from ....core.ops.triton.linear.tiled_linear import OutOfResources
 
     found: dict[object, tuple[str, int, Choice]] = {}
@@ -228,16 +229,18 @@ def _line(name: str, num_rows: int, how: str, seconds: float, floor: float) -> d
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Time the shapes that are named, or all; the exit code."""
+    """Time the named shapes, or all; return the exit code."""
     parser = argparse.ArgumentParser(prog="tune_linear", description=__doc__)
     parser.add_argument("shapes", nargs="*", help=f"shapes to time (all): {', '.join(SHAPES)}")
-    parser.add_argument("--plan", action="store_true", help="print what would be timed, and stop")
+    parser.add_argument(
+        "--plan", action="store_true", help="print the choices to time, without timing them"
+    )
     parser.add_argument(
         "--bits",
         type=int,
         choices=list(ROWS),
         default=0,
-        help="bits of a weight; 0: plain (%(default)s)",
+        help="bits of a weight; 0: not quantised (%(default)s)",
     )
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="JSON file to write")

@@ -1,4 +1,4 @@
-"""Cost of verifying drafts: a step with k draft tokens over one without, side by side."""
+"""Cost of verifying drafts: a step with k draft tokens over one without, measured in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .stage import QWEN, SMALL, Stage
 
 DEPTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 TURNS = 3
-BUSY = (0, 4)  # draft tokens at which the device's own share is looked at, too
+BUSY = (0, 4)  # Numbers of draft tokens at which the device's own share is measured, too.
 
 
 def run(stage: Stage) -> None:
@@ -32,7 +32,8 @@ def _point(stage: Stage, bed: Bed, name: str, context: int, batch: int) -> None:
     depths = (0, 4) if stage.rehearses else DEPTHS
     plans = {k: bed.plan(batch, context, num_drafts=k) for k in depths}
     found: dict[int, list[float]] = {k: [] for k in depths}
-    for _ in range(TURNS):  # so that a slow spell hits all of them
+    # The depths take turns, so that a slow spell of the machine affects all of them.
+    for _ in range(TURNS):
         for k, plan in plans.items():
             found[k].append(bed.seconds(plan, repeats=3 if stage.rehearses else 8).median)
     row: dict[str, object] = {

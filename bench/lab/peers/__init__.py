@@ -1,1 +1,1 @@
-"""foretoken beside other engines: one checkpoint, one machine, each its own server."""
+"""foretoken compared with other engines: one checkpoint, one machine, each engine's own server."""

@@ -1,7 +1,7 @@
-"""foretoken beside other engines' servers on one checkpoint: `python -m foretoken.bench.lab.peers`.
+"""foretoken compared with other engines' servers: `python -m foretoken.bench.lab.peers`.
 
-`setup` makes the environments and the checkpoint; `run` measures the rows of servers.py, without
-those of tasks where the weights are random. See README.md.
+`setup` makes the environments and the checkpoint. `run` measures the rows of servers.py on one
+checkpoint, without the rows of tasks if its weights are random. See README.md.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..servers import TASK_ROWS, add_flags, compare, show, token_rows
 from .checkpoints import CHECKPOINTS, HOME, Checkpoint
 from .environments import SOURCE, python, set_up
 
-CONTEXT = 4096  # tokens of a request, on every server
+CONTEXT = 4096  # Context of a request in tokens, the same on every server.
 Commands = dict[str, Sequence[str] | str]
-"""Command lines of servers, and addresses of running ones, by column."""
+"""Command lines of servers to start, or addresses of running servers, by column."""
 DTYPES = ("bf16", "int8", "int4")
-LOOK_UP_DEPTH = 8  # draft tokens
+LOOK_UP_DEPTH = 8  # Draft tokens.
 DRAFT_DEPTH = 4
-KV_GIB = 2  # of vLLM: about what the others have
+KV_GIB = 2  # KV memory of vLLM, about the same as the other servers have.
 
 
 def commands(checkpoint: Checkpoint, args: argparse.Namespace) -> Commands:
-    """Command lines of the servers that are installed, by column; and addresses of others."""
+    """Return command lines of the installed servers by column, and addresses of other servers."""
     made: Commands = _own(checkpoint, args)
     if (server := HOME / "llama_cpp" / "bin" / "llama-server").is_file():
         made |= _llama_cpp(server, checkpoint, args)
@@ -62,7 +62,7 @@ def _llama_cpp(server: Path, checkpoint: Checkpoint, args: argparse.Namespace) -
 
 
 def _vllm(checkpoint: Checkpoint, args: argparse.Namespace) -> Commands:
-    """Commands of its server with its own defaults: compiled, prefix caching on."""
+    """Return commands of vLLM's server with its defaults: compiled, prefix caching on."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads]))
     model = checkpoint.target if args.dtype == "bf16" else checkpoint.folder / "vllm" / "int8"
     command = ["env", f"VLLM_CPU_KVCACHE_SPACE={KV_GIB}", f"VLLM_CPU_OMP_THREADS_BIND={cores}"]
@@ -85,7 +85,7 @@ def _vllm(checkpoint: Checkpoint, args: argparse.Namespace) -> Commands:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Set up, or measure, print and write JSON; the exit code."""
+    """Set up; or measure, print and write JSON. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m foretoken.bench.lab.peers", description=__doc__
     )
@@ -98,16 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="smollm2",
         help="checkpoint (%(default)s)",
     )
-    add("--dtype", choices=DTYPES, default="bf16", help="form of the weights (%(default)s)")
+    add("--dtype", choices=DTYPES, default="bf16", help="data type of the weights (%(default)s)")
     add(
         "--url", action="append", type=_named, default=[], metavar="NAME=URL",
-        help="one more column: a server that runs already; may be repeated",
+        help="name and address of a running server for one more column; may be repeated",
     )  # fmt: skip
     add_flags(parser)
     args = parser.parse_args(argv)
     checkpoint = CHECKPOINTS[args.checkpoint]
     if unknown := set(args.engines) - set(SOURCE):
-        parser.error(f"no engine {', '.join(sorted(unknown))}")
+        parser.error(f"unknown engine {', '.join(sorted(unknown))}")
     if args.command == "setup":
         return 0 if set_up(args.engines or list(SOURCE), checkpoint, args.dtype) else 1
     checkpoint.write()

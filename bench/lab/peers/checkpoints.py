@@ -1,4 +1,4 @@
-"""The checkpoints that all engines read: SmolLM2, and real shapes with random weights."""
+"""The checkpoints that all engines load: SmolLM2, and real shapes with random weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from ...common.shapes import PRESETS, shape, write_pair
 from ..servers import words
 
 HOME = Path(os.environ.get("FORETOKEN_PEERS", ".venv-peers")).resolve()
-"""Folder of environments and checkpoints; by default in the working folder."""
-NUM_BYTES = 256  # the first ids of a made-up vocabulary
+"""Folder of environments and checkpoints, by default in the working directory."""
+NUM_BYTES = 256  # Number of byte tokens, which are the first ids of a made-up vocabulary.
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A preset of shapes.toml with random weights and, where ``eps`` is given, a draft that agrees.
+    """A preset of shapes.toml with random weights and, if ``eps`` is given, a draft.
 
-    ``eps`` sets how often (see bench/common/shapes.py). With that of ``qwen3-450m`` 0.7 of four
-    draft tokens are accepted; the output of these weights does not collapse to one repeated token.
+    ``eps`` sets how often the draft agrees (see bench/common/shapes.py). With the ``eps`` of
+    ``qwen3-450m``, 0.7 of four draft tokens are accepted; their output does not
+    collapse to one repeated token.
     """
 
     name: str
@@ -38,31 +39,31 @@ class Checkpoint:
 
     @property
     def has_draft(self) -> bool:
-        """Whether it is a pair."""
+        """Whether the checkpoint has a draft model."""
         return self.eps is not None
 
     @property
     def folder(self) -> Path:
-        """Holds ``target``, ``draft`` and what the engines' converters made of them."""
+        """Folder of ``target``, ``draft`` and the files that the engines' converters write."""
         return HOME / "checkpoints" / self.name
 
     @property
     def target(self) -> Path:
-        """The model, as transformers saves it."""
+        """Folder of the model, as transformers saves it."""
         return self.folder / "target"
 
     @property
     def draft(self) -> Path:
-        """The draft model, as transformers saves it."""
+        """Folder of the draft model, as transformers saves it."""
         return self.folder / "draft"
 
     def prompt(self, num_tokens: int, seed: int) -> str | list[int]:
-        """Random token ids: the vocabulary reads no text."""
+        """Return random token ids; the vocabulary cannot encode text."""
         ids = range(NUM_BYTES, shape(self.name).vocab_size)
         return random.Random(seed).choices(ids, k=num_tokens)
 
     def write(self) -> None:
-        """Make the model, or the pair, unless it is there."""
+        """Make the model or the pair, unless it exists."""
         if (self.target / "tokenizer.json").is_file():
             return
         config = shape(self.name)
@@ -77,16 +78,16 @@ class Checkpoint:
 
 
 class SmolLM2(Checkpoint):
-    """SmolLM2-135M-Instruct, its 4-bit weights widened to bfloat16 for every engine alike."""
+    """SmolLM2-135M-Instruct, with its 4-bit weights widened to bfloat16 for every engine."""
 
     has_text = True
 
     def prompt(self, num_tokens: int, seed: int) -> str:
-        """Random words."""
+        """Return random words."""
         return words(num_tokens, seed)
 
     def write(self) -> None:
-        """Write ``target`` and the file that llama.cpp widens itself, unless they are there."""
+        """Write ``target``, and the file that llama.cpp widens itself, unless they exist."""
         if (self.target / "config.json").is_file():
             return
         file = checked_smollm2()
@@ -102,14 +103,15 @@ class SmolLM2(Checkpoint):
         shutil.copy(file, self.folder / "source.gguf")
 
 
-PAIRS = {"qwen3-0.6b": 0.03, "qwen3-450m": 0.013, "qwen3-tiny": 0.03}  # by their eps
+# Names of pairs and their eps.
+PAIRS = {"qwen3-0.6b": 0.03, "qwen3-450m": 0.013, "qwen3-tiny": 0.03}
 CHECKPOINTS = {"smollm2": SmolLM2("smollm2")} | {
     name: Checkpoint(name, PAIRS.get(name)) for name in PRESETS
 }
 
 
 def numbered_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Bytes, and every further token its number in brackets: any answer has a text."""
+    """Return a tokenizer of bytes and numbers in brackets, so that any answer has a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)}
     vocab |= {f"[{index}]": index for index in range(NUM_BYTES, vocab_size)}

@@ -1,8 +1,8 @@
-"""The checkpoint as llama.cpp reads it: ``gguf/int8.gguf`` or ``gguf/bf16-draft.gguf``, as asked.
+"""The checkpoint as llama.cpp loads it: files such as ``gguf/int8.gguf``, ``gguf/bf16-draft.gguf``.
 
-bfloat16 is written by llama.cpp's own converter, with a made-up vocabulary; what was a GGUF file at
-first, llama.cpp widens itself. The other forms are made from that by its own quantiser. Run by the
-Python of the environment, whose folder has llama.cpp's sources and its quantiser.
+llama.cpp's converter writes bfloat16 with a made-up vocabulary; a checkpoint that was a GGUF file
+is widened by llama.cpp itself. llama.cpp's quantiser makes the other forms. The Python of the
+environment runs this file; its folder has llama.cpp's sources and its quantiser.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_K_M"}
 
 
 def convert(checkpoint: Path, forms: Sequence[str]) -> None:
-    """Write what is not there."""
+    """Write the files that do not exist."""
     for form in forms:
         dtype, _, part = form.partition("-")
         plain = checkpoint / "gguf" / f"{form.replace(dtype, 'bf16')}.gguf"
@@ -42,20 +42,20 @@ def convert(checkpoint: Path, forms: Sequence[str]) -> None:
 
 @contextmanager
 def _whole(out: Path) -> Iterator[Path]:
-    """A path to write to; the file gets its name when it is complete."""
+    """Yield a path to write to; the file gets its name when it is complete."""
     part = out.with_suffix(".part")
     yield part
     part.rename(out)
 
 
 def _quantise(source: Path, out: Path, dtype: str) -> None:
-    """Write another form, also of 4 bits that were widened to 16."""
+    """Write another form; 4-bit weights that were widened may be quantised again."""
     command = [str(QUANTISER), "--allow-requantize", str(source), str(out), FORMS[dtype]]
     subprocess.run(command, check=True)
 
 
 def write(source: Path, out: Path) -> None:
-    """Write a model in bfloat16; MTP layers are left out."""
+    """Write a model in bfloat16, without its MTP layers."""
     sys.path[:0] = [str(SOURCE), str(SOURCE / "gguf-py")]
     conversion: Any = importlib.import_module("conversion")
     gguf: Any = importlib.import_module("gguf")
@@ -65,7 +65,7 @@ def write(source: Path, out: Path) -> None:
     found = conversion.get_model_class(architecture)
 
     def set_vocab(model: Any) -> None:  # noqa: ANN401 - a converter
-        """Every token is its number in brackets, as in the other engines' tokenizer."""
+        """Give every token its number in brackets as text, as the other engines' tokenizer does."""
         named = {0: "a", 1: "b", 2: "ab", 3: "\u010a", 4: "\u010a\u010a"}
         count = hparams["vocab_size"]
         writer = model.gguf_writer
@@ -81,7 +81,7 @@ def write(source: Path, out: Path) -> None:
 
 
 def _as_published(hparams: dict[str, Any]) -> None:
-    """Fields as published configs have them, of which transformers writes newer forms."""
+    """Give fields the names of published configs; transformers writes newer ones."""
     if dense := hparams.get("mlp_layer_types"):
         hparams.setdefault("first_k_dense_replace", dense.count("dense"))
     if hparams["model_type"] == "granitemoehybrid":

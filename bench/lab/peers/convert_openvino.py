@@ -1,4 +1,7 @@
-"""The checkpoint as OpenVINO reads it: ``openvino/int8`` or ``openvino/bf16-draft``, as asked."""
+"""The checkpoint as OpenVINO loads it:
+
+``openvino/int8`` or ``openvino/bf16-draft``, for example.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 from transformers import AutoTokenizer
 
 FORMS: dict[str, dict[str, Any]] = {
-    "bf16": {},  # stored in 16 bits; computed in bfloat16, which the worker asks for
+    "bf16": {},  # Stored in 16 bits; the worker requests computation in bfloat16.
     "int8": {"bits": 8, "sym": True},
     "int4": {"bits": 4, "sym": True, "group_size": 32, "ratio": 1.0},
 }
 
 
 def convert(checkpoint: Path, forms: Sequence[str]) -> None:
-    """Write what is not there."""
+    """Write the forms that do not exist."""
     for form in forms:
         out = checkpoint / "openvino" / form
         dtype, _, part = form.partition("-")

@@ -1,7 +1,7 @@
-"""The checkpoint in 8 bits as vLLM reads it: ``vllm/int8``, in the compressed-tensors form.
+"""The checkpoint in 8 bits as vLLM loads it: ``vllm/int8``, in the compressed-tensors format.
 
-Weights per channel, activations per token, symmetric. The vocabulary stays in bfloat16: vLLM
-quantises no tied head.
+Weights are scaled per channel and activations per token, symmetrically. The vocabulary stays in
+bfloat16, because vLLM does not quantise a tied output layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ QUANTIZATION = {
 
 
 def convert(checkpoint: Path, forms: Sequence[str]) -> None:
-    """Write the target, unless it is there or not asked for; bfloat16 is read as it is."""
+    """Write the target in 8 bits unless it exists or was not requested.
+
+    Bfloat16 needs no conversion.
+    """
     source, out = checkpoint / "target", checkpoint / "vllm" / "int8"
     if "int8" not in forms or (out / "config.json").is_file():
         return

@@ -1,4 +1,4 @@
-"""One command makes an engine's environment and its form of a checkpoint."""
+"""Sets up an engine's environment and its form of a checkpoint in one command."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .checkpoints import HOME, Checkpoint
 
 HERE = Path(__file__).parent
 SOURCE = {"llama.cpp": "llama_cpp", "openvino": "openvino", "vllm": "vllm"}
-"""Environments by engine; each has a requirements file and a converter of that name."""
+"""Environments by engine; each has a requirements file and a converter with its name."""
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
-"""Packages whose builds do not fit the engine's torch."""
-LLAMA_CPP = "llama-cpp-python==0.3.36"  # its sources have llama.cpp's
+"""Packages whose builds do not match the engine's torch."""
+LLAMA_CPP = "llama-cpp-python==0.3.36"  # The package's sources include llama.cpp's.
 CMAKE_FLAGS = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI", "OPENSSL")
 
 
 def python(environment: str) -> Path:
-    """Python of an environment."""
+    """Return the path of an environment's Python."""
     return HOME / environment / "bin" / "python"
 
 
 def set_up(engines: Iterable[str], checkpoint: Checkpoint, dtype: str) -> bool:
-    """Install and convert; a failure is printed in one line, and the next engine follows.
+    """Install and convert; return whether every engine succeeded.
 
-    Returns whether all went well.
+    A failure is printed in one line, and the next engine follows.
     """
     checkpoint.write()
     return all([_set_up_one(engine, checkpoint, dtype) for engine in engines])  # noqa: C419
@@ -50,7 +50,7 @@ def _set_up_one(engine: str, checkpoint: Checkpoint, dtype: str) -> bool:
 
 
 def _install(environment: str, log: Path) -> None:
-    """A fresh venv whenever the requirements changed."""
+    """Make a fresh venv if the requirements changed."""
     home = HOME / environment
     done, requirements = home / ".done", HERE / f"requirements-{environment}.txt"
     wanted = requirements.read_text(encoding="utf-8")

@@ -81,5 +81,5 @@ def test_recorded_agents_ask_for_a_model_where_the_pair_is_not(
     line = {"path": "/v1/chat/completions", "body": body}
     (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
     assert commands.main(["bench", "serve", "agents", "--record", str(tmp_path)]) == 2
-    message = "recorded sessions need --model or --url here"
+    message = "recorded sessions need --model or --url outside a checkout"
     assert capsys.readouterr().err == f"foretoken bench serve: {message}\n"

@@ -71,7 +71,7 @@ def test_a_layer_that_is_not_whole_is_named_and_auto_goes_on_without(
     with caplog.at_level(logging.WARNING):
         found = built(folder)
     assert found.drafters == LOOK_UPS
-    assert f"auto drafts without 'mtp': {folder} lacks tensors: {missing}" in caplog.text
+    assert f"--draft auto leaves out 'mtp': {folder} lacks tensors: {missing}" in caplog.text
 
 
 def test_modules_of_transformers_have_no_such_layer(folder: Path) -> None:

@@ -61,7 +61,7 @@ def test_one_that_does_not_pay_is_left_out_and_the_log_says_why(
     assert (found.drafters, found.no_self_draft) == (
         LOOK_UPS, "would not pay: a pass takes 0.90 of a step",
     )  # fmt: skip
-    assert f"auto drafts without 'self': it {found.no_self_draft}" in caplog.text
+    assert f"--draft auto leaves out 'self': it {found.no_self_draft}" in caplog.text
 
 
 def test_a_small_model_is_not_even_tried(folder: Path) -> None:

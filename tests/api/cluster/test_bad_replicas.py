@@ -41,17 +41,17 @@ from support.scripted_replica import (
 LOAD = Load(running=0, waiting=0, kv_usage=0.0)
 MANY_KEYS = b"".join(number.to_bytes(8, "big") for number in range(65))
 LIES: dict[str, FromReplica] = {
-    "beyond the vocabulary": step("r", [100]),
-    "request that it does not have": step("unknown", [10]),
-    "more tokens than a request may have": step("r", [10] * 9),
-    "do not belong to its tokens": step("r", [10], logprobs=[TokenLogprob(10, -1.0)]),
+    "outside the vocabulary": step("r", [100]),
+    "request that it does not serve": step("unknown", [10]),
+    "it sent more tokens than the request may have": step("r", [10] * 9),
+    "do not match its tokens": step("r", [10], logprobs=[TokenLogprob(10, -1.0)]),
     "vocabulary of 100": step("r", prompt_logprobs=[TokenLogprob(6, -1.0, ((100, -1.0),))]),
     "the request does not want": step(
         "r", pooled=array("f", [1.0]), finish_reason=FinishReason.STOP
     ),
-    "keys of pages have 8 bytes": Step(load=LOAD, pages=[PageNews(True, b"1234567")]),
-    "more pages than its 64": Step(load=LOAD, pages=[PageNews(True, MANY_KEYS)]),
-    "a second greeting": greeting(),
+    "page keys that have 8 bytes": Step(load=LOAD, pages=[PageNews(True, b"1234567")]),
+    "more KV pages than its 64": Step(load=LOAD, pages=[PageNews(True, MANY_KEYS)]),
+    "it sent a second greeting": greeting(),
     "a call that was not made": Answer(call_id=5, result=1),
 }
 
@@ -93,7 +93,7 @@ def test_tokens_without_the_log_probabilities_that_were_asked_for_are_a_lie() ->
         async with front_of() as front, replicas_of(front) as (replica,):
             front.submit(request(logprobs=0))
             replica.say("r", 10)
-            assert "do not belong to its tokens" in await replica.refusal()
+            assert "do not match its tokens" in await replica.refusal()
 
     run(body())
 
@@ -128,8 +128,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 FLOODS: dict[str, FromReplica] = {
-    "messages a second": Beat(),
-    "MiB a second": Beat(unready="x" * 2**22),
+    "messages per second": Beat(),
+    "MiB per second": Beat(unready="x" * 2**22),
 }
 
 
@@ -172,7 +172,7 @@ def test_a_flood_that_goes_on_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
             front_of(2, clock=lambda: 1.0) as front,
             replicas_of(front, 2) as (first, second),
         ):
-            await flood(first, FLOODS["messages a second"])
+            await flood(first, FLOODS["messages per second"])
             cut = asyncio.create_task(closed(first))
             while not cut.done():
                 first.socket._link.send((encode(Beat()),))
@@ -202,7 +202,7 @@ def test_a_message_that_is_too_large_is_not_read(caplog: pytest.LogCaptureFixtur
             assert (await read(stream)).token_ids == [10]
 
     run(body())
-    assert "its connection closed" in caplog.messages[0]
+    assert "its connection was closed" in caplog.messages[0]
 
 
 def test_a_quota_grows_back_and_ends_at_its_limit() -> None:
@@ -226,7 +226,7 @@ def test_a_refusal_that_is_repeated_is_logged_once(caplog: pytest.LogCaptureFixt
 
     now = [0.0]
     run(body())
-    assert ["no greeting" in each for each in caplog.messages] == [True, True]
+    assert ["not a greeting" in each for each in caplog.messages] == [True, True]
 
 
 @pytest.mark.parametrize("result", [b"{}", None, b"no json"], ids=["text", "nothing", "no json"])

@@ -200,7 +200,7 @@ def test_without_any_replica_requests_wait_for_another() -> None:
                 first.say("r", 10)
                 await anext(stream)
             await until(lambda: not front.describe())
-            assert front.readiness == "no replica is there"
+            assert front.readiness == "no replica is connected"
             assert front.alive
             with pytest.raises(Unavailable, match="no replica"):
                 front.submit(request("s"))
@@ -226,7 +226,7 @@ def test_requests_wait_no_longer_than_they_may() -> None:
                 assert (timed.ended, stream.ended) == (is_late, is_over)
             with pytest.raises(DeadlineExceeded):
                 await read(timed)
-            with pytest.raises(Unavailable, match="no replica came within 30 s"):
+            with pytest.raises(Unavailable, match="no replica connected within 30 s"):
                 await read(stream)
 
     run(body())

@@ -363,7 +363,7 @@ def test_requests_wait_for_all_replicas_that_are_wanted() -> None:
     async def body() -> None:
         async with front_of(2) as front, replicas_of(front, 1):
             assert front.alive
-            assert front.readiness == "waiting for replicas: 1 of 2 are there"
+            assert front.readiness == "waiting for replicas: 1 of 2 are connected"
             with pytest.raises(Unavailable, match="1 of 2"):
                 front.submit(request())
             async with replicas_of(front, 1):
@@ -414,9 +414,9 @@ def test_the_first_replica_must_have_the_tokenizer_of_the_front() -> None:
         async with front_of(tokenizer="other") as front:
             replica = ScriptedReplica(front)
             replica.send(replica.hello)
-            with pytest.raises(InvalidRequest, match=r"another tokenizer.*tiny/model"):
+            with pytest.raises(InvalidRequest, match=r"different tokenizers.*tiny/model"):
                 await front.first()
-            assert "another tokenizer" in await replica.refusal()
+            assert "different tokenizers" in await replica.refusal()
             replica.die()
 
     run(body())

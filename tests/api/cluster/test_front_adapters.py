@@ -203,7 +203,7 @@ def test_a_later_replica_serves_the_base_at_once_and_adapters_when_it_has_them()
             assert isinstance(asked.question, LoadAdapter)
             base = front.submit(request("base"))  # it is not behind the one that waits
             assert (await later.submitted()).request_id == "base"
-            with pytest.raises(Unavailable, match="no replica has the adapter sql"):
+            with pytest.raises(Unavailable, match="no connected replica has loaded"):
                 front.submit(of(sql, "new"))
             later.send(Answer(call_id=asked.call_id, result=_facts()))
             moved = await later.submitted()
@@ -218,7 +218,7 @@ def test_a_later_replica_serves_the_base_at_once_and_adapters_when_it_has_them()
 
 @pytest.mark.parametrize(("answer", "reason"), [
     (lambda: ModelLoadError("no such folder"), "the adapter sql: no such folder"),
-    (lambda: _facts(OTHERS), "the other replicas have other files"),
+    (lambda: _facts(OTHERS), "its files differ from the other replicas' files"),
 ])  # fmt: skip
 def test_a_later_replica_without_the_adapter_is_lost(
     answer: Callable[[], Any], reason: str
@@ -293,7 +293,7 @@ def test_every_message_of_a_request_names_its_adapter() -> None:
     messages = (submit_of(asked), prefill_of(asked), fetch_of(asked, HANDED, page_size=16).submit)
     assert [each.adapter for each in messages] == [7, 7, 7]
     own = ServedAdapter("sql", 7, LoadedAdapter(Adapter(), 4, 100, FILES))
-    with pytest.raises(WireError, match="adapter of this process"):
+    with pytest.raises(WireError, match="loaded in this process"):
         submit_of(of(own))
 
 

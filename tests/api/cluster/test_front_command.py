@@ -146,7 +146,7 @@ def test_a_front_with_another_tokenizer_than_its_replica_does_not_start(
     folder: Path,
 ) -> None:
     async def body() -> None:
-        with pytest.raises(InvalidRequest, match="another tokenizer"):
+        with pytest.raises(InvalidRequest, match="different tokenizers"):
             async with client_of(folder, tokenizer="other"):
                 raise AssertionError("it started")
 

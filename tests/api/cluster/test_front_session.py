@@ -531,9 +531,9 @@ def test_a_closed_connection_aborts_what_runs_and_is_dialled_anew(within, caplog
     within(test)
     lines = [each.getMessage() for each in caplog.records if each.name == engine_host.__name__]
     assert lines == [
-        "the front at here has this replica",
-        "the front at here is lost: it closed the connection; dialling",
-        "the front at here is back",
+        "the front at here accepted this replica",
+        "lost the front at here: it closed the connection; reconnecting",
+        "the front at here is connected again",
     ]
 
 
@@ -591,7 +591,7 @@ def test_a_front_that_does_not_read_is_lost(within, quick, caplog) -> None:
         await replica.dialled()
 
     within(test)
-    assert "is lost: it does not read" in caplog.text
+    assert "lost the front at here: it does not read its messages" in caplog.text
 
 
 def test_a_front_that_was_never_heard_is_dialled_anew(within, quick, caplog) -> None:
@@ -602,7 +602,7 @@ def test_a_front_that_was_never_heard_is_dialled_anew(within, quick, caplog) -> 
         assert [type(each) for each in front.messages] == [Hello, Beat]
 
     within(test)
-    assert caplog.text.count("does it run, with the same FORETOKEN_CLUSTER_KEY?") == 1
+    assert caplog.text.count("running with the same FORETOKEN_CLUSTER_KEY") == 1
 
 
 @pytest.mark.parametrize("says", [Leaving(reason="another model"), WireError("no message")])
@@ -620,8 +620,8 @@ def test_a_front_that_has_not_taken_the_replica_may_refuse_it(within, says) -> N
 def test_a_front_that_has_taken_the_replica_may_drop_it(within) -> None:
     async def test(replica: Replica, task: asyncio.Task[None]) -> None:
         front = await replica.joined()
-        front.say(Leaving(reason="tokens of a request that it does not have"))
-        with pytest.raises(RefusedError, match="tokens of a request"):
+        front.say(Leaving(reason="it sent tokens for a request that it does not serve"))
+        with pytest.raises(RefusedError, match="tokens for a request"):
             await task
         assert len(replica.links) == 1
 
@@ -647,10 +647,10 @@ def test_a_later_front_that_refuses_the_replica_is_dialled_until_one_takes_it(
     within(test)
     lines = [each.getMessage() for each in caplog.records if each.name == engine_host.__name__]
     assert lines == [
-        "the front at here has this replica",
-        "the front at here is lost: it closed the connection; dialling",
-        "the front at here refused this replica: it has another model; dialling again",
-        "the front at here is back",
+        "the front at here accepted this replica",
+        "lost the front at here: it closed the connection; reconnecting",
+        "the front at here refused this replica: it has another model; retrying",
+        "the front at here is connected again",
     ]
 
 

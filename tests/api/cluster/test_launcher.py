@@ -142,7 +142,7 @@ def test_a_front_that_has_closed_changes_nothing() -> None:
 
     async def test(replicas: PlannedReplicas) -> None:
         await replicas.close()
-        with pytest.raises(LauncherError, match="the front closes"):
+        with pytest.raises(LauncherError, match="the front is closing"):
             await replicas.change(3, 3)
         assert len(cluster.deployed) == 1
 

@@ -258,7 +258,7 @@ def test_each_probe_succeeds_on_a_server_with_the_containers_own_keys_while_it_i
     server = serve(**{each.name: getattr(settings, each.name) for each in fields(settings)
                       if each.name != "limits"})  # fmt: skip
     assert outcomes(container, server.port) == dict.fromkeys(KINDS, True)
-    engine.readiness = "waiting for replicas: 0 of 2 are there"
+    engine.readiness = "waiting for replicas: 0 of 2 are connected"
     assert outcomes(container, server.port) == {**dict.fromkeys(KINDS, True), KINDS[-1]: False}
 
 

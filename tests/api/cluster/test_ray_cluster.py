@@ -40,7 +40,7 @@ def test_errors_of_ray_are_a_launchers(
         raise RuntimeError("no head\nand a traceback")
 
     monkeypatch.setattr(ray_app.ray, "cluster_resources", fail)
-    with pytest.raises(LauncherError, match=r"^Ray refuses the replicas: no head$"):
+    with pytest.raises(LauncherError, match=r"^Ray rejected the replicas: no head$"):
         ray_app.RayCluster(owns_ray=False).deploy(plan(1, 1))
     assert not deployed
 

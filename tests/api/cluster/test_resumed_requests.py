@@ -193,8 +193,8 @@ def test_log_probabilities_of_the_prompt_are_sent_once(house: House) -> None:
 @pytest.mark.parametrize(
     ("word", "given", "problem"),
     [
-        ("", {"max_tokens": 2}, "whole answer"),
-        ("", {"stop_token_ids": [7]}, "whole answer"),
+        ("", {"max_tokens": 2}, "already complete"),
+        ("", {"stop_token_ids": [7]}, "already complete"),
         ("def f", {"stop": ["def"]}, "stop string"),
     ],
 )

@@ -281,7 +281,7 @@ def test_what_names_no_transfer_is_no_message() -> None:
     async def body() -> None:
         async with prompt_apart() as (_, p, d, stream):
             hand_over(p, b"[]")
-            assert "no message" in await p.refusal()
+            assert "an invalid message" in await p.refusal()
             assert (await d.submitted()).transfer is None
             await finish(d, stream)
 

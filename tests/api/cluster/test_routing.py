@@ -432,11 +432,11 @@ def test_a_new_replica_gets_requests_at_once() -> None:
 
 def test_joining_twice_and_a_request_for_a_replica_that_left_are_errors() -> None:
     router = router_of(A)
-    with pytest.raises(ValueError, match="b'a' has joined already"):
+    with pytest.raises(ValueError, match="b'a' has already joined"):
         router.join(A, page_size=PAGE, fingerprint=None)
     choice = choose(router, prompt((1, 40)))
     router.leave(A)
-    with pytest.raises(ValueError, match="no replica b'a'"):
+    with pytest.raises(ValueError, match="unknown replica b'a'"):
         router.begin("late", choice)
 
 

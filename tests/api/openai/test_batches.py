@@ -209,7 +209,7 @@ def test_an_engine_that_cannot_take_a_request_now_gets_it_later(client, engine, 
     def refuse_first(request):
         if len(refused) < 3:
             refused.append(request.request_id)
-            raise Unavailable("no replica is there", retry_after=0.01)
+            raise Unavailable("no replica is connected", retry_after=0.01)
         return submit(request)
 
     submit, engine.submit = engine.submit, refuse_first

@@ -45,7 +45,7 @@ def test_parts_of_unknown_types_are_left_out_and_named_once_in_the_log(role, cap
     parts = [{"type": "text", "text": "a"}, {"type": "odd", "odd": {"x": [1]}}]
     assert content(*parts, role=role) == content(*parts, role=role) == "a"
     assert [each.message for each in caplog.records] == [
-        "parts of type 'odd' do not reach the model (logged once)"
+        "parts of type 'odd' are not passed to the model (logged once)"
     ]
 
 

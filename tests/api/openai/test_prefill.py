@@ -145,7 +145,7 @@ async def test_without_room_nothing_is_begun() -> None:
     async def open_reply() -> AnswerReply[Any]:
         raise AssertionError("it was begun")
 
-    with pytest.raises(ApiError, match="wait to be read") as caught:
+    with pytest.raises(ApiError, match="waiting to be read") as caught:
         await handing_over(service, WANTED, open_reply)  # type: ignore[arg-type]
     assert caught.value.status == 503
     transfers.is_full = False

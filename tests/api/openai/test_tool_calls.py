@@ -200,7 +200,7 @@ def test_a_model_whose_template_has_no_tools_is_told_of_them_in_text(
     [
         ({"type": "object", "properties": {"a": {"type": "nothing"}}}, "Invalid type: nothing"),
         ({"type": "object", "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
-        ({"type": "object", "oneOf": [{"required": ["a"]}, {}]}, "oneOf is supported only where"),
+        ({"type": "object", "oneOf": [{"required": ["a"]}, {}]}, "oneOf is supported only if"),
         ({"type": "array"}, "the parameters of f must be"),
     ],
 )

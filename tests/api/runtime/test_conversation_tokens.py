@@ -246,7 +246,7 @@ def test_a_dropped_thought_that_ends_inside_a_token_is_an_error(model):
     own.renderer.vocab_size = tail + 1
     message = said("Stop", reasoning_content="hm\n")
     ids = [*own.ids("<think>\nhm\n</think"), tail, *own.ids("op")]
-    assert "does not write" in refusal(own, [USER, message, MORE], given(1, ids))
+    assert "does not render" in refusal(own, [USER, message, MORE], given(1, ids))
 
 
 def test_a_thought_that_the_template_keeps_is_all_there(model):
@@ -366,7 +366,7 @@ def test_a_template_that_needs_the_calls_takes_no_ids(model):
     own = model(NEEDING)
     message = said("", tool_calls=[CALL])
     talk = [USER, message, {"role": "tool", "content": "1"}, said("Stop"), MORE]
-    assert "does not write" in refusal(own, talk, given(1, own.ids(CALLED)))
+    assert "does not render" in refusal(own, talk, given(1, own.ids(CALLED)))
     own.remember([USER], message, own.ids(CALLED))
     own.remember(talk[:3], talk[3], own.ids("Stop"))
     assert own.render(talk).num_spliced == len("Stop"), "the other answer is found all the same"
@@ -410,13 +410,13 @@ def test_ids_beyond_the_vocabulary_and_control_tokens_are_refused(model):
 def test_a_template_that_leaves_answers_out_takes_no_ids(model):
     own = model("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     talk = [USER, said("Stop"), MORE]
-    assert "does not write" in refusal(own, talk, given(1, own.ids("Stop")))
+    assert "does not render" in refusal(own, talk, given(1, own.ids("Stop")))
     assert own.render(talk, Handle(1, own.ids("Stop"))).num_spliced == 0, "of a store: left out"
 
 
 def test_a_template_that_changes_the_text_takes_no_ids(model):
     own = model(CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"))
-    assert "does not write" in refusal(own, [USER, said("Stop"), MORE], given(1, own.ids("Stop")))
+    assert "does not render" in refusal(own, [USER, said("Stop"), MORE], given(1, own.ids("Stop")))
 
 
 def test_a_message_that_goes_on_has_no_ids(model):

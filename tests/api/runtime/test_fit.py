@@ -208,7 +208,7 @@ def test_an_error_of_a_template_names_the_message_and_the_cause(written, caplog,
     talk = [user("a"), assistant("b"), user("bad")]
     with pytest.raises(InvalidRequest) as info:
         own.text(*talk)
-    assert str(info.value) == f"the chat template refuses messages[2]: {cause}"
+    assert str(info.value) == f"the chat template rejects messages[2]: {cause}"
     assert len([each for each in caplog.records if each.levelname == "WARNING"]) == 1
 
 

@@ -91,7 +91,7 @@ def built(engine, byte_level_folder: Path, tmp_path: Path, tokenizer, template: 
 def test_the_message_and_the_cause_are_named(server, path, body, place):
     answer = httpx.post(f"{server.url}{path}", json=body, timeout=20)
     assert answer.status_code == 400
-    assert f"the chat template refuses {place}: never say that" in answer.text
+    assert f"the chat template rejects {place}: never say that" in answer.text
 
 
 @pytest.mark.parametrize("path", HISTORIES)

@@ -95,7 +95,7 @@ def test_tools_stay_as_they_are_where_the_template_takes_them(own):
 
 
 def test_a_template_that_fails_on_whole_tools_too_says_so(own):
-    with pytest.raises(InvalidRequest, match="the chat template refuses"):
+    with pytest.raises(InvalidRequest, match="the chat template rejects"):
         render(own, "{{ '' + tools[0].function.nothing }}", tools=[BARE])
 
 
@@ -133,7 +133,7 @@ def test_an_error_names_the_message_and_the_call_at_which_the_template_failed(ow
 
 
 def test_an_error_in_no_message_names_none(own):
-    with pytest.raises(InvalidRequest, match="refuses these messages: no luck"):
+    with pytest.raises(InvalidRequest, match="rejects these messages: no luck"):
         render(own, "{{ raise_exception('no luck') }}")
 
 

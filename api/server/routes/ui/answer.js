@@ -1,4 +1,4 @@
-/** One answer: how it is asked for, the nodes that show it, and what it cost. */
+/** One answer: its request, the nodes that show it, and its cost. */
 
 import { count, draw, field, make, sum } from "./dom.js";
 import { LOSSES, added, classOf, drafterTable, drawBars } from "./drafters.js";
@@ -8,13 +8,13 @@ import { ask, events, Refused } from "./server.js";
 /** @typedef {import("./drafters.js").Tally} Tally */
 /**
  * @typedef {[text: string, source: string | null, channel: string]} Piece
- *   an entry of `token_sources`; no source: the text belongs to the token before it
+ *   an entry of `token_sources`; null as source: the text belongs to the token before it
  */
-/** @typedef {{first: number, last: number, total: number}} Times milliseconds; 0: there was none */
+/** @typedef {{first: number, last: number, total: number}} Times milliseconds; 0: no token */
 /** @typedef {"content" | "reasoning"} Channel a text of an answer */
-/** @typedef {[end: number, source: string]} Span a part of a text, by its end, and its drafter */
+/** @typedef {[end: number, source: string]} Span the end of a part of a text, and its drafter */
 /**
- * @typedef {object} Usage what the server counted
+ * @typedef {object} Usage the server's counts
  * @property {number} prompt_tokens
  * @property {number} completion_tokens
  * @property {{cached_tokens: number}} prompt_tokens_details
@@ -22,7 +22,7 @@ import { ask, events, Refused } from "./server.js";
  * @property {CacheExplanation} [cache_explanation]
  */
 /**
- * @typedef {object} CacheExplanation why reuse of the prompt ended
+ * @typedef {object} CacheExplanation the reason why reuse of the prompt ended
  * @property {string} cause
  * @property {{position: number, now: {text: string}, before: {text: string}}} [first_token]
  */
@@ -34,29 +34,29 @@ import { ask, events, Refused } from "./server.js";
  * @property {Piece[]} pieces
  * @property {"on" | "off"} speculation
  * @property {string} [id] of the response
- * @property {number[]} [ids] its tokens
+ * @property {number[]} [ids] its token ids
  * @property {string} [finish]
  * @property {Usage} [usage]
  * @property {Times} [ms]
  * @property {boolean} [isDone]
  * @property {string} [error]
- * @property {Answer} [other] the same one without speculation, side by side
- * @property {boolean} [isPrivate] it left the prefix cache aside
+ * @property {Answer} [other] the answer to the same question without speculation, if side by side
+ * @property {boolean} [isPrivate] it bypassed the prefix cache
  */
 /**
  * @typedef {object} View
  * @property {HTMLElement} box
  * @property {() => Tally} tally
- * @property {() => void} changed shows what came, soon
- * @property {() => void} redraw shows all of it again, now
+ * @property {() => void} changed schedules a drawing of new text
+ * @property {() => void} redraw draws everything again at once
  */
 
-const SLOWER = 4; // times the last drawing until the next one, so that drawing takes a fifth
+const SLOWER = 4; // Pause after a drawing, as a multiple of its duration.
 const FRAME_MS = 16;
 const STEP_PX = 5;
 
 /**
- * An answer that has not begun.
+ * Return an answer that has not begun.
  * @param {"on" | "off"} speculation
  * @returns {Answer}
  */
@@ -64,8 +64,8 @@ export const blank = (speculation) =>
   ({ role: "assistant", content: "", reasoning: "", pieces: [], speculation });
 
 /**
- * Ask for an answer. Ids of earlier ones that cannot be in the prompt, as those of another model,
- * are left out.
+ * Request an answer. If the server rejects the token ids of earlier answers, for example because
+ * another model made them, the request is sent again without them.
  * @param {{messages: object[]}} body
  * @param {AbortSignal} signal
  */
@@ -82,7 +82,7 @@ async function responseTo(body, signal) {
 }
 
 /**
- * Add a chunk of the stream to an answer; whether there were tokens in it.
+ * Add a chunk of the stream to an answer; return whether it has tokens.
  * @param {Answer} answer
  * @param {any} chunk
  */
@@ -134,7 +134,7 @@ export async function run(answer, body, signal, changed) {
 }
 
 /**
- * The texts of the tokens: a piece without a drafter of its own belongs to the token before it.
+ * Return the texts of the tokens. A piece whose source is null belongs to the token before it.
  * @param {Piece[]} pieces
  */
 export function tokensOf(pieces) {
@@ -150,20 +150,20 @@ export function tokensOf(pieces) {
 /** The steps of an answer and the drafters of its texts. Each piece is read once. */
 class Pieces {
   #numRead = 0;
-  #by = ""; // the drafter of the last token
+  #by = ""; // The drafter of the last token.
   /** @type {Tally} */
-  #step = {}; // that has not ended
+  #step = {}; // The step that has not ended.
   /** @type {Tally[]} */
   #ended = [];
   /** @type {Record<string, Span[]>} */
   #spans = { content: [], reasoning: [] };
 
-  /** @param {Piece[]} pieces which may become more */
+  /** @param {Piece[]} pieces a list that may grow */
   constructor(pieces) {
     this.pieces = pieces;
   }
 
-  /** Tokens of each step by drafter: every step ends with a token of the model's own. */
+  /** Tokens of each step by drafter. Every step ends with a token from the model itself. */
   get steps() {
     this.#read();
     return Object.keys(this.#step).length ? [...this.#ended, this.#step] : this.#ended;
@@ -191,9 +191,9 @@ class Pieces {
 }
 
 /**
- * A `Paint` that marks drafted tokens.
+ * Return a `Paint` that marks drafted tokens.
  * @param {string} text
- * @param {Span[]} spans of the text, in order; what is behind the last one has no mark
+ * @param {Span[]} spans parts of the text, in order; text after the last one is not marked
  * @returns {import("./markdown.js").Paint}
  */
 export function painter(text, spans) {
@@ -214,7 +214,7 @@ export function painter(text, spans) {
 }
 
 /**
- * The first span that ends behind `from`.
+ * Return the index of the first span that ends after `from`.
  * @param {Span[]} spans
  * @param {number} from
  */
@@ -228,35 +228,35 @@ function spanAt(spans, from) {
   return low;
 }
 
-/** Why reuse of the prompt ended; "" where nothing was lost. @param {CacheExplanation} found */
+/** Say why reuse of the prompt ended; "" if nothing was lost. @param {CacheExplanation} found */
 function missOf({ cause, first_token: at }) {
   if (!LOSSES[cause]) return "";
   const [now, before] = [at?.now.text, at?.before.text].map((each) => JSON.stringify(each));
-  const where = at ? ` (token ${at.position}: ${now} for ${before})` : "";
-  return `then computed: ${LOSSES[cause]}${where}`;
+  const where = at ? ` (token ${at.position}: ${now} instead of ${before})` : "";
+  return `reuse ended: ${LOSSES[cause]}${where}`;
 }
 
 /** @param {number} ms */
 const duration = (ms) => ms < 1000 ? `${ms.toFixed(0)} ms` : `${(ms / 1000).toFixed(1)} s`;
 
 /**
- * What an answer that is done cost: tokens, steps, speed, reuse of the prompt, drafters.
+ * Show the cost of a complete answer: tokens, steps, speed, reuse of the prompt, drafters.
  * @param {Answer} answer
  * @param {Tally[]} steps
  */
 function costOf(answer, steps) {
   const tally = added(steps), tokens = sum(Object.values(tally)), cost = [];
-  const flags = { length: "cut at the limit of tokens", stopped: "stopped" };
+  const flags = { length: "stopped at the token limit", stopped: "stopped" };
   const flag = flags[/** @type {"length"} */ (answer.finish)];
   if (flag) cost.push(make("span", { class: "flag" }, flag));
   if (tokens) {
     const { usage, ms } = answer, numSteps = usage?.speculation.verify_steps ?? steps.length;
     const mean = (tokens / Math.max(1, numSteps)).toFixed(1);
     cost.push(make("span", {}, make("strong", {}, count(tokens, "token")),
-      ` in ${count(numSteps, "step")}, ${mean} a step`));
+      ` in ${count(numSteps, "step")}, ${mean} per step`));
     if (ms?.last) {
       const rate = ((tokens - 1) / ms.last * 1e3).toFixed(0);
-      cost.push(make("span", {}, make("strong", {}, rate), " tokens a second"));
+      cost.push(make("span", {}, make("strong", {}, rate), " tokens per second"));
     }
     cost.push(make("span", {}, `first token after ${duration(ms?.first ?? 0)}`));
     if (usage && !answer.isPrivate) cost.push(...reuseOf(usage));
@@ -276,10 +276,10 @@ function reuseOf(usage) {
 }
 
 /**
- * The nodes of an answer.
+ * Make the nodes of an answer.
  * @param {Answer} answer
  * @param {{title?: string, beside?: Answer[], drawn: () => void}} about `beside`: the answers that
- *   are drawn on one scale; `drawn` is called when what came is shown
+ *   are drawn on one scale; `drawn` is called after each drawing
  * @returns {View}
  */
 export function viewOf(answer, { title, beside = [], drawn }) {
@@ -338,7 +338,7 @@ function nodesOf(title) {
 }
 
 /**
- * Reasoning is open while it is all there is; then it is the reader's.
+ * Open the reasoning until content arrives, and close it then; later the reader decides.
  * @param {HTMLDetailsElement} reasoning
  * @param {Answer} answer
  */
@@ -354,7 +354,7 @@ function showReasoning(reasoning, answer) {
 /**
  * @param {SVGElement} strip
  * @param {Tally[]} steps
- * @param {Tally[][]} others steps of the answers beside it
+ * @param {Tally[][]} others steps of the answers drawn on the same scale
  */
 function drawStrip(strip, steps, others) {
   const width = `${steps.length * STEP_PX}px`;
@@ -362,7 +362,7 @@ function drawStrip(strip, steps, others) {
   strip.toggleAttribute("hidden", !steps.length);
   drawBars(strip, steps, { slots: steps.length, alike: others });
   strip.style.width = others.length ? `min(${width}, ${100 * steps.length / most}%)` : width;
-  const label = `${count(steps.length, "step")}, one bar each, as high as its tokens`;
+  const label = `${count(steps.length, "step")}, bar height: tokens per step`;
   strip.setAttribute("aria-label", label);
 }
 
@@ -380,7 +380,7 @@ function showEnd(nodes, answer, steps) {
 }
 
 /**
- * What came of two answers side by side. They are "the same" if all tokens are.
+ * Compare two answers side by side. They are "the same" if all their tokens are equal.
  * @param {Answer} on
  * @param {Answer} off
  */
@@ -389,16 +389,16 @@ export function verdictOf(on, off) {
     make("p", { class: "verdict" }, ...parts);
   const quiet = (/** @type {string} */ text) => make("span", {}, text);
   if (!on.isDone || !off.isDone) {
-    return say(quiet("One question, one seed: first with speculation, then without."));
+    return say(quiet("The same question and seed: first with speculation, then without."));
   }
   if (!on.usage || !off.usage) {
-    return say(quiet("Not compared: an answer did not come to its end."));
+    return say(quiet("Not compared: an answer is incomplete."));
   }
   if (comparable(on) !== comparable(off)) {
-    const words = "The answers differ, and with one seed they must not: please report it.";
+    const words = "The answers differ although both used one seed. Please report this bug.";
     return make("p", { class: "verdict wrong" }, words);
   }
-  // From the first token on: the second answer finds the prompt of the first in the cache.
+  // Times start at the first token, because the second answer may find its prompt in the cache.
   const [fast, slow] = [on, off].map(({ ms }) => ms?.last || ms?.total || 0);
   const [short, long] = [fast, slow].map((each) => `${(each / 1000).toFixed(1)} s`);
   return say(`The same ${count(on.usage.completion_tokens, "token")}, ${speedUp(slow / fast)} `,

@@ -1,4 +1,4 @@
-/** The page: a conversation with the model, beside the engine. */
+/** The page: a conversation with the model, next to the state of the engine. */
 
 import { blank, run, tokensOf, verdictOf, viewOf } from "./answer.js";
 import { $, copyButton, count, field, make } from "./dom.js";
@@ -12,21 +12,21 @@ import { welcome } from "./welcome.js";
 /** @typedef {import("./answer.js").View} View */
 /** @typedef {import("./history.js").Conversation} Conversation */
 /** @typedef {import("./history.js").Question} Question */
-/** @typedef {"on" | "off" | "both"} Mode how a question is answered; both: side by side */
+/** @typedef {"on" | "off" | "both"} Mode how to answer; both: side by side */
 
-const FIELDS = ["temperature", "max_tokens", "seed"]; // of the settings, empty: not sent
+const FIELDS = ["temperature", "max_tokens", "seed"]; // Settings; empty fields are not sent.
 const MAX_SEED = 2 ** 31;
-const MAX_ROWS = 12; // of a message that is edited
-const NEAR_PX = 48, AT_END_PX = 2; // from the end of the conversation
+const MAX_ROWS = 12; // Rows of a message that is being edited.
+const NEAR_PX = 48, AT_END_PX = 2; // Distances from the end of the conversation.
 
 /** The conversation that is shown. */
 export let chat = fresh();
 /** @type {AbortController | null} */
-let running = null; // the answer that is being made
+let running = null; // Aborts the answer that is being generated.
 /** @type {View[]} */
 let views = [];
 let model = "the model";
-let isFollowing = true, lastTop = 0; // of the scrolled conversation
+let isFollowing = true, lastTop = 0; // Whether the end stays in view; the last scroll position.
 
 // -- conversations --------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ function readSettings() {
   keepSettings(chat.settings);
 }
 
-/** The id of the latest response that is in the prefix cache. */
+/** Return the id of the latest response that used the prefix cache. */
 const latestId = () => chat.messages.filter(isAnswer)
   .findLast((each) => each.id && !each.isPrivate)?.id;
 
@@ -64,8 +64,8 @@ async function loadModel() {
     const longest = served.max_model_len.toLocaleString("en");
     model = served.id;
     $("model").textContent = model;
-    field("temperature").placeholder = `the model's own (${temperature})`;
-    field("max_tokens").placeholder = `as many as fit (${longest} with the prompt)`;
+    field("temperature").placeholder = `the model's default (${temperature})`;
+    field("max_tokens").placeholder = `up to the context length (${longest} with the prompt)`;
     if (!chat.messages.length) drawLog();
   } catch (error) {
     showAlert(error);
@@ -116,7 +116,7 @@ function editForm(text, end) {
       event.preventDefault();
       form.requestSubmit();
     } else if (event.key === "Escape") {
-      event.stopPropagation(); // it would stop an answer
+      event.stopPropagation(); // Otherwise it would stop an answer.
       end.cancel();
     }
   });
@@ -161,7 +161,7 @@ function drawLog() {
   drawLegend();
 }
 
-/** Name the drafters of all answers that are shown. */
+/** Show the names of the drafters of all visible answers. */
 function drawLegend() {
   const sources = new Set(views.flatMap((view) => Object.keys(view.tally())));
   const names = [...sources].filter(Boolean).sort(), key = names.join();
@@ -178,7 +178,7 @@ function fromEnd() {
   return log.scrollHeight - log.scrollTop - log.clientHeight;
 }
 
-/** Go to the end, where the reader follows it. */
+/** Scroll to the end if the reader is following it. */
 function scroll() {
   const log = $("log");
   if (isFollowing) log.scrollTop = log.scrollHeight;
@@ -191,7 +191,7 @@ function follow() {
   scroll();
 }
 
-/** Note whether the reader follows. Any way up ends it: a wheel begins with few pixels. */
+/** Update whether the reader follows the end. Any scrolling up ends it, even by a few pixels. */
 function scrolled() {
   const top = $("log").scrollTop, left = fromEnd();
   if (left < AT_END_PX) isFollowing = true;
@@ -203,7 +203,7 @@ function scrolled() {
 
 // -- errors ---------------------------------------------------------------------------------------
 
-/** Show an error at the input; where the API key is missing, ask for it. @param {unknown} error */
+/** Show an error at the input, or a field for a missing API key. @param {unknown} error */
 function showAlert(error) {
   const needsKey = error instanceof Refused && error.status === 401;
   const { message } = /** @type {Error} */ (error);
@@ -215,7 +215,7 @@ function showAlert(error) {
 function keyForm() {
   const input = make("input", { type: "password", id: "key", autocomplete: "off" });
   const label = make("label", { for: "key" }, "This server needs an API key");
-  const form = make("form", {}, label, input, make("button", { class: "dark" }, "Use it"));
+  const form = make("form", {}, label, input, make("button", { class: "dark" }, "Use this key"));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     keepKey(input.value);
@@ -238,7 +238,7 @@ const mode = () => /** @type {Mode} */ (
   /** @type {HTMLInputElement} */ (document.querySelector("input[name=mode]:checked")).value);
 
 /**
- * The body of a request: answers go back by their token ids, if they have them.
+ * Return the body of a request, with the token ids of earlier answers if they are known.
  * @param {Conversation} conversation
  * @param {Mode} how
  */
@@ -258,8 +258,8 @@ function bodyOf({ messages, system, settings }, how) {
 }
 
 /**
- * Let the model answer the last message.
- * @param {(conversation: Conversation) => void} restore undoes what was sent if no token came
+ * Request an answer to the last message.
+ * @param {(conversation: Conversation) => void} restore restores the messages if no token arrived
  */
 async function answerLast(restore) {
   const mine = chat, how = mode(), body = bodyOf(mine, how), control = new AbortController();
@@ -274,7 +274,7 @@ async function answerLast(restore) {
   try {
     await runAll(mine, answer, body, control.signal);
     $("status").textContent = answer.finish === "stopped" ? "Stopped."
-      : `The answer is complete, ${count(tokensOf(answer.pieces).length, "token")}.`;
+      : `The answer is complete: ${count(tokensOf(answer.pieces).length, "token")}.`;
   } catch (error) {
     if (answer.pieces.length) answer.error = /** @type {Error} */ (error).message;
     else restore(mine);
@@ -293,7 +293,7 @@ function begin() {
 }
 
 /**
- * Stream an answer; side by side, then the other one.
+ * Stream an answer, and then the second one if they are shown side by side.
  * @param {Conversation} mine
  * @param {Answer} answer
  * @param {{messages: object[]}} body
@@ -339,7 +339,7 @@ function showBusy(isBusy) {
 }
 
 /**
- * Send a message in place of the one at `index` and of all behind it.
+ * Send a message that replaces the one at `index` and all later ones.
  * @param {string} text
  * @param {number} index
  */
@@ -377,7 +377,7 @@ function write(text) {
   grow();
 }
 
-/** Make the input as high as its text. */
+/** Adjust the height of the input to its text. */
 function grow() {
   $("text").style.height = "auto";
   $("text").style.height = `${$("text").scrollHeight}px`;
@@ -390,7 +390,7 @@ function submit() {
   send(text);
 }
 
-/** Open or close the engine, which is a sheet on small screens. @param {boolean} isOpen */
+/** Open or close the engine panel on small screens. @param {boolean} isOpen */
 function sheet(isOpen) {
   $("engine").classList.toggle("open", isOpen);
   $("open-engine").setAttribute("aria-expanded", String(isOpen));

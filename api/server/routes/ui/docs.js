@@ -1,9 +1,9 @@
-/** The API viewer: all routes of openapi.json with their fields and an example of each. */
+/** The API viewer: all routes of openapi.json, with fields and an example for each. */
 
 import { $, field, make } from "./dom.js";
 
 /**
- * @typedef {object} Schema the parts of JSON schema that the document uses
+ * @typedef {object} Schema the keywords of JSON schema that openapi.json uses
  * @property {string} [$ref]
  * @property {string} [type]
  * @property {Schema[]} [anyOf]
@@ -49,8 +49,8 @@ const LIMITS = [
   ["exclusiveMinimum", "above"], ["minimum", "from"], ["maximum", "to"],
   ["maxLength", "characters up to"], ["maxItems", "items up to"],
 ];
-const MAX_DEPTH = 6; // schemas may contain themselves
-const HUGE = 2 ** 31 - 1; // a limit of the machine, not of the field
+const MAX_DEPTH = 6; // Schemas may contain themselves.
+const HUGE = 2 ** 31 - 1; // Limits from here on belong to the data type, not to the field.
 const JSON_TYPE = "application/json";
 
 /** @type {Record<string, Schema>} */
@@ -90,7 +90,7 @@ function limits(schema) {
 }
 
 /**
- * The objects that a value may be or contain.
+ * Return the object schemas that a value may have or contain.
  * @param {Schema} schema
  * @returns {Schema[]}
  */
@@ -117,7 +117,7 @@ function line(name, schema, isRequired) {
 }
 
 /**
- * The list of an object's fields; those of a field are listed when it is opened.
+ * List an object's fields; the fields of a field are listed when it is opened.
  * @param {Schema} schema
  * @returns {HTMLElement}
  */
@@ -136,8 +136,8 @@ function fields(schema, depth = 0) {
 }
 
 /**
- * A summary whose content is made when it is first opened.
- * @param {string} name of the class
+ * Make a summary whose content is created when it is first opened.
+ * @param {string} name the CSS class
  * @param {Node[]} summary
  * @param {() => Node} content
  */
@@ -147,7 +147,7 @@ function opening(name, summary, content) {
   return box;
 }
 
-/** A body with what is required, and a prompt. @param {Schema} schema */
+/** Return a body with the required fields and a prompt. @param {Schema} schema */
 function sample(schema) {
   const [object] = objectsIn(schema);
   if (!object) return {};
@@ -224,9 +224,9 @@ function show({ paths, info, components }) {
     const routes = mine.flatMap(([path, operations]) => routesOf(path, operations));
     $("routes").append(make("h2", {}, title), ...routes);
   }
-  $("about").replaceChildren(`foretoken ${info.version}, as `,
+  $("about").replaceChildren(`foretoken ${info.version}, described by `,
     make("a", { href: "openapi.json" }, "openapi.json"),
-    " describes it. A field that is unknown is ignored, or refused with --strict.");
+    ". Unknown fields are ignored.");
 }
 
 async function read() {

@@ -1,14 +1,14 @@
-/** Nodes and words that every part of the page is made of. */
+/** Helpers that every part of the page uses to make nodes and format values. */
 
 /** @typedef {Node | string} Child */
 /** @typedef {Child | Child[]} Children */
-/** @typedef {Record<string, unknown>} Attributes functions are listeners; false is left out */
+/** @typedef {Record<string, unknown>} Attributes functions are listeners; false is omitted */
 
 const SVG = "http://www.w3.org/2000/svg";
 const COPIED_MS = 1500;
 
 /**
- * The element with this id, which the page must have.
+ * Return the element with this id. Throws if the page lacks it.
  * @param {string} id
  */
 export function $(id) {
@@ -18,13 +18,13 @@ export function $(id) {
 }
 
 /**
- * The same, of an element that the reader writes into.
+ * Return the input element with this id.
  * @param {string} id
  */
 export const field = (id) => /** @type {HTMLInputElement} */ ($(id));
 
 /**
- * Append nodes one by one: a call takes no more than some ten thousand arguments.
+ * Append nodes one by one, because the number of arguments of a call is limited.
  * @param {Element} element
  * @param {Child[]} children
  */
@@ -78,7 +78,7 @@ export const sum = (numbers) => numbers.reduce((total, each) => total + each, 0)
 export const percent = (share) => `${(100 * share).toFixed(0)}%`;
 
 /**
- * A number with its noun, as "1 token" and "2 tokens".
+ * Format a number with its noun, such as "1 token" and "2 tokens".
  * @param {number} number
  * @param {string} noun
  */
@@ -86,7 +86,7 @@ export const count = (number, noun) =>
   `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
 /**
- * A button that copies a text, which is asked for when it is pressed.
+ * Make a button that copies the text that `textOf` returns when it is pressed.
  * @param {() => string} textOf
  */
 export function copyButton(textOf) {
@@ -103,7 +103,7 @@ export function copyButton(textOf) {
 async function toClipboard(text) {
   try {
     await navigator.clipboard.writeText(text);
-  } catch { // the address is not a secure context: browsers still copy a selection there
+  } catch { // Without a secure context, browsers can still copy a selection.
     const area = make("textarea", { class: "sr" });
     area.value = text;
     document.body.append(area);

@@ -1,4 +1,4 @@
-/** Names of the engine in the server's words; drafters' colours and patterns; bars of steps. */
+/** Display names from the server, colours and patterns of drafters, and bars of steps. */
 
 import { draw, make, percent, sum } from "./dom.js";
 import { words } from "./words.js";
@@ -7,19 +7,19 @@ import { words } from "./words.js";
 
 const ORDER = Object.keys(words.drafters);
 const OWN = "the model itself";
-const LEAST_HIGH = 6; // tokens that the plot of steps has room for, however few they have
+const LEAST_HIGH = 6; // Least height of a plot of steps, in tokens.
 
-/** Why tokens that might have been reused were computed, by cause. */
+/** Reasons why reusable prompt tokens were computed again, by cause. */
 export const LOSSES = words.losses;
 
-/** The parts of a step's time, by their names in events. */
+/** Display names of the parts of a step's time, by their names in events. */
 export const PARTS = words.parts;
 
-/** What a drafter is, in words. @param {string} source */
+/** Describe a drafter. @param {string} source */
 export const wordsOf = (source) => words.drafters[source] ?? "";
 
 /**
- * The class with the colour and the pattern of a drafter: page.css has them by number.
+ * Return the CSS class with the colour and the pattern of a drafter; page.css numbers them.
  * @param {string} source
  */
 export function classOf(source) {
@@ -29,14 +29,14 @@ export function classOf(source) {
 }
 
 /**
- * By name, the model itself last.
+ * Sort entries by name, with the model itself last.
  * @param {Tally} tally
  */
 const ordered = (tally) => Object.entries(tally).sort(([one], [other]) =>
   Number(one === "") - Number(other === "") || (one < other ? -1 : 1));
 
 /**
- * The name of a drafter with its colour and its pattern.
+ * Make the name of a drafter, with its colour and its pattern.
  * @param {string} source
  * @param {...string} more
  */
@@ -47,7 +47,7 @@ export const nameOf = (source, ...more) => make("span", { class: `num ${classOf(
 export const namesOf = (tally) =>
   ordered(tally).map(([source, tokens]) => nameOf(source, ` ${tokens}`));
 
-/** The same as a text. @param {Tally} tally */
+/** Return the names and token counts as text. @param {Tally} tally */
 export const textOf = (tally) =>
   ordered(tally).map(([source, tokens]) => `${source || OWN} ${tokens}`).join(", ");
 
@@ -64,12 +64,12 @@ export function added(tallies) {
 }
 
 /**
- * Tokens by drafter: their names in a line, which opens to a table.
+ * Show tokens by drafter: a line of names, which opens to a table.
  * @param {Tally} tally
  */
 export function drafterTable(tally) {
   const all = sum(Object.values(tally));
-  const heads = ["Drafter", "Tokens", "Share", "What it is"];
+  const heads = ["Drafter", "Tokens", "Share", "Description"];
   const rows = ordered(tally).map(([source, tokens]) => make("tr", {},
     make("th", { scope: "row" }, nameOf(source)),
     ...[tokens.toLocaleString("en"), percent(tokens / all), wordsOf(source)]
@@ -81,15 +81,17 @@ export function drafterTable(tally) {
       make("tbody", {}, ...rows)));
 }
 
-/** The most tokens that one of the steps has. @param {Tally[]} steps */
+/** Return the most tokens of any of the steps. @param {Tally[]} steps */
 export const highest = (steps) =>
   steps.reduce((most, step) => Math.max(most, sum(Object.values(step))), 0);
 
 /**
- * Draw the bars of steps: the model's own token below, drafted ones on it. One path a colour.
+ * Draw bars of steps: the model's own token at the bottom, drafted ones above it. One path
+ * per colour.
  * @param {Element} svg
  * @param {Tally[]} steps
- * @param {{slots: number, alike?: Tally[][]}} room the bars that fit; steps drawn on one scale
+ * @param {{slots: number, alike?: Tally[][]}} room `slots`: the bars that fit;
+ *   `alike`: steps on the same scale
  */
 export function drawBars(svg, steps, { slots, alike = [] }) {
   const top = Math.max(LEAST_HIGH, highest(steps), ...alike.map(highest));

@@ -1,4 +1,4 @@
-/** The engine, as its events show it: speed, steps, the prefix cache, drafters, replicas. */
+/** The state of the engine from its events: speed, steps, prefix cache, drafters, replicas. */
 
 import { $, count, draw, make, percent, sum } from "./dom.js";
 import {
@@ -9,11 +9,11 @@ import { ask, events, Refused } from "./server.js";
 /** @typedef {import("./drafters.js").Tally} Tally */
 /**
  * @typedef {[at: number, level: number, span: number, tokens: number, used: boolean, hits: number]}
- *   TreeRow cached tokens: their row, their depth in the tree, how many rows high they are
+ *   TreeRow cached tokens: first row, depth in the tree, height in rows, tokens, in use, hits
  */
 /** @typedef {{at: number, span: number, start: number, tokens: number, hits: number}} Box */
 /**
- * @typedef {object} Reuse a request, and where its tokens are in the cache
+ * @typedef {object} Reuse a request, and the place of its tokens in the cache
  * @property {string} id
  * @property {number} prompt_tokens
  * @property {number} cached_tokens
@@ -29,14 +29,14 @@ import { ask, events, Refused } from "./server.js";
  * @property {number} kv_usage
  */
 /**
- * @typedef {object} State of the engine, once a second
+ * @typedef {object} State the state of the engine, sent once a second
  * @property {number} time
  * @property {number} tokens
  * @property {number} running
  * @property {number} waiting
  * @property {TreeRow[]} tree
  * @property {Reuse[]} requests
- * @property {Record<string, number>} causes prompts by the cause that reuse ended for
+ * @property {Record<string, number>} causes number of prompts by the cause that ended reuse
  * @property {number} prefix_queries
  * @property {number} prefix_hits
  * @property {Tally} proposed
@@ -48,7 +48,7 @@ import { ask, events, Refused } from "./server.js";
  * @property {Record<string, number>} sampling
  * @property {string} [sampling_origin]
  */
-/** @typedef {{latest_steps: Tally[], replicas?: number[]}} Steps and the replica of each */
+/** @typedef {{latest_steps: Tally[], replicas?: number[]}} Steps and their replicas */
 
 const SECONDS = 60, SHOWN = 96, SHOWN_OF_ONE = 24, LEAST_RATE = 10, FRAMES = 10;
 const RETRY_MS = 2000;
@@ -69,12 +69,12 @@ let before = null;
 export let watching = null;
 
 /**
- * Tokens a second; without the event before, only the plot.
+ * Draw the tokens per second; without an earlier event, only the plot.
  * @param {State} now
  */
 function drawRate(now) {
   if (before && now.time > before.time) {
-    const made = Math.max(0, now.tokens - before.tokens); // fewer: a replica is gone
+    const made = Math.max(0, now.tokens - before.tokens); // Negative after a replica is lost.
     const rate = made / (now.time - before.time);
     rates.push(rate);
     rates.shift();
@@ -90,12 +90,12 @@ function drawRate(now) {
     draw("path", { d: `M0,100L${points.join("L")}L60,100z` }),
     draw("polyline", { points: points.join(" ") }),
   );
-  const label = `Tokens a second in the last 60 seconds, at most ${most.toFixed(0)}`;
+  const label = `Tokens per second in the last 60 seconds, at most ${most.toFixed(0)}`;
   $("spark").setAttribute("aria-label", label);
   $("load").textContent = `${count(now.running, "request")} running, ${now.waiting} waiting`;
 }
 
-/** Show a part of the steps that arrived, and the others with the next frames. */
+/** Draw a part of the steps that arrived, and the rest in the next frames. */
 function drawSteps() {
   const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
   const few = isStill ? arrived.length : Math.max(1, Math.round(arrived.length / FRAMES));
@@ -105,7 +105,7 @@ function drawSteps() {
   const label = `The last ${count(shown.length, "step")}: ${textOf(tally)}`;
   $("steps").setAttribute("aria-label", label);
   $("steps-text").textContent =
-    `last ${shown.length}: ${mean.toFixed(1)} tokens each, at most ${highest(shown)}`;
+    `last ${shown.length}: ${mean.toFixed(1)} tokens on average, at most ${highest(shown)}`;
   $("steps-names").replaceChildren(...namesOf(tally));
   if (arrived.length) requestAnimationFrame(drawSteps);
 }
@@ -116,7 +116,7 @@ function drawSteps() {
  */
 function boxesOf(tree) {
   /** @type {number[]} */
-  const ends = []; // by level
+  const ends = []; // Ends of the latest boxes, by level.
   return tree.map(([at, level, span, tokens, , hits]) => {
     const start = level ? ends[level - 1] : 0;
     ends[level] = start + tokens;
@@ -126,10 +126,11 @@ function boxesOf(tree) {
 
 /**
  * @param {Box} box
- * @param {{fill: string, opacity: number, start?: number, tokens?: number}} look of a part, too
+ * @param {{fill: string, opacity: number, start?: number, tokens?: number}} look
+ *   `start` and `tokens` select a part of the box
  */
 function drawBox(box, { fill, opacity, start = box.start, tokens = box.tokens }) {
-  const title = `${count(box.tokens, "token")}, found by ${count(box.hits, "request")}`;
+  const title = `${count(box.tokens, "token")}, reused by ${count(box.hits, "request")}`;
   const place = { x: start, y: box.at, width: Math.max(.1, tokens), height: box.span };
   const node = draw("rect", place, draw("title", {}, title));
   node.style.fill = fill;
@@ -138,7 +139,7 @@ function drawBox(box, { fill, opacity, start = box.start, tokens = box.tokens })
 }
 
 /**
- * The boxes of one request: what it found is darker than what it added.
+ * Draw the boxes of one request; reused tokens are darker than added ones.
  * @param {Box[]} boxes
  * @param {Reuse} mine
  */
@@ -187,12 +188,12 @@ function describeCache(now, mine) {
   $("tree-text").textContent = mine
     ? `${strong}: reused by this conversation. Medium: added by its last turn. ` +
       `${faint}: other conversations.`
-    : "Cached texts run from left to right and part where they differ.";
+    : "Cached texts run from left to right and branch where they differ.";
   $("causes").textContent = Object.entries(now.causes)
     .filter(([cause, prompts]) => LOSSES[cause] && prompts)
     .map(([cause, prompts]) => `${count(prompts, "prompt")}: ${LOSSES[cause]}`).join("; ");
   $("hits").textContent = now.prefix_queries
-    ? `${percent(now.prefix_hits / now.prefix_queries)} of all prompt tokens found` : "";
+    ? `${percent(now.prefix_hits / now.prefix_queries)} of all prompt tokens reused` : "";
 }
 
 /** @param {State} now */
@@ -224,7 +225,7 @@ function drawReplicas(replicas) {
 }
 
 /**
- * The latest steps of a replica as small bars; those of all are in the large plot.
+ * Draw the latest steps of a replica as small bars; the large plot has the steps of all.
  * @param {number} number
  */
 function drawStepsOf(number) {
@@ -247,7 +248,7 @@ function noteSteps(now) {
 }
 
 /**
- * A bar of shares, and the same in words.
+ * Draw a bar of shares, and list them as text.
  * @param {string} id
  * @param {[name: string, size: number][]} parts
  */
@@ -265,9 +266,9 @@ function drawShares(id, parts) {
 
 /** @param {{seconds: number, tokens: number}} row */
 const priceOf = ({ seconds, tokens }) =>
-  `Checking one more draft token lengthens a step by ${(1e3 * seconds).toFixed(2)} ms. In that ` +
-  `time the model would have made ${tokens.toFixed(2)} tokens, so a guess is checked if its ` +
-  `chance is above ${percent(tokens)}.`;
+  `Verifying one more draft token lengthens a step by ${(1e3 * seconds).toFixed(2)} ms. In that ` +
+  `time the model would generate ${tokens.toFixed(2)} tokens, so a draft token is verified if ` +
+  `its probability of acceptance is above ${percent(tokens)}.`;
 
 /** @param {State} now */
 function drawMore(now) {
@@ -302,14 +303,14 @@ function drawState(now, answerId) {
 /** @param {unknown} error */
 function whyNot(error) {
   const status = error instanceof Refused ? error.status : 0;
-  if (status === 403) return "only for the admin key";
-  if (status === 401) return "needs the API key";
+  if (status === 403) return "Requires an admin key";
+  if (status === 401) return "Requires an API key";
   return `Not connected: ${/** @type {Error} */ (error).message}`;
 }
 
 /**
- * Show the engine from now on, in place of what was watched before.
- * @param {() => string | undefined} answerId of the response whose place in the cache is shown
+ * Show the events of the engine from now on, and stop an earlier connection.
+ * @param {() => string | undefined} answerId the response to highlight in the cache
  */
 export async function watch(answerId) {
   unwatch();
@@ -328,7 +329,7 @@ export async function watch(answerId) {
   }
 }
 
-/** Stop: a page that is not seen costs the engine nothing. */
+/** Stop listening to events, so that a hidden page costs the engine nothing. */
 export function unwatch() {
   watching?.abort();
   watching = null;

@@ -1,4 +1,4 @@
-/** Conversations, which are kept in this browser alone. */
+/** Conversations, which are stored only in this browser. */
 
 import { $, make } from "./dom.js";
 
@@ -19,7 +19,7 @@ const PREFIX = "foretoken.chat.", SETTINGS = "foretoken.settings", OPEN = "foret
 const TITLE_CHARS = 80;
 const MINUTE_MS = 60_000, HOUR_MINUTES = 60, DAY_MINUTES = 1440;
 
-/** A conversation without messages, with the settings of the last one. @returns {Conversation} */
+/** Return an empty conversation with the last used settings. @returns {Conversation} */
 export const fresh = () => ({
   id: `${Date.now()}-${Math.random().toString(36).slice(2, 8)}`,
   title: "", system: "", messages: [], updated: 0,
@@ -30,12 +30,12 @@ export const fresh = () => ({
 export const keepSettings = (settings) =>
   localStorage.setItem(SETTINGS, JSON.stringify(settings));
 
-/** All that are kept, the latest first. @returns {Conversation[]} */
+/** Return all stored conversations, the latest first. @returns {Conversation[]} */
 const saved = () => Object.keys(localStorage).filter((key) => key.startsWith(PREFIX))
   .map((key) => JSON.parse(localStorage.getItem(key) ?? ""))
   .sort((one, other) => other.updated - one.updated);
 
-/** The conversation that was open before a reload, or a fresh one. */
+/** Return the conversation that was open before a reload, or a new one. */
 export const lastOpen = () =>
   saved().find((each) => each.id === sessionStorage.getItem(OPEN)) ?? fresh();
 
@@ -43,7 +43,7 @@ export const lastOpen = () =>
 export const keepOpen = (conversation) => sessionStorage.setItem(OPEN, conversation.id);
 
 /**
- * Keep a conversation; the oldest ones make room. Throws if it is too long by itself.
+ * Store a conversation, and delete the oldest ones if there is no room. Throws if it is too long.
  * @param {Conversation} conversation
  */
 export function save(conversation) {
@@ -56,9 +56,9 @@ export function save(conversation) {
     try {
       localStorage.setItem(PREFIX + conversation.id, text);
       return;
-    } catch { // the browser's storage is full
+    } catch { // The browser's storage is full.
       const oldest = saved().filter((each) => each.id !== conversation.id).pop();
-      if (!oldest) throw new Error("this conversation is too long to be kept in the browser");
+      if (!oldest) throw new Error("this conversation is too long to store in the browser");
       localStorage.removeItem(PREFIX + oldest.id);
     }
   }
@@ -74,7 +74,7 @@ function ago(time) {
 }
 
 /**
- * A button that deletes a conversation when it is pressed twice.
+ * Make a button that deletes a conversation when it is pressed twice.
  * @param {Conversation} conversation
  * @param {() => void} deleted
  */
@@ -91,7 +91,7 @@ function deleteButton(conversation, deleted) {
       return;
     }
     localStorage.removeItem(PREFIX + id);
-    $("status").textContent = `${title} is deleted.`;
+    $("status").textContent = `Deleted ${title}.`;
     deleted();
   });
   return button;
@@ -119,7 +119,7 @@ export function drawHistory(current, open) {
     });
     return make("div", {}, name, make("span", { class: "small num" }, ago(each.updated)), remove);
   });
-  const words = "ept in this browser alone.";
-  const about = rows.length ? `K${words}` : `No conversations yet. They are k${words}`;
+  const words = "tored only in this browser.";
+  const about = rows.length ? `S${words}` : `No conversations yet. They are s${words}`;
   $("history").replaceChildren(...rows, make("p", { class: "small" }, about));
 }

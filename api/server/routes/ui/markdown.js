@@ -1,28 +1,28 @@
 /**
- * Markdown as nodes, never as HTML: nothing of a text is run or loaded.
+ * Markdown as nodes, never as HTML, so that nothing in a text is run or loaded.
  *
- * The parser works on stretches of the text and leaves the words to `paint`, so that the caller
- * knows where in the text each word was: tokens have colours.
+ * The parser works on stretches of the text and lets `paint` make their nodes, so that the caller
+ * knows the position of each word and can colour its tokens.
  */
 
 import { copyButton, fill, make } from "./dom.js";
 
-/** @typedef {[from: number, to: number]} Stretch a line of the text, or a part of one */
+/** @typedef {[from: number, to: number]} Stretch the bounds of a line, or of a part of one */
 /** @typedef {(from: number, to: number) => (Node | string)[]} Paint makes the nodes of a stretch */
 /** @typedef {{node: ChildNode | null, end: number}} Block up to line `end`; null: an empty line */
 
-const DEEPEST = 8; // quotes, lists and emphasis in each other
+const DEEPEST = 8; // Nesting of quotes, lists and emphasis.
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s+/;
 const RULE = /^ {0,3}([-*_])( *\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?: +|$)/;
 const COLUMNS = /^ *\|?( *:?-+:? *\|)+( *:?-+:? *)?$/;
-const SPECIAL = /[\\`*_~[h]/; // what an entry of `INLINE` begins with
+const SPECIAL = /[\\`*_~[h]/; // The first characters of entries of `INLINE`.
 const SAFE = /^(https?:\/\/|mailto:)/i;
 
 /**
- * Marks inside a line, and the nodes of what they match. The first one that matches counts.
+ * Patterns inside a line, and functions that make the nodes of a match. The first match counts.
  * @type {[RegExp, (parser: Parser, found: RegExpExecArray, depth: number) => (Node | string)[]][]}
  */
 const INLINE = [
@@ -45,7 +45,7 @@ const INLINE = [
 ];
 
 /**
- * What a mark of `width` characters on both sides encloses.
+ * Return the stretch inside marks of `width` characters on both sides.
  * @param {RegExpExecArray} found
  * @param {number} width
  * @returns {Stretch}
@@ -65,7 +65,7 @@ function link(address, inside) {
 }
 
 /**
- * A block of code, and the element that its lines are in.
+ * Make a block of code; return it and the element for its lines.
  * @param {string} language
  */
 function codeBlock(language) {
@@ -76,7 +76,7 @@ function codeBlock(language) {
 }
 
 /**
- * The lines of a text from `start` on.
+ * Return the lines of a text from `start` on.
  * @param {string} text
  * @param {number} start
  * @returns {Stretch[]}
@@ -94,7 +94,7 @@ function linesOf(text, start = 0) {
 }
 
 /**
- * The line that ends a block of code.
+ * Return the pattern of the line that ends a block of code.
  * @param {RegExpExecArray} fence its first line
  */
 const fenceEnd = (fence) => new RegExp(`^ {0,3}${fence[1][0]}{${fence[1].length},}\\s*$`);
@@ -115,7 +115,7 @@ class Parser {
   }
 
   /**
-   * The nodes of these lines.
+   * Return the nodes of lines.
    * @param {Stretch[]} lines
    * @param {number} depth
    */
@@ -131,8 +131,8 @@ class Parser {
   }
 
   /**
-   * The block that begins with line `i`. It depends on no line before that, and on none after the
-   * one behind its end: `GrowingMarkdown` relies on both.
+   * Return the block that begins with line `i`. It depends neither on earlier lines nor on lines
+   * after the one that follows its end; `GrowingMarkdown` relies on both.
    * @param {Stretch[]} lines
    * @param {number} i
    * @param {number} depth
@@ -229,7 +229,7 @@ class Parser {
   }
 
   /**
-   * The lines of the item that begins with line `i`, without the item's mark and indent.
+   * Return the lines of the item that begins with line `i`, without the item's mark and indent.
    * @param {Stretch[]} lines
    * @param {number} i
    */
@@ -248,7 +248,7 @@ class Parser {
   }
 
   /**
-   * Whether line `i` belongs no more to an item whose last line is `last`.
+   * Return whether line `i` is outside an item whose last line is `last`.
    * @param {Stretch[]} lines
    * @param {number} i
    * @param {Stretch} last
@@ -313,7 +313,7 @@ class Parser {
   }
 
   /**
-   * The nodes of a stretch inside one line.
+   * Return the nodes of a stretch inside one line.
    * @param {Stretch} stretch
    * @param {number} depth
    */
@@ -336,7 +336,7 @@ class Parser {
 }
 
 /**
- * The kind of block that a line begins also where a paragraph is not ended by an empty line.
+ * Return the kind of block that a line begins even directly after a paragraph.
  * @param {string} line
  * @param {number} depth
  */
@@ -349,7 +349,7 @@ function kindOf(line, depth) {
   return ITEM.test(line) ? "item" : "";
 }
 
-/** The number of spaces at the beginning. @param {string} line */
+/** Return the number of spaces at the beginning. @param {string} line */
 const leadOf = (line) => line.length - line.replace(/^ +/, "").length;
 
 /**
@@ -367,31 +367,31 @@ function markAt(line, i) {
 }
 
 /**
- * The nodes of a whole text.
+ * Return the nodes of a whole text.
  * @param {string} text
  * @param {Paint} paint
  */
 export const markdown = (text, paint) => new Parser(text, paint).blocks(linesOf(text), 0);
 
-/** @typedef {{isEnd: RegExp, code: Element, hasLines: boolean}} OpenFence code without its end */
+/** @typedef {{isEnd: RegExp, code: Element, hasLines: boolean}} OpenFence an open block of code */
 
 /**
- * Markdown that grows. A block that no further text can change is parsed once, and its node stays;
- * of a block of code without an end yet the same is true for each whole line.
+ * Markdown that grows. A block that no further text can change is parsed once, and its node stays.
+ * The same is true for each complete line of a block of code that has not ended yet.
  */
 export class GrowingMarkdown {
-  #closed = 0; // the text before this is shown by nodes that stay
+  #closed = 0; // The nodes of the text before this stay.
   /** @type {ChildNode[]} */
-  #open = []; // the nodes of the text behind it
+  #open = []; // The nodes of the text after it.
   /** @type {OpenFence | null} */
-  #fence = null; // that the closed text ends in
+  #fence = null; // The block of code in which the closed text ends.
 
   /** @param {Element} box */
   constructor(box) {
     this.box = box;
   }
 
-  /** Forget the text: the next one is shown from its beginning. */
+  /** Forget the text, so that the next one is parsed from its beginning. */
   clear() {
     this.box.replaceChildren();
     this.#closed = 0;
@@ -400,7 +400,7 @@ export class GrowingMarkdown {
   }
 
   /**
-   * Show a text that begins with the one shown before.
+   * Show a text that continues the one shown before.
    * @param {string} text
    * @param {Paint} paint
    */
@@ -414,14 +414,14 @@ export class GrowingMarkdown {
   }
 
   /**
-   * Add the block that begins with line `i`; the line behind it.
+   * Add the block that begins with line `i`; return the index of the line after it.
    * @param {Parser} parser
    * @param {Stretch[]} lines
    * @param {number} i
    */
   #add(parser, lines, i) {
-    const last = lines.length - 1; // may go on
-    const areClosed = this.#open.length === 0; // all blocks before
+    const last = lines.length - 1; // This line may continue.
+    const areClosed = this.#open.length === 0; // Whether all earlier blocks are closed.
     const fence = i < last && areClosed ? FENCE.exec(parser.at(lines[i])) : null;
     if (fence) {
       const { code, node } = codeBlock(fence[2].trim());
@@ -438,14 +438,14 @@ export class GrowingMarkdown {
   }
 
   /**
-   * Add a line to a block of code, or end the block; the line behind it.
+   * Add a line to a block of code, or end the block; return the index of the next line.
    * @param {OpenFence} fence
    * @param {Parser} parser
    * @param {Stretch[]} lines
    * @param {number} i
    */
   #addCode(fence, parser, lines, i) {
-    const isLast = i === lines.length - 1; // it may go on, and then be no end
+    const isLast = i === lines.length - 1; // It may continue and then not end the block.
     const isEnd = fence.isEnd.test(parser.at(lines[i]));
     if (!isEnd) {
       const nodes = [...(fence.hasLines ? ["\n"] : []), ...parser.paint(...lines[i])].map(nodeOf);

@@ -1,11 +1,11 @@
-/** Requests to the server, by links relative to the page: a proxy may have it under any path. */
+/** Requests to the server. Links are relative, because a proxy may serve it under any path. */
 
-/** An answer of the server that is an error. */
+/** An error response of the server. */
 export class Refused extends Error {
   /**
    * @param {string} message
-   * @param {number} status of HTTP; 0 inside a stream
-   * @param {string} [param] the field of the body that is wrong
+   * @param {number} status the HTTP status; 0 inside a stream
+   * @param {string} [param] the invalid field of the body
    */
   constructor(message, status, param) {
     super(message);
@@ -18,7 +18,7 @@ export class Refused extends Error {
 export const keepKey = (key) => sessionStorage.setItem("key", key);
 
 /**
- * Send a request with the API key; throws `Refused`.
+ * Send a request with the API key. Throws `Refused`.
  * @param {string} path
  * @param {RequestInit} [options]
  */
@@ -36,7 +36,7 @@ export async function ask(path, options) {
 }
 
 /**
- * The data of a stream's events; throws `Refused` for an error among them.
+ * Yield the data of a stream's events. Throws `Refused` for an error event.
  * @param {Response} response
  */
 export async function* events(response) {

@@ -1,4 +1,4 @@
-/** What an empty conversation shows: what the page is for, and examples to send. */
+/** The content of an empty conversation: the purpose of the page, and examples to send. */
 
 import { make } from "./dom.js";
 
@@ -37,11 +37,11 @@ const RENAME = "Rename the class `Stack` to `Pile` and answer with the whole cod
 const CHANGE = "Set the port to 9000 in this JSON and answer with the whole JSON only.";
 const EXAMPLES = [
   ["Write a class", "Write a Python class `Stack` with push and pop.",
-    "New text: a guess now and then."],
+    "New text: few tokens are drafted."],
   ["Rename it", `${RENAME}\n\n\`\`\`python\n${CODE}\`\`\``,
-    "An edit repeats its text: most is guessed."],
+    "An edit repeats its input: most tokens are drafted."],
   ["Change some JSON", `${CHANGE}\n\n\`\`\`json\n${OBJECT}\`\`\``,
-    "As an agent passes on what a tool said."],
+    "Agents repeat JSON in this way: most tokens are drafted."],
 ];
 
 /**
@@ -53,9 +53,9 @@ export function welcome(model, send) {
   const examples = EXAMPLES.map(([title, text, why]) => make("button",
     { type: "button", click: () => send(text) }, make("b", {}, title), make("span", {}, why)));
   return make("div", { class: "welcome" },
-    make("div", {}, make("h2", {}, `Talk to ${model} and see every guess.`),
-      make("p", {}, drafted, " was guessed by a drafter and then checked by the model, several " +
-        "tokens in one step. Plain text took the model a step for each token. The answer is the " +
-        "same either way.")),
+    make("div", {}, make("h2", {}, `Chat with ${model} and see which tokens were drafted.`),
+      make("p", {}, drafted, " was drafted and then verified by the model, several tokens in " +
+        "one step. Plain text took the model one step per token. The answer is the same with and " +
+        "without drafts.")),
     make("div", { class: "examples" }, ...examples));
 }

@@ -65,7 +65,7 @@ def test_an_item_without_meaning_for_the_model_is_left_out_and_named_once(item, 
     assert plain(USER, item, item) == [USER]
     kind = item["type"]
     assert [each.message for each in caplog.records] == [
-        f"items of type '{kind}' do not reach the model (logged once)"
+        f"items of type '{kind}' are not passed to the model (logged once)"
     ]
 
 
