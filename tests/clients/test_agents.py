@@ -17,6 +17,7 @@ from support.server_process import Server, running
 TESTS = Path(__file__).resolve().parent.parent
 AGENTS = TESTS / "clients" / "agents" / "node_modules"
 MODEL, KEY = "foretoken-64k", "sk-local"
+EDITOR = "gpt-5.5"  # Codex gives models that it knows a custom tool with a grammar, apply_patch
 HITS = 0.9  # of the second turn's prompt, at least
 SECONDS = 300
 FOREIGN = ("OPENAI_", "ANTHROPIC_", "CLAUDE", "CODEX_")  # a developer's own keys and addresses
@@ -59,7 +60,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(log: Path) -> Iterator[Server]:
     command = [sys.executable, str(TESTS / "support" / "agents_server.py"), str(log)]
-    with running(started_by=[*command, "--port", "0", "--api-key", KEY]) as server:
+    names = ["--served-model-name", f"{MODEL},{EDITOR}"]
+    with running(started_by=[*command, *names, "--port", "0", "--api-key", KEY]) as server:
         yield server
 
 
@@ -94,11 +96,11 @@ def run(command: list[str], home: Path, told: str = "", **more: str) -> str:
     return done.stdout
 
 
-def codex(prompt: str, url: str, home: Path, *, goes_on: bool = False) -> str:
+def codex(prompt: str, url: str, home: Path, *, goes_on: bool = False, model: str = MODEL) -> str:
     provider = f'{{name="foretoken",base_url="{url}/v1",wire_api="responses",env_key="LOCAL_KEY"}}'
     options = ["-c", "model_provider=foretoken", "-c", f"model_providers.foretoken={provider}"]
     sandbox = ["--skip-git-repo-check", "-s", "danger-full-access"]
-    program = [str(AGENTS / ".bin" / "codex"), "exec", *sandbox, "-m", MODEL, *options]
+    program = [str(AGENTS / ".bin" / "codex"), "exec", *sandbox, "-m", model, *options]
     (home / ".codex").mkdir(exist_ok=True)
     program += ["resume", "--last"] if goes_on else []
     return run([*program, prompt], home, CODEX_HOME=str(home / ".codex"), LOCAL_KEY=KEY)
@@ -164,6 +166,23 @@ def test_an_agent_calls_a_tool_and_its_second_turn_is_cached(
     assert len(turns) == 2, "one that calls, one that is told what came of it"
     assert turns[1]["prompt"] > turns[0]["prompt"] > 4096
     assert turns[1]["cached"] >= HITS * turns[1]["prompt"], turns
+
+
+def test_codex_edits_files_by_a_custom_tool_with_a_grammar(
+    server: Server, log: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "greet.py").write_text('def greet():\n    return "hello"\n')
+    patch = (
+        "*** Begin Patch\n*** Update File: greet.py\n@@ def greet():\n"
+        '-    return "hello"\n+    return "good day"\n'
+        "*** Add File: done.txt\n+done\n*** End Patch\n"
+    )
+    call = json.dumps({"name": "apply_patch", "arguments": {"input": patch}})
+    told = codex(
+        f"Do this: [[<tool_call>\n{call}\n</tool_call>]]", server.url, tmp_path, model=EDITOR
+    )
+    assert (tmp_path / "greet.py").read_text() == 'def greet():\n    return "good day"\n', told
+    assert (tmp_path / "done.txt").is_file()
 
 
 def written(agent: str, command: str) -> str:
