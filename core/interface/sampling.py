@@ -54,16 +54,17 @@ class TokenSamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int | None = setting(None, "longest answer, in tokens", is_basic=True)
-    min_tokens: int = setting(0, "shortest answer, in tokens")
+    max_tokens: int | None = setting(None, "maximum length of the answer, in tokens", is_basic=True)
+    min_tokens: int = setting(0, "minimum length of the answer, in tokens")
     stop_token_ids: Sequence[int] = NO_IDS
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     presence_penalty: float = setting(
-        0.0, "penalty on tokens that occur in the answer, from -2 to 2"
+        0.0, "penalty on tokens that occur in the answer so far, from -2 to 2; 0: none"
     )
     frequency_penalty: float = setting(
-        0.0, "penalty on tokens for each time they occur in the answer, from -2 to 2"
+        0.0,
+        "penalty on tokens for each time they occur in the answer so far, from -2 to 2; 0: none",
     )
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
