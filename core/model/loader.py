@@ -148,8 +148,8 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
     )
     bits = "the same bits in any batch" if decoder.exact else "bits that depend on the batch"
     if decoder.states:
-        rows = "" if decoder.takes_chunks else ", and one row after another behind a state"
-        bits += f", one sequence after another{rows}"
+        rows = "" if decoder.takes_chunks else ", and one token at a time after a state"
+        bits += f", one sequence at a time{rows}"
     logger.info(
         "%s: computed by transformers' modules on foretoken's KV pages and kernels, with %s (%s)",
         source.config.model_type,

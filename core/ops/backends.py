@@ -46,7 +46,7 @@ def choose_ops(
         return found
     _refuse_torch(backend, quantize, kv_dtype, found)
     if backend == "auto":
-        logger.warning("torch computes: %s", found)
+        logger.warning("using the slower PyTorch backend: %s", found)
     if device.type == "cpu":
         keep_rows_exact(exact)
     return TorchOps(exact=exact)

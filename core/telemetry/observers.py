@@ -76,4 +76,6 @@ class Observers:
             name = getattr(call, "__qualname__", repr(call))
             if name not in self._failed:
                 self._failed.add(name)
-                logger.exception("%s raised an exception; later ones are only counted", name)
+                logger.exception(
+                    "observer %s raised an exception; its next exceptions are only counted", name
+                )

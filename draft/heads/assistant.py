@@ -167,7 +167,7 @@ def join_assistant(
     layers = assistant.decoder.config.layers
     read = sorted({layer.kv_of for layer in layers if layer.kv_of is not None})
     logger.info(
-        "assistant %s: %d layers on the keys of layers %s of the target, with %s of weights",
+        "assistant %s: %d layers that attend to the KV of target layers %s, with %s of weights",
         path.name, len(layers), read, format_size(assistant.num_bytes),
     )  # fmt: skip
     make = partial(AssistantProposer, assistant, head)

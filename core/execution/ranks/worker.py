@@ -180,7 +180,7 @@ def main() -> None:
         _run(channel)
         code = 0
     except ForetokenError as failure:
-        logger.error("a tensor-parallel rank ends: %s", failure)
+        logger.error("a tensor-parallel rank exits: %s", failure)
     except (EOFError, OSError):  # Rank 0 is gone.
         pass
     except BaseException:

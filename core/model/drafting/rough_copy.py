@@ -81,7 +81,7 @@ def rough_decoder(
             f"rounds weights of 8 bits or more, and some of {kind} have fewer already"
         ) from None
     size = sum(each.num_bytes for each in rounded_matrices(copy.weights))
-    logger.info("draft 'self': a copy of the weights in 4 bits, %s", format_size(size))
+    logger.info("draft 'self' uses a 4-bit copy of the weights: %s", format_size(size))
     return copy
 
 

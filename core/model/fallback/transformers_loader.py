@@ -317,7 +317,11 @@ def _probed(folder: Path, text: PreTrainedConfig, twin: Any) -> ProbeResult | No
         raise _refusal(folder, text.model_type, str(error)) from None
     except Exception as error:  # Modules that read values cannot run on a meta model.
         kind, problem = text.model_type, one_line(error)
-        logger.info("%s: its attention is inspected once it is loaded (%s)", kind, problem)
+        logger.info(
+            "%s: its attention cannot be inspected before its weights are loaded (%s)",
+            kind,
+            problem,
+        )
         return None
 
 

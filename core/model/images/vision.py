@@ -188,7 +188,7 @@ def load_vision(
         return torch.cat(vectors, dim=1).to(dtype)
 
     logger.info(
-        "%s: images by transformers' %s, %.3g million parameters",
+        "%s: transformers' %s encodes images, with %.3g million parameters",
         path.name, type(model).__name__, num_parameters / 1e6,
     )  # fmt: skip
     return Vision(

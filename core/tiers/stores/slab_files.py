@@ -87,7 +87,10 @@ class SlabFiles(Slots):
         header = os.pread(index, len(self._header), 0)
         if header != self._header:
             if header:
-                logger.warning("%s is damaged or of another version: emptied", self._folder.path)
+                logger.warning(
+                    "%s is damaged or was written by another version: emptying it",
+                    self._folder.path,
+                )
             self.clear()
 
     def _cut(self) -> None:
@@ -113,7 +116,7 @@ class SlabFiles(Slots):
             elif record != _VOID:
                 num_damaged += 1
         if num_damaged:
-            logger.warning("%s: %d damaged entries are lost", self._folder.path, num_damaged)
+            logger.warning("%s: dropped %d damaged entries", self._folder.path, num_damaged)
         return found
 
     def _records(self) -> Iterator[tuple[int, bytes]]:

@@ -173,7 +173,9 @@ class SlottedStore(PageStore):
         if self._num_slots:
             self.capacity = self._num_slots
             logger.warning(
-                "the KV tier on %s is full: it keeps %d pages", self.medium, self.capacity
+                "the KV tier on %s cannot grow: its capacity is now %d pages",
+                self.medium,
+                self.capacity,
             )
 
     def _victim(self) -> bytes:

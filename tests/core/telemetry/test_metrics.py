@@ -295,7 +295,7 @@ def test_an_observer_that_raises_costs_nothing_but_itself(
     assert found["observer_failures_total"] == 9
     assert found["generation_tokens_total"] == 6
     assert sound.num_steps == 3, "those behind it are called"
-    names = [text.partition(" ")[0] for text in caplog.messages]
+    names = [text.split()[1] for text in caplog.messages]
     assert names == [f"Failing.{call}" for call in ("begin", "observe_step", "observe_delta")]
 
 

@@ -267,7 +267,7 @@ def test_a_damaged_entry_is_lost_with_a_warning(
     store = small_store(tmp_path)
     assert kept(store, range(10)) == set(range(10)) - {4}
     assert [each.getMessage() for each in caplog.records] == [
-        f"{index.parent}: 1 damaged entries are lost"
+        f"{index.parent}: dropped 1 damaged entries"
     ]
     store.check()
     store.close()
@@ -294,7 +294,7 @@ def test_files_of_another_version_are_emptied_with_a_warning(
     store = small_store(tmp_path)
     assert (len(store), list(folder.glob("slab-*"))) == (0, [])
     assert [each.getMessage() for each in caplog.records] == [
-        f"{folder} is damaged or of another version: emptied"
+        f"{folder} is damaged or was written by another version: emptying it"
     ]
     put(store, 3)
     store.close()
@@ -644,7 +644,7 @@ def test_of_a_full_disk_what_fits_is_used(
     assert kept(store, range(9)) == {*range(2, 9)}
     assert (store.capacity, store.stats()["evicted"]) == (7, 2)
     assert [each.getMessage() for each in caplog.records] == [
-        "the KV tier on disk is full: it keeps 7 pages"
+        "the KV tier on disk cannot grow: its capacity is now 7 pages"
     ]
     store.check()
     disk.fails_to_write = never

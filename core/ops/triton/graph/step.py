@@ -285,7 +285,7 @@ class TritonStep:
             captured = self._capture(self._make_graph, geometry, shared, shape)
         except Exception:
             logger.exception(
-                "a CUDA graph of %d rows could not be captured: no further graphs are used",
+                "cannot capture a CUDA graph of %d rows: no CUDA graphs are captured any more",
                 shape.bucket,
             )
             self._make_graph = None
@@ -313,7 +313,9 @@ class TritonStep:
                 )
             except Exception:
                 logger.warning(
-                    "no CUDA graph of %d rows with adapters", shape.bucket, exc_info=True
+                    "cannot capture a CUDA graph of %d rows with adapters",
+                    shape.bucket,
+                    exc_info=True,
                 )
                 captured = None
             shared.adapted[shape, room] = captured
@@ -331,7 +333,9 @@ class TritonStep:
                 return self._record(make_graph(), geometry, shared, shape, head)
             except Exception:
                 logger.warning(
-                    "no CUDA graph of %d rows with sampling", shape.bucket, exc_info=True
+                    "cannot capture a CUDA graph of %d rows with sampling",
+                    shape.bucket,
+                    exc_info=True,
                 )
         return self._record(make_graph(), geometry, shared, shape, None)
 

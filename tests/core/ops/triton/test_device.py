@@ -117,7 +117,9 @@ def test_a_model_that_does_not_suit_them_is_computed_by_torch_unless_they_are_na
     gpu, caplog, options: dict[str, Any], why: str
 ) -> None:
     assert isinstance(choose_ops("cuda", backend="auto", **options), TorchOps)
-    assert f"torch computes: {why}" in caplog.text.replace("torch.float64", "float64")
+    assert f"using the slower PyTorch backend: {why}" in caplog.text.replace(
+        "torch.float64", "float64"
+    )
     with pytest.raises(ModelLoadError, match=f"backend triton is not available: .*{why}"):
         choose_ops("cuda", backend="triton", **options)
     with pytest.raises(ModelLoadError, match=f"quantize int8 needs .*{why}"):
@@ -151,7 +153,9 @@ def test_where_triton_cannot_launch_torch_computes_and_a_log_line_says_why(
     monkeypatch.setattr("triton.runtime.driver", Broken())
     monkeypatch.setattr(availability, "launch_problem", LAUNCH_PROBLEM)
     assert isinstance(choose_ops("cuda", backend="auto", heads=[HEADS]), TorchOps)
-    assert caplog.messages == ["torch computes: Triton cannot use the GPU: no C compiler"]
+    assert caplog.messages == [
+        "using the slower PyTorch backend: Triton cannot use the GPU: no C compiler"
+    ]
 
 
 def test_int8_weights_are_tritons_on_cuda_and_int4_are_nobodys(gpu) -> None:
