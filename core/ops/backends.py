@@ -76,7 +76,7 @@ def _triton_ops(
     from .triton.availability import launch_problem, unsuited
 
     if quantize == "int4":
-        return "there are no Triton kernels for int4; device cpu has native ones"
+        return "there are no Triton kernels for int4; use device cpu"
     if problem := unsuited(device, dtype, heads, kv_dtype):
         return problem
     from .triton.triton_ops import TritonOps

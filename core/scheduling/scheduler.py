@@ -86,7 +86,9 @@ class Scheduler:
         tiers: KVTiers | None = None,
     ) -> None:
         if tiers is not None and bool(tiers.num_state_pages) != (cache.states is not None):
-            raise ValueError("tiers keep recurrent states if the model has them, and only then")
+            raise ValueError(
+                "KV tiers must keep recurrent states if and only if the model has them"
+            )
         self.cache = cache
         self.limits = limits
         self.speculator = guarded(speculator)

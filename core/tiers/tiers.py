@@ -199,7 +199,7 @@ class Tiers(KVTiers):
 
     @override
     def load_state(self, key: bytes, slot: int, position: int) -> bool:
-        assert self._states is not None, "no states are kept"
+        assert self._states is not None, "the tiers keep no states"
         records = self._states.records
         for tier in self._open_tiers():
             is_whole = False
@@ -241,7 +241,7 @@ class Tiers(KVTiers):
             tier.num_evicted += not is_kept and not stayed()
 
     def _save_state(self, save: _StateSave) -> None:
-        assert self._states is not None, "no states are kept"
+        assert self._states is not None, "the tiers keep no states"
         slots, records = self._states.slots, self._states.records
 
         def stayed() -> bool:
@@ -359,7 +359,7 @@ class Tiers(KVTiers):
         tier.lateness += 1.0
         if tier.lateness >= MOST_LATE:
             tier.lateness = MOST_LATE - 1.0  # once the tier is open again, one late load is enough
-            tier.close("it takes too long", self._clock())
+            tier.close("loads take too long", self._clock())
 
     def stored(self, pages: StoredPages) -> None:
         """Queue pages that have just joined the tree, as far as there is room."""

@@ -118,7 +118,7 @@ def engine_variants() -> tuple[Variant, ...]:
     if requested == "auto":
         found = tuple(variant for variant in variants() if variant != "scalar")
         if not found:
-            raise NativeBuildError(f"no kernels for this CPU ({platform.machine()})")
+            raise NativeBuildError(f"there are no kernels for this CPU ({platform.machine()})")
         return found
     for variant in get_args(Variant):
         if variant == requested and can_run(variant):
@@ -179,7 +179,7 @@ def build(variant: Variant) -> Path:
         if not _may_load(target):
             _compile([*compiler, *flags], files, target)
     except OSError as error:
-        message = f"the cache folder cannot be written: {error}; FORETOKEN_CACHE names another"
+        message = f"cannot write to the cache folder: {error}; set FORETOKEN_CACHE to another"
         raise NativeBuildError(message) from error
     return target
 

@@ -78,8 +78,8 @@ class SlabFiles(Slots):
         least = BLOCK + self._least_pages * per_page
         if room < least:
             pages = f"{self._least_pages} {self._noun}"
-            needed = f"{pages} need {least} bytes, of {self._most_bytes} there "
-            raise refused(self._folder.root, needed + f"are {max(0, room)} left; raise the size")
+            needed = f"{pages} need {least} bytes, but of the {self._most_bytes} allowed "
+            raise refused(self._folder.root, needed + f"{max(0, room)} are left; raise the size")
         return (room - BLOCK) // per_page
 
     def _check_header(self) -> None:
@@ -213,5 +213,5 @@ def _write(file: int, data: memoryview, start: int) -> None:
     while data:
         count = os.pwrite(file, data, start)
         if not count:
-            raise OSError(errno.EIO, "nothing could be written")
+            raise OSError(errno.EIO, "the disk accepted no data")
         data, start = data[count:], start + count

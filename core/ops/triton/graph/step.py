@@ -364,7 +364,7 @@ class TritonStep:
         kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, partial_sums=True),))
         plan = device_plan(geometry, graph_inputs, kinds, shared.partial_sums, shared.turns)
         embedding = self._weights.embedding
-        assert isinstance(embedding, Tensor), "no weight stays packed here"
+        assert isinstance(embedding, Tensor), "the Triton backend does not pack embeddings"
         tapped = shared.tapped(taps, bucket, embedding)
         given = shared.given(bucket, embedding) if is_given else None
         ops = self._adapters.ops(graph_inputs, num_adapters) if num_adapters else self._ops

@@ -229,7 +229,7 @@ def test_a_compile_error_is_told_and_leaves_nothing_behind(monkeypatch, tmp_path
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(NativeBuildError, match=r"cache folder .*; FORETOKEN_CACHE names another"):
+    with pytest.raises(NativeBuildError, match=r"cache folder: .*; set FORETOKEN_CACHE to another"):
         build("scalar")
 
 

@@ -108,7 +108,7 @@ def test_on_cuda_the_triton_kernels_compute(gpu, backend: Any, dtype: torch.dtyp
         ({"heads": [HEADS, heads(64)]}, "no Triton kernels for heads of several shapes"),
         (
             {"heads": [replace(HEADS, value_eps=1e-6)]},
-            "no Triton kernel norms values",
+            "no Triton kernel normalises the values of attention",
         ),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
@@ -163,8 +163,8 @@ def test_int8_weights_are_tritons_on_cuda_and_int4_are_nobodys(gpu) -> None:
     assert isinstance(found, TritonOps)
     assert found.quantize == "int8"
     for backend, why in (
-        ("auto", "device cpu has"),
-        ("triton", "device cpu has"),
+        ("auto", "use device cpu"),
+        ("triton", "use device cpu"),
         ("torch", "int4"),
     ):
         with pytest.raises(ModelLoadError, match=why):
@@ -189,7 +189,7 @@ def test_on_a_cpu_triton_is_for_tests_alone(no_gpu, monkeypatch) -> None:
 def test_the_interpreter_is_never_run_on_a_gpu(gpu, monkeypatch, caplog) -> None:
     monkeypatch.setenv(availability.INTERPRET, "1")
     assert isinstance(choose_ops("cuda", backend="auto", heads=[HEADS]), TorchOps)
-    assert "TRITON_INTERPRET=1 asks for" in caplog.text
+    assert "TRITON_INTERPRET=1 selects" in caplog.text
 
 
 UNTOUCHED = """
