@@ -187,7 +187,7 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
     if config.latent is not None and options.kv_dtype != "auto":
         raise ModelLoadError(
             f"kv_cache_dtype {options.kv_dtype} is not supported for {config.model_type}, which "
-            "keeps latents in the place of keys and values: leave it at auto"
+            "keeps latents instead of keys and values; use auto"
         )
     ops = options.ops(chosen, [part.heads for part in layout.parts])
     keeps_packed = dtype == "auto" and quantize == "none"

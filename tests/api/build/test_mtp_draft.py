@@ -56,7 +56,7 @@ def test_the_layers_pages_are_paid_for_out_of_the_same_memory(folder: Path) -> N
 
 def test_without_a_layer_mtp_is_refused_and_auto_goes_on(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
-    with pytest.raises(InvalidRequest, match=r"^draft 'mtp': .* has no layers that predict"):
+    with pytest.raises(InvalidRequest, match=r"^draft 'mtp': .* has no layers for multi-token"):
         built(folder, draft="mtp")
     assert built(folder).drafters == LOOK_UPS
 

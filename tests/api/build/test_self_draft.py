@@ -73,7 +73,7 @@ def test_the_copy_takes_a_part_of_the_free_memory_alone(
 ) -> None:
     priced(0.4, 1.2)
     monkeypatch.setattr(rough_copy, "free_memory", lambda _: 50_000)
-    assert "of which it may have 20%" in built(folder).no_self_draft
+    assert "of which it may use 20%" in built(folder).no_self_draft
 
 
 def test_what_cannot_be_copied_is_served_without(folder: Path) -> None:

@@ -162,9 +162,9 @@ def test_widths_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     experts = config.layers[0].experts
     assert experts is not None
     odd = replace(config.layers[0], experts=replace(experts, width=37, count=7))
-    with pytest.raises(InvalidRequest, match="7 experts with 37 columns in the middle, which 2"):
+    with pytest.raises(InvalidRequest, match="7 experts of width 37, which 2"):
         check_shards(replace(config, layers=(odd, *config.layers[1:])), 2)
-    with pytest.raises(InvalidRequest, match="in the middle of an MLP, which 2 ranks"):
+    with pytest.raises(InvalidRequest, match="intermediate columns of an MLP, which 2 ranks"):
         check_shards(
             replace(read_config(checkpoint(tmp_path / "x", "llama")), intermediate_size=97), 2
         )
