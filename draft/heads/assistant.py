@@ -178,7 +178,7 @@ def _load(beside: Beside) -> LoadedDrafter:
     found = beside.found
     assert found is not None
     if beside.config.tp > 1:
-        why = f"draft {found.name} reads the target's KV, of which --tp leaves a part here"
+        why = f"draft {found.name} reads the target's whole KV and cannot be combined with --tp"
         raise InvalidRequest(why, param="draft")
     return join_assistant(
         found, beside.target, keeps_packed=beside.keeps_packed, on_read=beside.on_read

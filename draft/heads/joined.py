@@ -131,8 +131,8 @@ def load_head(
     """
     if not isinstance(target, OwnDecoder):
         raise ModelLoadError(
-            f"{path}: a trained head reads weights of its target's own decoder, and "
-            f"{target.config.model_type} is computed by transformers' modules: take draft auto, or "
+            f"{path}: a trained head needs foretoken's own decoder, but "
+            f"{target.config.model_type} is computed by transformers' modules; use --draft auto or "
             "a draft model"
         )
     folder = open_head(path, target.config)
