@@ -30,7 +30,7 @@ STEP_SECONDS, READY_SECONDS = 120.0, 10.0
 
 
 class Job(Generic[T]):
-    """Call under way. Belongs to the event loop on which it was started."""
+    """A running call; it belongs to the event loop on which it was started."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.work = work
@@ -153,7 +153,7 @@ def _end_all() -> None:
 def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except BaseException as failure:  # raised for the caller that waits
+    except BaseException as failure:  # `Job.result` raises it in the waiting caller
         return None, failure
 
 

@@ -258,7 +258,7 @@ class StepExecutor:
         """Discard the step started ahead of one that failed."""
         in_flight = self._next
         if in_flight is not None:
-            output = await self._compute(in_flight, self._clock())  # to its end
+            output = await self._compute(in_flight, self._clock())  # a running step is not stopped
             if isinstance(output, Exception):
                 forget_frames(output)
             self._drop()

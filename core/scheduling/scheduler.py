@@ -455,7 +455,10 @@ class Scheduler:
         return request.lease is not None
 
     def _victim(self, planned: Iterable[str]) -> Request | None:
-        """Return the last request without a plan or pages under I/O, or None."""
+        """Return the request to preempt: the last running one that is not planned; or None.
+
+        A request whose pages are under I/O is not preempted.
+        """
         last_first = reversed(self.running.values())
         free = (
             each

@@ -46,13 +46,13 @@ class _Tier:
     store: PageStore
     # store of recurrent states, by the keys of the pages before them
     states: PageStore | None = None
-    opens: float = -math.inf  # closed until then
-    pause: float = CLOSED_SECONDS  # length of the next closing
+    opens: float = -math.inf  # time until which the tier is not used
+    pause: float = CLOSED_SECONDS  # seconds for which the tier is not used after the next failure
     lateness: float = 0.0  # late loads, less the forgiven part
     num_closed: int = 0
-    num_loaded: int = 0  # pages
+    num_loaded: int = 0  # loaded pages
     load_seconds: float = 0.0
-    num_saved: int = 0  # pages
+    num_saved: int = 0  # saved pages
     num_evicted: int = 0  # pages that left the pool before they were saved
     num_refused: int = 0  # pages that came while it was closed
     # tags to flush before the next look-up

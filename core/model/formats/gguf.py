@@ -47,7 +47,7 @@ _ROW = "moe_statics.e_score_correction_bias"  # transformers has a matrix of one
 _CONV = (
     "conv1d.weight",
     "conv.conv.weight",
-)  # transformers has a dimension of one channel per group
+)  # transformers stores an additional dimension of size 1
 _LOG = ("linear_attn.A_log", "mamba.A_log")
 _FLAT = ("mamba.A_log", "mamba.D", "mamba.norm.weight")  # The files have matrices.
 _GATED_NORM = "linear_attn.norm.weight"  # This norm has no offset, unlike the others.
