@@ -397,7 +397,7 @@ class Engine:
             self._round_began = self._clock()
 
     def _lose(self, failure: BaseException) -> None:
-        """Note that a companion ended: the engine ends after the step under way."""
+        """Record that a companion ended: the engine ends after the step under way."""
         self._lost = failure
         self._inbox.notify()
 

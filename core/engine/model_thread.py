@@ -23,7 +23,7 @@ from ..interface.plan import StepPlan
 from ..scheduling.chunk_budget import num_step_tokens
 
 T = TypeVar("T")
-EXIT_SECONDS = 10.0  # time that the interpreter's exit waits for a call under way
+EXIT_SECONDS = 10.0  # time for which the interpreter's exit waits for a running call
 MAX_RECORDS = 64  # runs of the model thread that are kept
 BEATS = 8  # beats of the watchdog after which a step is given up
 STEP_SECONDS, READY_SECONDS = 120.0, 10.0
@@ -110,7 +110,7 @@ class ModelThread:
             self._jobs.put(None)
 
     def join(self) -> None:
-        """Wait for the end of the call under way, unless it was abandoned."""
+        """Wait until the running call ends, unless it was abandoned."""
         if not self._is_given_up:
             self._thread.join(EXIT_SECONDS)
 
@@ -197,7 +197,7 @@ class Watchdog:
 
     def __init__(self, seconds: float) -> None:
         self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
-        self._began: float | None = None  # begin of the call under way, on the engine's clock
+        self._began: float | None = None  # start of the running call, on the engine's clock
         self._period = seconds / BEATS
         self._seconds = seconds
         self._job: Job[Any] | None = None  # the job under way

@@ -109,7 +109,7 @@ class Speculator:
         return {}
 
     def broke_step(self) -> None:
-        """Note that a step failed with drafts and succeeded without them."""
+        """Record that a step failed with drafts and succeeded without them."""
 
 
 NO_SPECULATION = Speculator()

@@ -171,7 +171,7 @@ class Constraint(Protocol):
         """Return the tokens, ``most`` at most, that must follow because no others are allowed."""
 
     def count_allowed(self, tokens: array[int], start: int, guess: Sequence[int]) -> int:
-        """Return how many first tokens of ``guess`` may follow the output; maybe too many."""
+        """Return how many leading tokens of ``guess`` may follow the output, or an upper bound."""
 
     def fork(self) -> Constraint:
         """Return another constraint at the beginning of the output."""

@@ -523,7 +523,7 @@ class Scheduler:
             request = self.running.get(scheduled.request_id)
             if request is None:
                 continue
-            if num_drafted := len(out.draft.token_ids):  # rows were computed for all of them
+            if num_drafted := len(out.draft.token_ids):  # each cost a row, accepted or not
                 self.waiting.charge(request.tenant, num_drafted)
             delta = self._commit_request(
                 request, scheduled, out, now, with_drafts=not plan.is_plain

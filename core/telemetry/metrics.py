@@ -160,7 +160,7 @@ class EngineMetrics:
         return collector
 
     def observe_arrival(self, request: Request, now: float) -> None:
-        """Note an accepted request. Called in the caller's context, unlike the other methods."""
+        """Record an accepted request. Called in the caller's context, unlike the other methods."""
         if self.observers:
             self._observers.begin(request, now)
 

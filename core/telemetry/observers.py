@@ -34,7 +34,7 @@ class EngineObserver:
         """Observe served tokens, and the end of a request: then ``delta.terminal`` holds."""
 
     def observe_replica_step(self, replica: int) -> None:
-        """Note that all deltas of a step of this replica were observed; only in a front."""
+        """Record that all deltas of a step of this replica were observed; only in a front."""
 
 
 class Observers:

@@ -337,9 +337,9 @@ def _factors(fields: Fields, name: str, count: int) -> list[float]:
 
 
 def _bamba_spec(fields: Fields, width: int | None = None) -> Mamba2Spec:
-    """Return Mamba-2's spec of Bamba, and of families with the same field names.
+    """Return the Mamba-2 spec of Bamba, and of families with the same field names.
 
-    ``width``: of all heads; None: ``mamba_expand`` times the hidden size.
+    ``width``: width of all heads together; None: ``mamba_expand`` times the hidden size.
     """
     fields = with_defaults(fields, _BAMBA_DEFAULTS)
     num_heads, of = fields.positive(_BAMBA.heads), "mamba_d_ssm"

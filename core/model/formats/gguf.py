@@ -418,7 +418,7 @@ def _read_matrix(tensor: GgufTensor, index: int) -> QuantizedWeight:
 
 
 def _first(counts: list[int]) -> int:
-    """Return the first nonzero count of a layer; 0 if all are 0."""
+    """Return the first nonzero item of ``counts``, which has one per layer; 0 without one."""
     return next((count for count in counts if count), 0)
 
 
