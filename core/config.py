@@ -51,37 +51,39 @@ class EngineConfig:
 
     draft: str = setting(
         "auto",
-        "drafters: auto, none, or a comma list of auto, radix, suffix, ngram and one of mtp (the "
-        "checkpoint's own layer for multi-token prediction), self (the model itself in 4 bits) "
-        "and the PATH of a draft model, a trained head or an assistant",
+        "drafters to use: auto (those that suit the model), none, or a comma-separated list of "
+        "auto, radix, suffix, ngram and one of: mtp (the checkpoint's layer for multi-token "
+        "prediction), self (the model itself in 4 bits), PATH of a draft model, trained head or "
+        "assistant",
         "SPEC",
         group="speculation",
         is_basic=True,
     )
     draft_vocab: Literal["same", "any"] = setting(
         "same",
-        "vocabulary that a draft model may have: the target's (same), or any other, with drafts "
-        "converted as text (any)",
+        "vocabulary that a draft model may have: only the target's (same), or also another one, "
+        "from which drafts are converted as text (any)",
         group="speculation",
     )
     speculation: Literal["auto", "off"] | int = setting(
         "auto",
-        "draft tokens in each step: chosen by cost and acceptance (auto), none (off), or always K",
+        "number of draft tokens per request and step: chosen by cost and acceptance rate (auto), "
+        "0 (off), or always K",
         "auto|off|K",
         is_basic=True,
     )
     exact: Literal["spec", "batch", "off"] = setting(
         "spec",
-        "guaranteed bitwise equality of logits: with and without drafts (spec), in any batch, too "
-        "(batch), or none (off)",
+        "guarantee that logits are bitwise equal: with and without drafts (spec), also in any "
+        "batch (batch), or no guarantee (off)",
         group="model",
     )
     backend: Literal["auto", "native", "triton", "torch"] = setting(
         "auto",
-        "kernels to use; auto: native on the CPU, triton on cuda, torch if neither is available",
+        "kernels to use; auto: native on the CPU, triton on cuda, torch if these are not available",
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "device of the model; auto: cuda if available", is_basic=True
+        "auto", "device to run the model on; auto: cuda if available, else cpu", is_basic=True
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "data type of weights and activations; auto: as in the checkpoint", is_basic=True
@@ -90,73 +92,75 @@ class EngineConfig:
         "none", "quantization of the weights; int4 on the CPU only", is_basic=True
     )
     load_format: Literal["auto", "random"] = setting(
-        "auto", "weights to use: those of the checkpoint (auto), or seeded random ones (random)"
+        "auto",
+        "weights to use: the checkpoint's (auto), or random ones from a fixed seed (random), for "
+        "tests of speed without a download",
     )
     model_impl: Literal["auto", "own", "transformers"] = setting(
         "auto",
-        "implementation of the layers: foretoken's decoder (own) or transformers' modules on its "
-        "KV pages and kernels; auto: own if it supports the model",
+        "implementation of the layers: foretoken's decoder (own), or transformers' modules with "
+        "foretoken's KV pages and kernels (transformers); auto: own if it supports the model",
     )
     tp: int = setting(
         1,
-        "number of processes that share the model by tensor parallelism, each with a part of the "
-        "heads, MLPs and KV",
+        "number of tensor-parallel processes, each with a part of the attention heads, MLPs and KV",
         least=1,
     )
     threads: int | None = setting(
         None,
-        "number of CPU threads for the model, of each process with --tp (all; with the torch "
-        "backend all but one)",
+        "number of CPU threads for the model, in each process (all cores, divided by --tp; with "
+        "the torch backend all but one)",
         least=1,
         most=1024,
         is_basic=True,
     )
     generation_config: Literal["model", "none"] = setting(
         "model",
-        "defaults of sampling parameters: the values that the model recommends (model), or "
-        "OpenAI's (none)",
+        "sampling values for requests that leave them out: the model's recommended ones (model), "
+        "or OpenAI's defaults (none)",
     )
     override_generation_config: str | Mapping[str, float] | None = setting(
         None,
-        "defaults of sampling parameters instead of the model's, as a JSON object of temperature, "
-        "top_p, top_k, min_p and repetition_penalty; values of a request take precedence",
+        "sampling values that replace the model's recommended ones, as a JSON object with "
+        "temperature, top_p, top_k, min_p and repetition_penalty; a request's values take "
+        "precedence",
         "JSON",
     )
     chat_template: str | None = setting(
         None,
-        "Jinja file of a chat template to use instead of the model's",
+        "file with a Jinja chat template that replaces the model's",
         "FILE",
         group="conversations",
         is_basic=True,
     )
     default_chat_template_kwargs: str | Mapping[str, Any] | None = setting(
         None,
-        "default options of the chat template, as a JSON object; options of a request take "
-        "precedence",
+        "default variables of the chat template, as a JSON object; a request's "
+        "chat_template_kwargs take precedence",
         "JSON",
     )
     special_tokens_in_text: bool = setting(
         False,
-        "encode special tokens that are spelled out in messages and tool definitions as special "
-        "tokens; by default they are text, so that no content can forge a turn",
+        "parse special tokens written in messages and tool definitions as tokens; by default they "
+        "are plain text, so that content cannot forge a turn",
     )
     no_images: bool = setting(
         False, "reject images in prompts, and do not load the image tower", group="images"
     )
-    max_images: int = setting(8, "maximum number of images in a request", least=1)
+    max_images: int = setting(8, "maximum number of images per request", least=1)
     max_image_pixels: int = setting(
-        4194304, "maximum number of pixels of an image, checked before it is decoded", least=1
+        4194304, "maximum number of pixels per image, checked before it is decoded", least=1
     )
     image_cache: str | int = setting(
         "256MiB",
-        "memory for decoded images, and the same amount for the outputs of the image tower; the "
-        "latest of each is always kept",
+        "memory for a cache of decoded images, and the same again for a cache of the image "
+        "tower's outputs; the latest entry of each is kept even if it is larger",
         SIZE,
         least=1,
     )
     media_dir: str | None = setting(
         None,
-        "folder of images that requests may name by file:// and their path (none)",
+        "folder from which requests may read images by file:// URL (default: none)",
         "DIR",
     )
     kv_cache_dtype: KvDtype = setting(  # noqa: RUF009 - an alias of a Literal is immutable, too
@@ -164,7 +168,8 @@ class EngineConfig:
     )
     kv_memory: str | int | None = setting(
         None,
-        "size of the KV pool, e.g. 4GiB (a quarter of free memory, at most 2GiB; on cuda 9/10)",
+        "size of the KV pool, e.g. 4GiB (a quarter of free memory, at most 2GiB; on cuda 9/10 of "
+        "free memory)",
         SIZE,
         least=1,
         is_basic=True,
@@ -174,100 +179,108 @@ class EngineConfig:
     )
     page_size: int | None = setting(
         None,
-        "size of a KV page in tokens (16, on cuda 32); models with recurrent layers need 16, 32 "
-        "or 64",
+        "number of tokens per KV page; models with recurrent layers need 16, 32 or 64 (16; on "
+        "cuda 32)",
         least=1,
     )
     state_memory: str | int | None = setting(
         None,
-        "size of the pool of recurrent states, for models that have them (half of the KV memory)",
+        "size of the pool of recurrent states, for models with recurrent layers (half of the KV "
+        "memory)",
         SIZE,
         least=1,
     )
     state_interval: int | None = setting(
         None,
-        "checkpoint the recurrent state every N prompt tokens, so that later prompts with the "
-        "same beginning can reuse it; 0: only where requests are likely to continue (4096; after "
-        "every page if a state is no larger than the KV of a page)",
+        "cache the recurrent state every TOKENS tokens of a prompt, so that later prompts with the "
+        "same prefix can resume from it; 0: only at likely branch points (4096; the page size if a "
+        "state is no larger than the KV of a page)",
         "TOKENS",
     )
     kv_host: str | int | None = setting(
         None,
-        "host memory, at most SIZE, for KV that left the pool of a GPU; on the CPU, --kv-memory "
-        "makes better use of the memory",
+        "keep up to SIZE of KV in host memory, for reuse after a GPU's pool evicts it; on a CPU, "
+        "raise --kv-memory instead",
         SIZE,
         least=1,
     )
     kv_disk: str | None = setting(
         None,
-        "files below DIR, at most SIZE in total, for KV that left the pool; they are kept across "
-        "restarts, e.g. /var/cache/kv:100GiB",
+        "keep up to SIZE of KV in files below DIR, for reuse after the pool evicts it and after a "
+        "restart, e.g. /var/cache/kv:100GiB",
         "DIR:SIZE",
     )
     kv_remote: str | None = setting(
         None,
-        "Mooncake Store for KV that several servers share: mooncake://HOST:PORT of its master; "
-        "?lend=SIZE lends it memory of this machine; needs the extra mooncake",
+        "keep KV in a Mooncake Store that several servers share, given as mooncake://HOST:PORT of "
+        "its master; ?lend=SIZE lends it memory of this machine; needs the extra mooncake",
         "URL",
     )
     kv_evict: str | None = setting(
         None,
-        "shrink the KV of long answers: keep the KV of the prompt and of N answer tokens, at least "
-        "256, the latest ones (window) or those that later tokens are likely to need "
+        "limit the KV of long answers: keep the KV of the prompt and of N answer tokens (at least "
+        "256), which are the latest (window) or those that later tokens are likely to attend to "
         "(triattention); prompts stay shared. Changes answers of more than N + 128 tokens",
         "window:N|triattention:N",
     )
     kv_evict_stats: str | None = setting(
-        None, "statistics from foretoken calibrate, for --kv-evict triattention:N", "FILE"
+        None,
+        "file written by foretoken calibrate; --kv-evict triattention:N requires it",
+        "FILE",
     )
     kv_transfer: Literal["nixl"] | None = setting(
         None,
-        "transport for the KV of prompts, from the server that computes them to the server that "
-        "continues them, as kv_transfer_params of requests say; needs the extra pd and "
-        "FORETOKEN_CLUSTER_KEY (default: none)",
+        "transport of KV from servers that compute prompts to servers that generate the answers, "
+        "for requests with kv_transfer_params; needs the extra pd and FORETOKEN_CLUSTER_KEY "
+        "(default: none)",
     )
     role: Literal["prefill", "decode", "both"] | None = setting(
         None,
         "role of a server with --kv-transfer: compute prompts for other servers (prefill), "
-        "continue prompts of other servers (decode), or both (both)",
+        "generate answers to prompts that others computed (decode), or both (default: both)",
     )
     kv_events: str | None = setting(
         None,
-        "address on which to publish stored and removed KV pages with their token ids, as vLLM's "
-        "KV events; needs the extra events (default: none are published)",
+        "address on which to publish the pages that the cache adds and evicts, with their token "
+        "ids, in the format of vLLM's KV events; needs the extra events (default: not published)",
         "tcp://HOST:PORT",
     )
     kv_events_replay: str | None = setting(
         None,
-        "address on which readers can request KV events that they missed (the next port)",
+        "address on which subscribers can request KV events that they missed (the port after "
+        "that of --kv-events)",
         "tcp://HOST:PORT",
     )
     kv_events_topic: str = setting(
         "",
-        "topic of KV events; vllm-router and Dynamo expect the empty one, llm-d's router "
-        "kv@HOST:PORT@MODEL",
+        "topic of KV events: empty for vllm-router and Dynamo, kv@HOST:PORT@MODEL for llm-d's "
+        "router",
         "TOPIC",
     )
     pin_quota: float = setting(
-        0.25, "maximum share of the KV pool that one cache_salt may pin", "SHARE", most=1
+        0.25,
+        "largest share of the KV pool that one cache_salt may pin, from 0 to 1",
+        "SHARE",
+        most=1,
     )
     session_ttl: float = setting(
         300.0,
-        "pin the last turn of a session (x-session-id, prompt_cache_key) for S seconds, within the "
-        "pin quota; 0: do not pin it",
+        "pin the last turn of a session (x-session-id, prompt_cache_key) for S seconds, within "
+        "--pin-quota; 0: do not pin it",
         "S",
         most=MAX_TTL,
     )
     cache_quota: float = setting(
         0.5,
-        "share of the KV pool beyond which a cache_salt's pages are evicted first; 1: never",
+        "share of the KV pool, from 0 to 1, above which pages of a cache_salt are evicted before "
+        "those of others; 1: no such limit",
         "SHARE",
         most=1,
     )
     lora: tuple[str, ...] | Mapping[str, str] = setting(
         (),
-        "LoRA adapter to load from a folder in PEFT's format, for requests with NAME as their "
-        "model; repeatable",
+        "LoRA adapter in a folder in PEFT's format, used by requests for the model NAME; "
+        "repeatable",
         "NAME=PATH",
         group="adapters",
     )
@@ -275,34 +288,36 @@ class EngineConfig:
     max_lora_rank: int = setting(64, "maximum rank of an adapter", least=1, most=1024)
     max_model_len: int | None = setting(
         None,
-        "maximum length of prompt and answer together, in tokens (the model's)",
+        "maximum number of tokens of prompt and answer together (the model's context length)",
         least=2,
         group="scheduling",
         is_basic=True,
     )
     max_batch_tokens: int | None = setting(
-        None, "maximum number of tokens in one step (256, on cuda 2048)", least=2
+        None, "maximum number of tokens per step (256; on cuda 2048)", least=2
     )
     max_running: int | None = setting(
-        None, "maximum number of requests in one step (64, on cuda 256)", least=1, is_basic=True
+        None, "maximum number of running requests (64; on cuda 256)", least=1, is_basic=True
     )
-    max_queued: int = setting(256, "maximum number of waiting requests; further ones get 429")
+    max_queued: int = setting(
+        256, "maximum number of waiting requests; further ones are rejected with status 429"
+    )
     max_slowdown: float = setting(
         2.0,
-        "maximum factor by which chunks of prompts may lengthen the steps of running answers",
+        "largest factor by which prefill chunks may lengthen the steps of decoding requests",
         least=1,
         most=inf,
     )
     overlap: Literal["auto", "on", "off"] = setting(
         "auto",
-        "launch of a step before the tokens of the previous step are read; auto: on for a GPU; "
-        "on: an error elsewhere",
+        "launch each step before the tokens of the previous step are read; auto: on a GPU only; "
+        "on: an error without a GPU",
     )
     aging_seconds: float = setting(
         10.0, "raise the priority of a waiting request by one every S seconds", "S", least=0.001
     )
     max_priority: int = setting(
-        10, "maximum priority of a request, which may be from -N to N; 0: requests may not set one"
+        10, "limit of a request's priority, which must be from -N to N; 0: priorities are rejected"
     )
     step_timeout: float = setting(
         120.0,
@@ -329,7 +344,7 @@ class EngineConfig:
             found = _parse_object(TEMPLATE_KWARGS, self.default_chat_template_kwargs)
             object.__setattr__(self, TEMPLATE_KWARGS, found)
         object.__setattr__(self, "lora", _parse_adapters(self.lora))
-        most = f"names {len(self.lora)} adapters, and max_loras is {self.max_loras}"
+        most = f"has {len(self.lora)} adapters, but max_loras is {self.max_loras}"
         _require(len(self.lora) <= self.max_loras, "lora", most)
         self.kv_disk_place()
         self.kv_remote_place()
@@ -350,7 +365,7 @@ class EngineConfig:
         try:
             return Path(folder).expanduser(), parse_size(size)
         except ValueError as error:
-            raise InvalidRequest(f"kv_disk: the size {error}", param="kv_disk") from None
+            raise InvalidRequest(f"kv_disk: SIZE {error}", param="kv_disk") from None
 
     def packing(self) -> tuple[str, int] | None:
         """Return the policy and the budget in tokens that ``kv_evict`` names, or None.
@@ -369,7 +384,7 @@ class EngineConfig:
         has_stats = self.kv_evict_stats is not None
         wants_stats = policy == "triattention"
         _require(has_stats or not wants_stats, "kv_evict", "triattention needs kv_evict_stats")
-        _require(wants_stats or not has_stats, "kv_evict_stats", "is only for triattention")
+        _require(wants_stats or not has_stats, "kv_evict_stats", "needs kv_evict triattention:N")
         return policy, int(count)
 
     @property
@@ -406,7 +421,7 @@ class EngineConfig:
         try:
             return host, int(port), 0 if lent is None else parse_size(lent)
         except ValueError as error:
-            raise InvalidRequest(f"kv_remote: the size {error}", param="kv_remote") from None
+            raise InvalidRequest(f"kv_remote: lend {error}", param="kv_remote") from None
 
     def _check_supported(self) -> None:
         on_cpu = self.device != "cuda" or self.backend != "native"
@@ -430,10 +445,10 @@ class EngineConfig:
         if self.tp == 1:
             return
         on_cpu = self.device != "cuda" and self.backend != "triton"
-        _require(on_cpu, "tp", "computes on the CPU only: leave out --device cuda")
+        _require(on_cpu, "tp", "runs on the CPU only, without --device cuda or --backend triton")
         is_own = self.model_impl != "transformers"
-        _require(is_own, "tp", "cannot shard transformers' modules (--model-impl)")
-        _require(not self.lora, "tp", "does not support adapters: leave out --lora")
+        _require(is_own, "tp", "cannot be combined with model_impl transformers")
+        _require(not self.lora, "tp", "cannot be combined with lora")
         _require(self.kv_evict is None, "tp", "cannot be combined with kv_evict")
 
     @property
@@ -454,7 +469,7 @@ class EngineConfig:
         if self.kv_events is not None:
             port = tcp_port("kv_events", self.kv_events)
             has_next = port < MAX_PORT or self.kv_events_replay is not None
-            _require(has_next, "kv_events", "is the last port, so kv_events_replay must be set")
+            _require(has_next, "kv_events", "has the last port, so kv_events_replay must be set")
 
     def sizes(self, device: str) -> Sizes:
         """Return the configured sizes; missing ones suit the ``device``, cpu or cuda."""
@@ -500,7 +515,7 @@ def _parse_adapters(given: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
     for name, path in pairs:
         fits = isinstance(path, str) and name != "" and path != ""
         _require(fits, "lora", "must be NAME=PATH")
-    _require(len(dict(pairs)) == len(pairs), "lora", "names an adapter twice")
+    _require(len(dict(pairs)) == len(pairs), "lora", "has two adapters with the same name")
     return dict(pairs)
 
 

@@ -79,8 +79,9 @@ class PromptTooLong(InvalidRequest):
         self, num_tokens: int, limit: int, *, param: str = "prompt", context: int | None = None
     ) -> None:
         self.num_tokens, self.limit = num_tokens, limit
-        self.context = limit if context is None else context  # ``limit`` and the tokens to generate
-        # Agent frameworks recognise an overflow by these very words.
+        # tokens of the prompt and the answer together
+        self.context = limit if context is None else context
+        # Agent frameworks recognise a context overflow by exactly these words.
         super().__init__(
             f"prompt is too long: {num_tokens} tokens > {limit} maximum. "
             f"This model's maximum context length is {self.context} tokens.",

@@ -34,7 +34,9 @@ class StateSlots:
 
     def __init__(self, num_slots: int, num_logs: int, *, interval: int = 0) -> None:
         if num_slots < 2 or num_logs < 1:
-            raise ValueError(f"at least 2 slots and a log are needed, not {num_slots}, {num_logs}")
+            raise ValueError(
+                f"at least 2 slots and 1 log are needed, not {num_slots} and {num_logs}"
+            )
         self.num_total, self.num_logs = num_slots, num_logs
         self.interval = interval  # tokens
         self.num_evicted = 0
@@ -97,7 +99,7 @@ class StateSlots:
             source.num_readers += 1
             self._use(source)
         slot = self.take(None, pinned)
-        assert slot is not None, "there was room, and no slot could be had"
+        assert slot is not None, "no slot is free, although has_room() was true"
         return StateLease(slot, self._free_logs.pop(), source)
 
     def take(self, rank: StateRank | None, pinned: Collection[int] = NOTHING_PINNED) -> int | None:
@@ -209,7 +211,9 @@ class StateSlots:
         return self._detach(kept)
 
     def _detach(self, kept: KeptState) -> int:
-        assert kept.num_readers == 0, "a state that is about to be copied gives way"
+        assert kept.num_readers == 0, (
+            "a state cannot be evicted while a request is about to copy it"
+        )
         del self.attached[kept.page_id], self._by_rank[kept.rank, kept.last_used]
         self.counters[kept.slot] += 1
         return kept.slot
@@ -226,7 +230,9 @@ class StateSlots:
     def check(self) -> None:
         """Assert that the index by rank contains every kept state exactly once. O(slots)."""
         filed = list(self._by_rank.items())
-        assert len(filed) == len(self.attached), "a kept state is not filed, or twice"
+        assert len(filed) == len(self.attached), "a kept state is filed twice, or not at all"
         for key, kept in filed:
-            assert self.attached[kept.page_id] is kept, "a kept state is at another page"
-            assert key == (kept.rank, kept.last_used), "a kept state is misfiled"
+            assert self.attached[kept.page_id] is kept, "a kept state is attached to another page"
+            assert key == (kept.rank, kept.last_used), (
+                "a kept state is filed under another rank or time"
+            )

@@ -87,11 +87,15 @@ class NamespaceQuota:
         """Assert that the sets of namespaces over quota and in use are right. O(namespaces)."""
         many = {name for name, count in self.num_pages.items() if count > (self.quota or 0)}
         assert self._over_quota == (many if self.quota is not None else set()), (
-            "a quota is not kept"
+            "the namespaces listed as over quota are not those over it"
         )
         known = namespaces if self.quota is not None else NO_NAMESPACES
-        assert self._used.keys() == known, "it is not known when a namespace was used"
-        assert list(self._used.values()) == sorted(self._used.values()), "uses are out of order"
+        assert self._used.keys() == known, (
+            "the namespaces with a time of last use are not those of the tree"
+        )
+        assert list(self._used.values()) == sorted(self._used.values()), (
+            "times of last use are out of order"
+        )
 
 
 class _Ranks:
@@ -210,9 +214,13 @@ class EvictionIndex:
         """
         known = {name: set(each.heap) for name, each in (self._ranks or {}).items()}
         for rank, leaf in self._leaves.items():
-            assert rank == leaf.last_used, f"a leaf of {leaf.last_used} is filed at {rank}"
+            assert rank == leaf.last_used, (
+                f"a leaf last used at {leaf.last_used} is filed at {rank}"
+            )
             if self._ranks is not None:
-                assert rank in known[leaf.namespace], "a leaf is not known to its namespace"
+                assert rank in known[leaf.namespace], (
+                    "a leaf is missing from the heap of its namespace"
+                )
             yield
         num_known = 0
         for ranks in known.values():
@@ -220,7 +228,7 @@ class EvictionIndex:
                 num_known += rank in self._leaves
                 yield
         if self._ranks is not None:
-            assert num_known == len(self._leaves), "a leaf is taken for another namespace's"
+            assert num_known == len(self._leaves), "a leaf is in the heap of another namespace"
 
 
 class EvictionLog:

@@ -101,12 +101,12 @@ class Node:
 
     def link(self, page_size: int) -> None:
         """Add this node to its parent's children."""
-        assert self.parent is not None, "a root has no parent to be linked to"
+        assert self.parent is not None, "a root cannot be linked: it has no parent"
         self.parent.children[self.key[:page_size].tobytes()] = self
 
     def unlink(self, page_size: int) -> Node:
         """Remove this node from its parent's children; return the parent."""
-        assert self.parent is not None, "a root is never dropped as a leaf"
+        assert self.parent is not None, "a root cannot be unlinked: it has no parent"
         del self.parent.children[self.key[:page_size].tobytes()]
         return self.parent
 

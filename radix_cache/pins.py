@@ -299,28 +299,40 @@ class PinnedPrefixes:
             found[node.namespace] += len(node.page_ids)
         for last, pinned in self._pins.items():
             assert pinned.lock.node is last, "a pin is filed under a wrong node"
-            assert pinned.lock.is_pin, "a pin holds the lock of a lease"
-            assert self._due[pinned.until, pinned.serial] is pinned, "a pin has no end"
-            assert pinned.is_asked or pinned.sessions, "nothing wants a pin that is there"
+            assert pinned.lock.is_pin, "a pin's lock is not marked as a pin"
+            assert self._due[pinned.until, pinned.serial] is pinned, (
+                "a pin is not filed by its expiry"
+            )
+            assert pinned.is_asked or pinned.sessions, (
+                "a pin has neither a request nor a session that wants it"
+            )
             ages = self._ages(pinned).of[pinned.namespace]
-            assert pinned in ages, "a pin is not among those of its rank and namespace"
+            assert pinned in ages, "a pin is missing from the age order of its rank and namespace"
         of_sessions = {(name, id(pin)) for name, pins in self._sessions.items() for pin in pins}
         of_pins = {(name, id(pin)) for pin in self._pins.values() for name in pin.sessions}
-        assert of_sessions == of_pins, "a session and its pins do not know each other"
-        assert all(self._sessions.values()), "a session without a pin is known"
-        assert len(self._sessions) <= self.total_quota, "more sessions than pages are known"
+        assert of_sessions == of_pins, "sessions and pins do not refer to each other"
+        assert all(self._sessions.values()), "a session has no pin"
+        assert len(self._sessions) <= self.total_quota, (
+            "there are more sessions than pages that may be pinned"
+        )
         assert self._session_ages.by_namespace() == {(name[0], name) for name in self._sessions}
         for kind in (self._unasked, self._asked, self._session_ages):
-            assert len(kind.all) == sum(map(len, kind.of.values())), "two orders of age differ"
-            assert all(kind.of.values()), "a namespace without an item has an order of age"
+            assert len(kind.all) == sum(map(len, kind.of.values())), (
+                "the age order of all differs from those of the namespaces"
+            )
+            assert all(kind.of.values()), "a namespace has an empty age order"
         num_ordered = len(self._unasked.all) + len(self._asked.all)
-        assert num_ordered == len(self._pins), "a pin that is gone has an age"
-        assert len(self._due) == len(self._pins), "the end of a pin that is gone is still awaited"
+        assert num_ordered == len(self._pins), "a removed pin is still in an age order"
+        assert len(self._due) == len(self._pins), "a removed pin is still filed by its expiry"
         counts = {name: self._num_pages[name] for name in self._num_pages}
-        assert found == counts, f"{found} pages are pinned, not {counts}"
-        assert list(counts.values()) == sorted(counts.values(), reverse=True), "not in order"
-        assert found.total() <= self.total_quota, "more is pinned than may be"
-        assert max(found.values(), default=0) <= self.quota, "a namespace pins more than it may"
+        assert found == counts, f"namespaces pin {found} pages, but {counts} are counted"
+        assert list(counts.values()) == sorted(counts.values(), reverse=True), (
+            "namespaces are not in the order of their pinned pages"
+        )
+        assert found.total() <= self.total_quota, "more pages are pinned than the quota allows"
+        assert max(found.values(), default=0) <= self.quota, (
+            "a namespace pins more pages than its quota"
+        )
 
     def _renew(self, pinned: PinnedPrefix) -> None:
         del self._due[pinned.until, pinned.serial]

@@ -447,7 +447,7 @@ class PrefixCache:
         """
         limit = len(tokens) // self.page_size * self.page_size
         if not limit:
-            raise ValueError(f"a prefix of {len(tokens)} tokens does not fill a page")
+            raise ValueError(f"a prefix of {len(tokens)} tokens is shorter than a page")
         match = self.tree.match(tokens, namespace=namespace, limit=limit)
         if match.num_tokens < limit or match.node is None:
             return 0

@@ -150,12 +150,20 @@ class TransferLocks:
         for name, transfer in self._held.items():
             pages = transfer.pages
             assert pages.name == name, "a transfer is filed under a wrong name"
-            assert self.words[pages.slot] == pages.nonce, "a reader would not take held pages"
+            assert self.words[pages.slot] == pages.nonce, (
+                "a reader would reject held pages: their word has another nonce"
+            )
             held = [each for node in transfer.lock.node.path() for each in node.page_ids]
-            assert held == pages.page_ids.tolist(), "a transfer holds other pages than it names"
+            assert held == pages.page_ids.tolist(), (
+                "a transfer names other pages than its lock holds"
+            )
         num_words = len(self.words) - self.words.count(0)
-        assert num_words == len(self._held), "a reader would take pages that are not held"
+        assert num_words == len(self._held), (
+            "a reader would accept pages that are not held: their word is not 0"
+        )
         slots = {*self._free, *(each.pages.slot for each in self._held.values())}
         assert len(slots) == len(self.words), "a slot has two owners, or none"
         found = sum(len(each.pages.page_ids) for each in self._held.values())
-        assert found == self.num_pages <= self.max_pages, f"{found} pages are held"
+        assert found == self.num_pages <= self.max_pages, (
+            f"transfers hold {found} pages: not the counted number, or more than allowed"
+        )

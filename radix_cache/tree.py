@@ -99,7 +99,9 @@ class RadixTree:
         Raises ValueError if the tree has cut or dropped a node since the match. O(depth + log n).
         """
         if match.epoch != self.epoch:
-            raise ValueError("the match is stale: the tree has cut or dropped nodes since")
+            raise ValueError(
+                "the match is stale: the tree has split or dropped nodes since; match again"
+            )
         node = match.node or self._roots.setdefault(match.namespace, Node(match.namespace))
         if match.num_node_pages < len(node.page_ids):
             node = self._split(node, match.num_node_pages)
@@ -216,7 +218,9 @@ class RadixTree:
     def checks(self, locks: Iterable[LockHandle] | None = None) -> audit.Steps:
         """Run `check` in steps; ``locks``, if given, must be the set of all live locks."""
         if locks is not None:
-            assert set(locks) == self._locks, "the live locks are not those of the live leases"
+            assert set(locks) == self._locks, (
+                "the tree's live locks are not the locks of leases, pins and transfers"
+            )
         nodes: list[Node] = []
         yield from audit.gather(self.nodes(), nodes)
         counts = {

@@ -50,7 +50,7 @@ def _advance(steps: Steps, num_steps: int | None) -> str | None:
     except AssertionError as violation:
         return str(violation) or "an invariant does not hold"
     except Exception as error:  # the check itself failed; the error's text may quote tokens
-        return f"the check failed: {type(error).__name__}"
+        return f"the audit itself failed: {type(error).__name__}"
     return None if num_done == num_steps else ""
 
 

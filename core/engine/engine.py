@@ -38,7 +38,9 @@ from .model_thread import ModelThread, StepThread, Supervision, Watchdog
 from .step_executor import OverlapWork, StepExecutor
 
 logger = logging.getLogger(__name__)
-FEW_EVENTS = 2  # most events that are delivered at once: waking the loop later costs more
+# With more undelivered events, their delivery waits until the step's kernels have started. Fewer
+# are delivered at once, because waking the loop later would cost more.
+FEW_EVENTS = 2
 DEFAULT_SUPERVISION = Supervision()
 CLOSED, STEPS_FAILED = "the engine was closed", "steps failed; the engine stopped"
 
@@ -395,7 +397,7 @@ class Engine:
             self._round_began = self._clock()
 
     def _lose(self, failure: BaseException) -> None:
-        """Note that a companion ended: the engine ends after the step under way."""
+        """Record that a companion ended: the engine ends after the step under way."""
         self._lost = failure
         self._inbox.notify()
 
@@ -409,7 +411,7 @@ class Engine:
         return self._inbox.num_undelivered > FEW_EVENTS or self.scheduler.speculator.has_work()
 
     def _work_while_computing(self) -> None:
-        """Deliver events and do the speculator's upkeep while the model thread computes."""
+        """Deliver events and let the speculator index tokens while the model thread computes."""
         self._deliver()
         if self.scheduler.speculator.has_work():
             self.scheduler.speculator.work()

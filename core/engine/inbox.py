@@ -100,7 +100,7 @@ class RequestInbox:
                 self._finished.append(now)
 
     def mark_idle(self) -> None:
-        """Note that there is no request: a rate measured over idle time would be too low."""
+        """Record that there is no request: a rate measured over idle time would be too low."""
         self.idle.set()
         self._finished.clear()
 

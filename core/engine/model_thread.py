@@ -23,14 +23,14 @@ from ..interface.plan import StepPlan
 from ..scheduling.chunk_budget import num_step_tokens
 
 T = TypeVar("T")
-EXIT_SECONDS = 10.0  # time that the interpreter's exit waits for a call under way
+EXIT_SECONDS = 10.0  # time for which the interpreter's exit waits for a running call
 MAX_RECORDS = 64  # runs of the model thread that are kept
 BEATS = 8  # beats of the watchdog after which a step is given up
 STEP_SECONDS, READY_SECONDS = 120.0, 10.0
 
 
 class Job(Generic[T]):
-    """Call under way. Belongs to the event loop on which it was started."""
+    """A running call; it belongs to the event loop on which it was started."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.work = work
@@ -110,7 +110,7 @@ class ModelThread:
             self._jobs.put(None)
 
     def join(self) -> None:
-        """Wait for the end of the call under way, unless it was abandoned."""
+        """Wait until the running call ends, unless it was abandoned."""
         if not self._is_given_up:
             self._thread.join(EXIT_SECONDS)
 
@@ -153,7 +153,7 @@ def _end_all() -> None:
 def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except BaseException as failure:  # raised for the caller that waits
+    except BaseException as failure:  # `Job.result` raises it in the waiting caller
         return None, failure
 
 
@@ -197,7 +197,7 @@ class Watchdog:
 
     def __init__(self, seconds: float) -> None:
         self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
-        self._began: float | None = None  # begin of the call under way, on the engine's clock
+        self._began: float | None = None  # start of the running call, on the engine's clock
         self._period = seconds / BEATS
         self._seconds = seconds
         self._job: Job[Any] | None = None  # the job under way

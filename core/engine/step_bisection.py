@@ -83,14 +83,14 @@ class StepBisection:
         return replace(self._plan, requests=self._parts.pop()) if self._parts else None
 
     def passed(self) -> None:
-        """Note that the part succeeded: searching on is worth another run."""
+        """Record that the part succeeded, which allows one more failed run in the search."""
         self.num_passed += 1
         self._failures_left += 1
 
     def failed(self, part: StepPlan, failure: Exception) -> None:
-        """Note that the part raised: run smaller parts, or record its requests as failing."""
+        """Record that the part raised: queue smaller parts, or record its requests as failing."""
         self.failure = failure
-        self._failures_left -= not is_out_of_memory(failure)  # lack of memory has a rule of its own
+        self._failures_left -= not is_out_of_memory(failure)  # `_splits` handles lack of memory
         parts = _splits(part.requests, failure)
         if self._failures_left > 0 and parts:
             self._parts += parts

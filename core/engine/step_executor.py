@@ -53,8 +53,8 @@ class OverlapWork:
             self._work()
 
     def kernels_started(self) -> None:
-        """Note that the kernels start. Called in the model thread."""
-        self._has_entered = True  # `begin` may come later
+        """Record that the kernels start. Called in the model thread."""
+        self._has_entered = True  # `begin` may be called later than this
         if self._is_due and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._run_late)
@@ -108,7 +108,7 @@ class InFlightStep:
         self._claims = [None]  # the thread that pops the item decides whether the step is computed
         self._job: Job[StepOutput] | None = None
         self._pending: Pending | None = None
-        self._failure: BaseException = StepCancelled()  # why there is no pending step
+        self._failure: BaseException = StepCancelled()  # error to raise if no step was launched
 
     def start(self, thread: StepThread) -> None:
         """Have the thread begin the step as soon as it can."""
@@ -258,7 +258,7 @@ class StepExecutor:
         """Discard the step started ahead of one that failed."""
         in_flight = self._next
         if in_flight is not None:
-            output = await self._compute(in_flight, self._clock())  # to its end
+            output = await self._compute(in_flight, self._clock())  # a running step is not stopped
             if isinstance(output, Exception):
                 forget_frames(output)
             self._drop()

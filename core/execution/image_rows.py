@@ -27,7 +27,9 @@ def image_rows(
             if not spans:
                 continue
             if vision is None:
-                raise ValueError(f"{scheduled.request_id} has images, and the model no tower")
+                raise ValueError(
+                    f"{scheduled.request_id} has images, but the model has no image tower"
+                )
             vectors = vision.vectors(image)
             if inputs is None:
                 inputs = vectors.new_zeros((batch.num_rows, vectors.shape[1]))

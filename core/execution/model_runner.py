@@ -91,7 +91,9 @@ class PendingStep:
         token for a request, or if the host chooses its tokens.
         """
         if self.tokens is None or not self.plan.is_decode_only:
-            raise ValueError("the step before decides more than a token for each request")
+            raise ValueError(
+                "the previous step may yield several tokens per request, or the host chooses them"
+            )
         sources = np.full(num_rows, -1, np.int32)
         for index, scheduled in enumerate(self.plan.requests):
             if scheduled.request_id in batch_rows:
@@ -326,7 +328,9 @@ class ModelRunner:
             return
         for scheduled in plan.requests:
             if (state := scheduled.extras.state) is None:
-                raise ValueError(f"{scheduled.request_id} has no state slot, and the model has one")
+                raise ValueError(
+                    f"{scheduled.request_id} has no state slot, but the model has states"
+                )
             if state.source >= 0:
                 states.copy_slot(state.source, state.slot)
             elif scheduled.start == 0:
@@ -369,9 +373,11 @@ class ModelRunner:
         history.
         """
         if not isinstance(after, PendingStep):
-            raise ValueError("the step that chooses these requests' tokens is not under way")
+            raise ValueError("the step that chooses these requests' tokens is not running")
         if any(each.is_ahead and each.sampling.needs_history for each in layout.requests):
-            raise ValueError("a request that reads the text cannot be ahead of it")
+            raise ValueError(
+                "a request that needs its token history cannot run before its last token is read"
+            )
         vocab_size = self.decoder.config.vocab_size
         return after.next_inputs(layout.unknown_rows, layout.num_rows, vocab_size)
 

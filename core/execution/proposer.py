@@ -85,9 +85,9 @@ class Proposer(Protocol):
 
     @property
     def stored(self) -> Sequence[PageRows]:
-        """Rows that tiers store beside the target's KV; fixed, and empty by default.
+        """The proposer's rows that KV tiers store with each page; fixed, and empty by default.
 
-        A proposer without stored rows recomputes them from the text.
+        A proposer that stores none recomputes its rows from the text.
         """
         return ()
 

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 KvDtype: TypeAlias = Literal["auto", "int8", "fp8"]
-KV_DTYPE_HELP = "data type of the KV pool; int8, or fp8 (e4m3) on a GPU, holds twice the tokens"
+KV_DTYPE_HELP = (
+    "data type of the KV pool; auto: the model's; int8, or fp8 (e4m3) on a GPU: about twice as "
+    "many tokens fit"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ class ProposerTraits:
 
     tokens_per_pass: int  # tokens of a draft that one pass yields
     catches_up: bool  # whether it must compute a request's tokens itself before it drafts
-    weighs: bool  # whether it stops where a token is not worth its row; it may then grow trees
+    weighs: bool  # whether it drafts only tokens worth their rows; it may then grow trees
 
 
 class RowPrice(NamedTuple):
@@ -109,7 +109,7 @@ class Speculator:
         return {}
 
     def broke_step(self) -> None:
-        """Note that a step failed with drafts and succeeded without them."""
+        """Record that a step failed with drafts and succeeded without them."""
 
 
 NO_SPECULATION = Speculator()
@@ -121,7 +121,7 @@ OnKernelsStarted = Callable[[], None]
 
 
 class StepCancelled(Exception):  # noqa: N818 - nothing went wrong with this step itself
-    """Raised for a step that was withdrawn, or for which the last step chose no token."""
+    """Raised for a withdrawn step, or if the previous step chose no input token for it."""
 
 
 class Pending(Protocol):
@@ -159,7 +159,7 @@ class StepRunner(Protocol):
 
 
 class Companions(Protocol):
-    """Other processes that every step needs: the ranks of one model."""
+    """Other processes without which no step can run: the ranks of a tensor-parallel model."""
 
     def watch(self, on_lost: Callable[[BaseException], None]) -> None:
         """Call ``on_lost`` on the running event loop when one of the processes ends."""

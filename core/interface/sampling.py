@@ -55,15 +55,16 @@ class TokenSamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     max_tokens: int | None = setting(None, "maximum length of the answer, in tokens", is_basic=True)
-    min_tokens: int = setting(0, "shortest answer, in tokens")
+    min_tokens: int = setting(0, "minimum length of the answer, in tokens")
     stop_token_ids: Sequence[int] = NO_IDS
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     presence_penalty: float = setting(
-        0.0, "penalty on tokens that occur in the answer, from -2 to 2"
+        0.0, "penalty on tokens that occur in the answer so far, from -2 to 2; 0: none"
     )
     frequency_penalty: float = setting(
-        0.0, "penalty on tokens for each time they occur in the answer, from -2 to 2"
+        0.0,
+        "penalty on tokens for each time they occur in the answer so far, from -2 to 2; 0: none",
     )
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
@@ -170,7 +171,7 @@ class Constraint(Protocol):
         """Return the tokens, ``most`` at most, that must follow because no others are allowed."""
 
     def count_allowed(self, tokens: array[int], start: int, guess: Sequence[int]) -> int:
-        """Return how many first tokens of ``guess`` may follow the output; maybe too many."""
+        """Return how many leading tokens of ``guess`` may follow the output, or an upper bound."""
 
     def fork(self) -> Constraint:
         """Return another constraint at the beginning of the output."""

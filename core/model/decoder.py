@@ -312,7 +312,9 @@ def sequence_pool(
 def check_inputs(inputs: Tensor | None, shape: tuple[int, int]) -> None:
     """Raise ValueError for input vectors of another shape than the batch's rows."""
     if inputs is not None and inputs.shape != shape:
-        raise ValueError(f"inputs {list(inputs.shape)}: must be {list(shape)}, as the batch's rows")
+        raise ValueError(
+            f"inputs have shape {list(inputs.shape)}, but the batch needs {list(shape)}"
+        )
 
 
 def check_layer_vectors(wanted: Wanted, num_layers: int, device: torch.device) -> None:
@@ -323,13 +325,13 @@ def check_layer_vectors(wanted: Wanted, num_layers: int, device: torch.device) -
     inputs = wanted.inputs
     if inputs is None or vectors.shape[1:] != inputs.shape or len(vectors) > num_layers:
         raise ValueError(
-            f"vectors {list(vectors.shape)}: must have the shape of inputs for each layer"
+            f"layer vectors have shape {list(vectors.shape)}: each layer needs the inputs' shape"
         )
     if device.type != "cpu":
-        raise ValueError("vectors for later layers are added on the CPU only")
+        raise ValueError("layer vectors are supported on the CPU only")
 
 
 def check_taps(taps: Taps, num_layers: int) -> None:
     """Raise ValueError for layer boundaries that do not exist or repeat."""
     if taps and (len(set(taps)) < len(taps) or min(taps) < 0 or max(taps) > num_layers):
-        raise ValueError(f"taps {taps}: each from 0 to {num_layers}, and once")
+        raise ValueError(f"taps {taps} must be distinct layer boundaries from 0 to {num_layers}")

@@ -148,8 +148,8 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
     )
     bits = "the same bits in any batch" if decoder.exact else "bits that depend on the batch"
     if decoder.states:
-        rows = "" if decoder.takes_chunks else ", and one row after another behind a state"
-        bits += f", one sequence after another{rows}"
+        rows = "" if decoder.takes_chunks else ", and one token at a time after a state"
+        bits += f", one sequence at a time{rows}"
     logger.info(
         "%s: computed by transformers' modules on foretoken's KV pages and kernels, with %s (%s)",
         source.config.model_type,
@@ -187,7 +187,7 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
     if config.latent is not None and options.kv_dtype != "auto":
         raise ModelLoadError(
             f"kv_cache_dtype {options.kv_dtype} is not supported for {config.model_type}, which "
-            "keeps latents in the place of keys and values: leave it at auto"
+            "keeps latents instead of keys and values; use auto"
         )
     ops = options.ops(chosen, [part.heads for part in layout.parts])
     keeps_packed = dtype == "auto" and quantize == "none"

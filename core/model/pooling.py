@@ -74,8 +74,8 @@ def read_pooling(path: Path) -> PoolingSpec:
             )
     if embeds and "AutoModel" in config.object("auto_map").values:
         raise ModelLoadError(
-            f"{config.where}: auto_map names code of the model's own, which may attend in both "
-            f"directions; {OTHERS}"
+            f"{config.where}: auto_map names Python code of the model, which may compute attention "
+            f"in both directions; {OTHERS}"
         )
     return PoolingSpec(embeds=embeds, cuts=_cuts(config), score_ids=score_ids)
 
@@ -107,7 +107,7 @@ def _modules(path: Path) -> Iterator[tuple[str, Path]]:
         fields = Fields(module, str(file))
         folder = fields.values.get("path") or ""
         if not isinstance(folder, str):
-            raise fields.error("path", "must be a text")
+            raise fields.error("path", "must be a string")
         yield fields.text("type").rpartition(".")[2], path / folder
 
 
@@ -122,7 +122,7 @@ def _check_last_token(file: Path) -> None:
     if modes != [_LAST]:
         found = " and ".join(modes) or "none"
         raise ModelLoadError(
-            f"{file}: pooling of the last token ({_LAST}) is supported, not {found}; {OTHERS}"
+            f"{file}: only pooling of the last token ({_LAST}) is supported, not {found}; {OTHERS}"
         )
 
 
@@ -153,7 +153,7 @@ def _gguf_embeds(file: Path) -> bool:
     found = read_values(file, (kind, causal))
     if (other := _GGUF_OTHERS.get(found.get(kind, 0))) is not None:
         raise ModelLoadError(
-            f"{file}: pooling of the last token is supported, not {other}; {OTHERS}"
+            f"{file}: only pooling of the last token is supported, not {other}; {OTHERS}"
         )
     if found.get(causal) is False:
         raise ModelLoadError(

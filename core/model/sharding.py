@@ -27,14 +27,16 @@ def check_shards(config: DecoderConfig, size: int) -> None:
     """Raise `InvalidRequest` for a model that cannot be sharded over ``size`` ranks."""
     kind = config.model_type
     if config.states:
-        raise _refused(f"{kind} has recurrent layers, which are not shared out")
+        raise _refused(f"{kind} has recurrent layers, which cannot be split over ranks")
     if config.latent is not None:
-        raise _refused(f"{kind} has one latent key for all heads, which cannot be shared out")
+        raise _refused(f"{kind} has one latent key for all heads, which cannot be split over ranks")
     if config.head_norm == "whole":
-        raise _refused(f"{kind} has a norm over all heads together, which no rank has")
+        raise _refused(
+            f"{kind} has a norm over all heads together, which cannot be split over ranks"
+        )
     for spec in (layer.experts for layer in config.layers):
         if spec is not None and spec.width % size and spec.count % size:
-            what = f"{spec.count} experts with {spec.width} columns in the middle"
+            what = f"{spec.count} experts of width {spec.width}"
             raise _refused(f"{kind} has {what}, which {size} ranks cannot share evenly")
     for what, count in _counts(config):
         if count % size:
@@ -107,7 +109,9 @@ def _shares_experts(config: DecoderConfig, comm: Comm, read: Read | None) -> boo
             reason = _uncut(read, experts.first_down, comm)
         if reason and spec.count % comm.size:
             count = f"{config.model_type} has {spec.count} experts"
-            raise _refused(f"{count}, which {comm.size} ranks cannot share, and {reason} in each")
+            raise _refused(
+                f"{count}, which {comm.size} ranks cannot share evenly, nor each expert: {reason}"
+            )
         if reason:
             return True
     return False
@@ -148,9 +152,9 @@ def _counts(config: DecoderConfig) -> Iterator[tuple[str, int]]:
         yield "attention heads", heads.num_heads
         yield "KV heads", heads.num_kv_heads
         if layer.experts is None or layer.experts.beside is not None:
-            yield "columns in the middle of an MLP", layer.width or config.intermediate_size
+            yield "intermediate columns of an MLP", layer.width or config.intermediate_size
         if layer.experts is not None:
-            yield "columns in the middle of a shared expert", layer.experts.shared_width
+            yield "intermediate columns of a shared expert", layer.experts.shared_width
 
 
 def _shard_layer(layer: LayerSpec, comm: Comm, *, by_number: bool) -> LayerSpec:
@@ -176,7 +180,7 @@ def _share_of(weight: StoredWeight, share: Share, comm: Comm) -> StoredWeight:
     if share == "whole":
         return weight
     if share == "first":
-        assert isinstance(weight, Tensor), "a bias is not quantised"
+        assert isinstance(weight, Tensor), "a bias must not be quantised"
         return weight if comm.rank == 0 else torch.zeros_like(weight)
     if isinstance(share, Cut):
         return _cut(weight, share, comm)
@@ -206,7 +210,7 @@ def _cut_matrix(
     items = _items(weight.shape[axis], blocks, comm)
     if axis == 0:
         return weight.rows(items)
-    assert len(blocks) == 1, "columns are one block"
+    assert len(blocks) == 1, "columns must be one block"
     return weight.columns(int(items[0]), int(items[-1]) + 1)
 
 

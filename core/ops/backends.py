@@ -46,7 +46,7 @@ def choose_ops(
         return found
     _refuse_torch(backend, quantize, kv_dtype, found)
     if backend == "auto":
-        logger.warning("torch computes: %s", found)
+        logger.warning("using the slower PyTorch backend: %s", found)
     if device.type == "cpu":
         keep_rows_exact(exact)
     return TorchOps(exact=exact)
@@ -76,7 +76,7 @@ def _triton_ops(
     from .triton.availability import launch_problem, unsuited
 
     if quantize == "int4":
-        return "there are no Triton kernels for int4; device cpu has native ones"
+        return "there are no Triton kernels for int4; use device cpu"
     if problem := unsuited(device, dtype, heads, kv_dtype):
         return problem
     from .triton.triton_ops import TritonOps

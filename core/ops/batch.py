@@ -279,15 +279,17 @@ def pass_states(batch: RaggedBatch, pool: StatePool | None) -> StatePool | None:
     if batch.states is None and pool is None:
         return None
     if batch.states is None or pool is None:
-        raise ValueError("a pool with states needs segments with states, and these such a pool")
+        raise ValueError(
+            "recurrent states are missing, either in the pool or in the batch's segments"
+        )
     starts = batch.starts[:, None]
     at = pool.at.numpy()[batch.states.slots]
     wrong = (at > starts) | (at + pool.ring < starts)
     if wrong.any():
         index = int(wrong.any(axis=1).argmax())
         raise ValueError(
-            f"the state in slot {batch.states.slots[index]} stands at {at[index].tolist()}: its "
-            f"log does not reach the rows from {batch.starts[index]} on"
+            f"the state in slot {batch.states.slots[index]} is at {at[index].tolist()} and cannot "
+            f"be advanced to position {batch.starts[index]}: its log does not reach it"
         )
     return pool
 
@@ -298,15 +300,15 @@ def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:
     Raises ValueError for no segments and for numbers out of range.
     """
     if not segments:
-        raise ValueError("a batch has segments")
+        raise ValueError("a batch needs at least one segment")
     # Three lists take a third of the time of one list of tuples.
     starts = np.array([s.start for s in segments], dtype=np.int64)
     lens = np.array([len(s.token_ids) for s in segments], dtype=np.int64)
     wanted = np.array([s.num_logits for s in segments], dtype=np.int64)
     if lens.min() < 1:
-        raise ValueError("every segment has tokens")
+        raise ValueError("a segment has no tokens")
     if starts.min() < 0 or wanted.min() < 0 or (wanted > lens).any():
-        raise ValueError("a segment starts at 0 or later and wants logits of its own rows")
+        raise ValueError("a segment starts before 0, or wants more logits than it has rows")
     return starts, lens, wanted
 
 
@@ -319,7 +321,7 @@ def _tails(
     tail_lens = np.array([len(s.tail) for s in segments], dtype=np.int64)
     too_short = (tail_lens > 0) & (tail_lens < lens)
     if too_short.any() or (tail_lens >= starts + lens).any():
-        raise ValueError("a tail must have a slot for every row and start after the first position")
+        raise ValueError("a tail must have a slot for every row and exclude position 0")
     joined = array("q")
     for segment in segments:
         joined.extend(segment.tail)
@@ -347,7 +349,7 @@ def _pages(
 def first_pages(segment: Segment, count: int) -> array[int]:
     """Return the first ``count`` page ids. Raises ValueError if the segment has fewer."""
     if len(segment.page_ids) < count:
-        raise ValueError(f"{len(segment.page_ids)} pages for {segment.stop} positions")
+        raise ValueError(f"{len(segment.page_ids)} pages are too few for {segment.stop} positions")
     return segment.page_ids[:count]
 
 

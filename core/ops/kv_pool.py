@@ -133,7 +133,10 @@ class KVPool:
         if not targets:
             return
         if len(set(targets)) < len(targets) or not set(targets).isdisjoint(sources):
-            raise ValueError(f"slots {[*sources]} cannot be copied to {[*targets]} at once")
+            raise ValueError(
+                f"cannot copy slots {[*sources]} to {[*targets]}: targets must be distinct and no "
+                "sources"
+            )
         if self.mirror is not None:
             self.mirror(sources, targets)
         slots = torch.tensor([list(sources), list(targets)], dtype=torch.int64)

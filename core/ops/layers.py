@@ -46,7 +46,7 @@ def run_layers(
     residual = ops.embedding(known_ids, weights.embedding)
     joined = None
     if weights.joined is not None:
-        assert given is not None, "rows that are joined have a vector each"
+        assert given is not None, "the model needs an input vector for each row"
         joined, residual = join(ops, weights.joined, residual, given)
     elif given is not None:
         residual = torch.where((token_ids < 0).unsqueeze(-1), given, residual)
@@ -105,7 +105,7 @@ def _mix_and_think(
             _, residual = ops.add_norm(mixed, residual, None)
         else:
             x, residual = ops.add_norm(mixed, residual, layer.mlp_norm)
-    assert mlp is not None, "a layer has a mixer or an MLP"
+    assert mlp is not None, "a layer has neither a mixer nor an MLP"
     if isinstance(mlp, ExpertWeights):
         x = summed(ops.experts(x, mlp, plan), mlp.comm)
     else:
@@ -148,7 +148,7 @@ def write_kv(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Non
         rows = _latent_rows(ops, mixer, x)
         ops.rope_write(rows, mixer.place.layer, plan, None, mixer.tables)
         return
-    assert isinstance(mixer, AttentionWeights), "only attention has keys and values"
+    assert isinstance(mixer, AttentionWeights), "a layer without attention has no keys and values"
     qkv = ops.linear(x, mixer.qkv)
     if mixer.gate:
         qkv = qkv[:, : -mixer.gate].contiguous()

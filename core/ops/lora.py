@@ -71,6 +71,6 @@ def adapted_rows(batch: RaggedBatch) -> list[AdaptedRows]:
     found = []
     for adapter, rows in batch.adapters:
         if not isinstance(adapter, LoraWeights):
-            raise TypeError(f"{type(adapter).__name__} is no adapter of this decoder")
+            raise TypeError(f"{type(adapter).__name__} is not a LoRA adapter")
         found.append(AdaptedRows(adapter, rows))
     return found

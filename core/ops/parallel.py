@@ -69,7 +69,7 @@ class GlooComm:
             store = distributed.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
             self._group: ProcessGroup = gloo(store, rank, size, options)
         except RuntimeError as failure:
-            raise RankLost(f"the ranks did not meet: {failure}") from None
+            raise RankLost(f"the ranks could not connect to each other: {failure}") from None
         if rank > 0:
             self.wait_in_sums()
 

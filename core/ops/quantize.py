@@ -234,7 +234,7 @@ class StackedWeight(QuantizedWeight):
 def check_columns(start: int, stop: int, size: int) -> None:
     """Raise ValueError unless ``start`` and ``stop`` are multiples of ``size``."""
     if start % size or stop % size:
-        raise ValueError(f"columns {start} to {stop} do not end at groups of {size}")
+        raise ValueError(f"columns {start} to {stop} must start and end at multiples of {size}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

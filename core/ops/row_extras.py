@@ -147,19 +147,21 @@ def _states(
     if not states:
         return None
     if len(states) < len(extras):
-        raise ValueError("either every segment of a batch has a state or none has")
+        raise ValueError("some segments of the batch have a state and some have none")
     slots = np.array([state.slot for state in states], dtype=np.int64)
     logs = np.array([state.log for state in states], dtype=np.int64)
     final_stops = np.array([state.final_stop for state in states], dtype=np.int64)
     num_drafts = starts + lens - final_stops
     if (final_stops <= starts).any() or num_drafts.min() < 0 or num_drafts.max() > DRAFT_ROOM:
-        raise ValueError(f"a segment has a row that is final, and at most {DRAFT_ROOM} drafts")
+        raise ValueError(
+            f"a segment needs at least 1 final row and at most {DRAFT_ROOM} draft rows"
+        )
     for start, state in zip(starts.tolist(), states, strict=True):
         _check_keeps(start, state, page_size)
     keeps = [keep for state in states for keep in state.keeps]
     written = [*slots.tolist(), *(slot for _, slot in keeps)]
     if len(set(written)) < len(written) or len(set(logs.tolist())) < len(logs):
-        raise ValueError("each slot and each log is written for one segment")
+        raise ValueError("two segments would write the same state slot or log")
     return BatchStates(
         slots=slots,
         logs=logs,
@@ -175,7 +177,8 @@ def _check_keeps(start: int, state: SegmentState, page_size: int) -> None:
     for position, _ in state.keeps:
         if position % page_size or not before < position <= state.final_stop:
             raise ValueError(
-                f"state kept at {position}: not a page end from {before + 1} to {state.final_stop}"
+                f"cannot keep the state at {position}: it is not a page end from {before + 1} to "
+                f"{state.final_stop}"
             )
         before = position
 
@@ -206,8 +209,8 @@ def _reaches(extras: Sequence[RowExtras], starts: _Ints, lens: _Ints) -> _Ints |
         ends = np.arange(start + 1, stop + 1)
         given = ends if each.reaches is None else each.reaches
         if len(given) != len(ends) or (given < ends).any() or (given > stop).any():
-            raise ValueError("a row must reach its own position and end within its segment")
+            raise ValueError("a row must attend to its own position, and to none after its segment")
         if (np.diff(given) < 0).any():
-            raise ValueError("a row sees no less than the row before it")
+            raise ValueError("a row attends to fewer positions than the row before it")
         found.append(given)
     return np.concatenate(found)

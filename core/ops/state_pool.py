@@ -131,7 +131,9 @@ class StatePool:
         """
         if page_size not in STATE_PAGE_SIZES:
             sizes = ", ".join(map(str, STATE_PAGE_SIZES))
-            raise ValueError(f"pages of {page_size} tokens: recurrent states need one of {sizes}")
+            raise ValueError(
+                f"recurrent states need a page size of {sizes} tokens, not {page_size}"
+            )
         self.num_slots, self.num_logs = num_slots, num_logs
         self.shapes = tuple(shapes)
         self.page_size = page_size

@@ -134,7 +134,7 @@ class EncodedSampling:
             return None, None
         if len(allowed) != self.vocab_size:
             raise ValueError(
-                f"a mask of {len(allowed)} tokens for a vocabulary of {self.vocab_size}"
+                f"the mask has {len(allowed)} tokens, but the vocabulary has {self.vocab_size}"
             )
         mask: Mask = np.frombuffer(allowed, np.bool_)
         if len(tokens) + len(tail) - self.prompt_len < self.min_tokens:

@@ -25,7 +25,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
     size = logits.shape[-1]
     for token_id in token_ids:
         if not 0 <= token_id < size:
-            raise IndexError(f"token id {token_id} is not among {size}")
+            raise IndexError(f"token id {token_id} is not in the vocabulary of {size} tokens")
     if logits.device.type == "cpu":
         pairs = zip(logits, token_ids, strict=True)
         return [_of_row(values.to(torch.float32), token_id, num_top) for values, token_id in pairs]

@@ -165,11 +165,14 @@ def guarded(speculator: Speculator) -> Speculator:
 def _check(plans: Sequence[DraftPlan], limits: Sequence[int], budget: int) -> None:
     """Raise ValueError for plans that exceed the limits or the budget."""
     if len(plans) != len(limits):
-        raise ValueError(f"{len(plans)} plans for {len(limits)} requests")
+        raise ValueError(f"the speculator made {len(plans)} plans for {len(limits)} requests")
     num_rows = 0
     for plan, limit in zip(plans, limits, strict=True):
         if plan is NO_DRAFT_PLAN:
             continue
         num_rows += plan.num_rows
         if plan.depth > limit or num_rows > budget:
-            raise ValueError(f"a draft of {plan.depth} tokens, {num_rows} rows: more than offered")
+            raise ValueError(
+                f"the speculator planned {plan.depth} tokens of a path or {num_rows} rows in all, "
+                "more than the limit"
+            )

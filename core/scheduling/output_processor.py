@@ -42,7 +42,7 @@ def request_error(request: Request, out: RequestOutput) -> ForetokenError:
 
 
 def _param_to_blame(sampling: SamplingMetadata) -> str | None:
-    """Return the first parameter that bans tokens: together they may ban every token."""
+    """Return the first parameter that bans tokens, to name in the error if all are banned."""
     if sampling.constraint_param is not None:
         return sampling.constraint_param
     if sampling.params.allowed_token_ids is not None:

@@ -367,7 +367,7 @@ class PageLoads:
             self._loaded_pages.extend(each for each in kept if each in ids)
 
     def take_loaded_pages(self) -> array[int]:
-        """Return the pages loaded since the last call, without those that were not kept."""
+        """Return the pages that were loaded and kept since the last call."""
         pages, self._loaded_pages = self._loaded_pages, array("q")
         return pages
 

@@ -310,18 +310,28 @@ class WaitingQueue:
         """Assert that each request is in one queue or passed over and each queue is filed. O(n)."""
         queues = self._tenant_queues
         queued = [request for each in queues.values() for request in each.requests]
-        assert len({*queued, *self._passed}) == len(queued) + len(self._passed), "queued twice"
+        assert len({*queued, *self._passed}) == len(queued) + len(self._passed), (
+            "a request is queued twice"
+        )
         assert {*queued, *self._passed} == set(self._requests.values()), "a request is not queued"
         by_work = [request for own in self._by_work.values() for request in own]
-        assert sorted(map(id, by_work)) == sorted(map(id, self._requests.values())), "not by work"
+        assert sorted(map(id, by_work)) == sorted(map(id, self._requests.values())), (
+            "the order by work does not have exactly the waiting requests"
+        )
         assert all(self._by_work.values()), "a tenant without requests is kept"
         assert self.num_tokens == sum(len(request.tokens) for request in self._requests.values())
         assert list(self._priorities) == sorted(request.priority for request in queued)
-        assert set(self._promotions.values()) == set(queues.values()), "a queue is never promoted"
+        assert set(self._promotions.values()) == set(queues.values()), (
+            "a queue has no time of promotion"
+        )
         filed = [(level, *item) for level, at in self._levels.items() for item in at.items()]
-        assert len(filed) == len(queues), "a queue is not filed, or twice"
+        assert len(filed) == len(queues), "a queue is filed twice, or not at all"
         for level, sort_key, each in filed:
-            assert queues[each.tenant] is each, "a queue was emptied and is filed"
-            assert (level, sort_key) == (each.level, each.sort_key), "a queue is misfiled"
-            assert sort_key[0] <= self.counters[each.tenant], "a counter fell"
-            assert sort_key[1:] == each.requests[0].order, "a queue is filed by another request"
+            assert queues[each.tenant] is each, "an emptied queue is still filed"
+            assert (level, sort_key) == (each.level, each.sort_key), (
+                "a queue is filed at another level or key"
+            )
+            assert sort_key[0] <= self.counters[each.tenant], "a tenant's counter decreased"
+            assert sort_key[1:] == each.requests[0].order, (
+                "a queue is not filed by its first request"
+            )

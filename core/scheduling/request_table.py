@@ -122,7 +122,7 @@ def _text_of(request: Request) -> Collection[int]:
         raise InvalidRequest(message, param="prompt_logprobs")
     rows = {start + at for image in images for start, count in image.runs for at in range(count)}
     if len(rows) < sum(image.num_rows for image in images) or max(rows) >= len(request.tokens):
-        raise InvalidRequest("the rows of images do not fit the prompt", param="prompt")
+        raise InvalidRequest("the rows of images overlap or exceed the prompt", param="prompt")
     if len(request.tokens) - 1 in rows:
         raise InvalidRequest("a prompt cannot end with an image", param="prompt")
     return [token_id for at, token_id in enumerate(request.tokens) if at not in rows]
@@ -332,20 +332,22 @@ class RequestTable:
         self._check_order()
         leases = [each.lease for each in self.running.values() if each.lease is not None]
         yield from cache.checks([*leases, *other_leases])
-        assert len(leases) == len(self.running), "every running request owns a lease"
+        assert len(leases) == len(self.running), "a running request has no lease"
         for request in self.waiting.requests:
-            assert request.lease is None, "a waiting request owns nothing"
-            assert request.num_computed == 0, "a waiting request has no KV"
-            assert request.status is RequestStatus.WAITING, "a waiting request has another status"
+            assert request.lease is None, "a waiting request has a lease"
+            assert request.num_computed == 0, "a waiting request counts computed tokens"
+            assert request.status is RequestStatus.WAITING, "a waiting request has the wrong status"
         for request in self.running.values():
-            assert request.num_pending >= 1, "there is always a token to compute"
+            assert request.num_pending >= 1, "a running request has no token to compute"
 
     def _check_order(self) -> None:
         self.waiting.check()
         running = list(self.running.values())
         assert running == sorted(running, key=by_order), "running requests are out of order"
         ids = [*self.running, *(request.request_id for request in self.waiting.requests)]
-        assert len(ids) == len(self._by_id), "a request is in exactly one state"
-        assert set(ids) == set(self._by_id), "a request is in exactly one state"
+        assert len(ids) == len(self._by_id), "a request is both running and waiting, or neither"
+        assert set(ids) == set(self._by_id), "a running or waiting request is not in the table"
         timed = {request for request in self._by_id.values() if request.deadline is not None}
-        assert set(self._due.values()) == timed, "a deadline is not awaited, or in vain"
+        assert set(self._due.values()) == timed, (
+            "the listed deadlines are not those of the requests"
+        )

@@ -86,7 +86,9 @@ class Scheduler:
         tiers: KVTiers | None = None,
     ) -> None:
         if tiers is not None and bool(tiers.num_state_pages) != (cache.states is not None):
-            raise ValueError("tiers keep recurrent states if the model has them, and only then")
+            raise ValueError(
+                "KV tiers must keep recurrent states if and only if the model has them"
+            )
         self.cache = cache
         self.limits = limits
         self.speculator = guarded(speculator)
@@ -453,7 +455,10 @@ class Scheduler:
         return request.lease is not None
 
     def _victim(self, planned: Iterable[str]) -> Request | None:
-        """Return the last request without a plan or pages under I/O, or None."""
+        """Return the request to preempt: the last running one that is not planned; or None.
+
+        A request whose pages are under I/O is not preempted.
+        """
         last_first = reversed(self.running.values())
         free = (
             each
@@ -518,7 +523,7 @@ class Scheduler:
             request = self.running.get(scheduled.request_id)
             if request is None:
                 continue
-            if num_drafted := len(out.draft.token_ids):  # rows were computed for all of them
+            if num_drafted := len(out.draft.token_ids):  # each cost a row, accepted or not
                 self.waiting.charge(request.tenant, num_drafted)
             delta = self._commit_request(
                 request, scheduled, out, now, with_drafts=not plan.is_plain

@@ -86,7 +86,7 @@ def shared_len(one: array[int], other: array[int], page_size: int) -> int:
     same, bound = 0, min(len(one), len(other)) // page_size
     if one[: bound * page_size] == other[: bound * page_size]:
         return bound * page_size
-    while same + 1 < bound:  # the first ``same`` pages are equal, not all of the first ``bound``
+    while same + 1 < bound:  # ``same`` pages are equal, but ``bound`` pages are not
         middle = (same + bound) // 2
         is_equal = (
             one[same * page_size : middle * page_size]

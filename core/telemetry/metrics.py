@@ -77,7 +77,7 @@ class EngineMetrics:
             self._add(Reader(partial(read_faults, engine)))
         self._last_token_times: dict[str, float] = {}
         failures = self._count(
-            "observer_failures", "Calls of observers (logs, traces) that raised an exception"
+            "observer_failures", "Calls to observers (logs, traces) that raised an exception"
         )
         self._observers = Observers(failures.inc)
         self.observers = self._observers.members  # called with the same events
@@ -95,7 +95,7 @@ class EngineMetrics:
             "time_to_first_token_seconds", "Seconds from arrival to the first token"
         )
         self._between = self._time(
-            "inter_token_latency_seconds", "Seconds between two tokens of a request"
+            "inter_token_latency_seconds", "Seconds between two successive tokens of a request"
         )
         self._per_token = self._time(
             "time_per_output_token_seconds",
@@ -121,7 +121,7 @@ class EngineMetrics:
         )
 
     def _make_step_metrics(self) -> None:
-        self._steps = self._time("step_seconds", "Seconds of a step in the model thread")
+        self._steps = self._time("step_seconds", "Seconds that a step takes in the model thread")
         self._parts = self._add(
             Histograms(
                 "step_part_seconds",
@@ -132,18 +132,22 @@ class EngineMetrics:
         )
         for part in PARTS:
             self._parts.of[part]  # present from the start: a rate needs a first value of 0
-        self._ahead = self._count("steps_ahead", "Steps planned while the step before them ran")
+        self._ahead = self._count("steps_ahead", "Steps planned while the previous step ran")
         self._images = self._count("images_computed", "Images that the image tower computed")
         self._step_tokens = {"prefill": 0, "decode": 0}
         self._add(Reader(self._read_step_tokens))
         self._batch = self._add(Histogram("step_num_requests", "Requests in each step", COUNTS))
         self._batch_tokens = self._add(
-            Histogram("step_num_tokens", "Tokens computed in each step, without drafts", COUNTS)
+            Histogram(
+                "step_num_tokens", "Tokens computed in each step, excluding draft tokens", COUNTS
+            )
         )
 
     def _read_step_tokens(self) -> Iterator[Metric]:
         tokens = self._step_tokens | {"draft": self.spec_stats.num_proposed}
-        yield counters("step_tokens", "Tokens computed in steps", "kind", tokens)
+        yield counters(
+            "step_tokens", "Tokens computed, by kind: prefill, decode or draft", "kind", tokens
+        )
 
     def _count(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -156,7 +160,7 @@ class EngineMetrics:
         return collector
 
     def observe_arrival(self, request: Request, now: float) -> None:
-        """Note an accepted request. Called in the caller's context, unlike the other methods."""
+        """Record an accepted request. Called in the caller's context, unlike the other methods."""
         if self.observers:
             self._observers.begin(request, now)
 

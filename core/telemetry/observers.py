@@ -34,7 +34,7 @@ class EngineObserver:
         """Observe served tokens, and the end of a request: then ``delta.terminal`` holds."""
 
     def observe_replica_step(self, replica: int) -> None:
-        """Note that all deltas of a step of this replica were observed; only in a front."""
+        """Record that all deltas of a step of this replica were observed; only in a front."""
 
 
 class Observers:
@@ -76,4 +76,6 @@ class Observers:
             name = getattr(call, "__qualname__", repr(call))
             if name not in self._failed:
                 self._failed.add(name)
-                logger.exception("%s raised an exception; later ones are only counted", name)
+                logger.exception(
+                    "observer %s raised an exception; its next exceptions are only counted", name
+                )

@@ -50,8 +50,12 @@ def read_queue(scheduler: Scheduler) -> Iterator[Metric]:
     running, waiting = len(scheduler.running), len(scheduler.waiting)
     yield gauge("num_requests_running", "Requests that are running", running)
     yield gauge("num_requests_waiting", "Requests that are waiting in the queue", waiting)
-    yield gauge("max_requests_running", "Largest number of running requests", limits.max_running)
-    yield gauge("max_requests_waiting", "Largest number of waiting requests", limits.max_queued)
+    yield gauge(
+        "max_requests_running", "Limit of running requests (--max-running)", limits.max_running
+    )
+    yield gauge(
+        "max_requests_waiting", "Limit of waiting requests (--max-queued)", limits.max_queued
+    )
     yield counter("num_preemptions", "Preempted requests", scheduler.num_preemptions)
 
 
@@ -63,10 +67,14 @@ def read_pool(cache: PrefixCache) -> Iterator[Metric]:
     held = total - free - evictable
     yield gauge(
         "kv_cache_occupancy",
-        "Share of KV pages in use or pinned; suited to autoscaling",
+        "Share of KV pages that cannot be evicted, from 0 to 1; suited to autoscaling",
         held / total,
     )
-    yield gauge("kv_cache_usage_perc", "Share of KV pages that running requests use", cache.usage)
+    yield gauge(
+        "kv_cache_usage_perc",
+        "Share of KV pages that running requests use, from 0 to 1",
+        cache.usage,
+    )
     yield gauge("kv_cache_total_pages", "KV pages in the pool", total)
     yield gauge("kv_cache_free_pages", "KV pages in the free list", free)
     yield gauge("kv_cache_evictable_pages", "Cached KV pages that can be evicted", evictable)
@@ -75,7 +83,7 @@ def read_pool(cache: PrefixCache) -> Iterator[Metric]:
     yield gauge("kv_cache_sessions", "Sessions whose last turn is pinned", cache.pins.num_sessions)
     yield counter(
         "kv_cache_session_yields",
-        "Pins of sessions that gave way before their time: to a request or to the quota",
+        "Session pins removed before they expired, to make room for a request or for other pins",
         cache.pins.num_session_yields,
     )
     yield gauge("kv_cache_page_tokens", "Tokens in one KV page", cache.page_size)
@@ -92,15 +100,15 @@ def read_pool(cache: PrefixCache) -> Iterator[Metric]:
 
 def read_states(states: StateSlots) -> Iterator[Metric]:
     """Yield the use of the slots for recurrent states, for models that have them."""
-    yield gauge("state_slots_total", "Slots for recurrent states", states.num_total)
+    yield gauge("state_slots_total", "Slots in the pool of recurrent states", states.num_total)
     yield gauge(
-        "state_slots_attached", "Slots that keep the state at the end of a cached page",
+        "state_slots_attached", "Slots that cache the state at the end of a cached KV page",
         len(states.attached),
     )  # fmt: skip
-    yield counter("state_evictions", "Kept states that made room for others", states.num_evicted)
+    yield counter("state_evictions", "Cached states that were evicted", states.num_evicted)
     yield counter(
         "state_recomputed_tokens",
-        "Prompt tokens computed again although their KV was cached: no state behind them was kept",
+        "Prompt tokens computed again although their KV was cached, for lack of a cached state",
         states.num_recomputed_tokens,
     )
 
@@ -121,18 +129,27 @@ def read_tiers(loads: PageLoads, page_size: int) -> Iterator[Metric]:
     tiers = loads.tiers.describe()
     for name, text, read in (
         ("pages", "KV pages in the tier", lambda tier: tier.pages),
-        ("capacity_pages", "KV pages that fit", lambda tier: tier.capacity_pages),
-        ("queued_pages", "KV pages that wait to be saved", lambda tier: tier.queued_pages),
-        ("closed", "1 while the tier is left alone", lambda tier: not tier.is_open),
+        ("capacity_pages", "KV pages that fit into the tier", lambda tier: tier.capacity_pages),
+        (
+            "queued_pages",
+            "KV pages waiting to be saved in the tier",
+            lambda tier: tier.queued_pages,
+        ),
+        (
+            "closed",
+            "1 while the tier is not used because it failed or was late",
+            lambda tier: not tier.is_open,
+        ),
     ):
         values = {str(tier.medium): float(read(tier)) for tier in tiers}
         yield _by_tier(GaugeMetricFamily, name, text, values)
     for name, text, read in (
-        ("hit_tokens", "Prompt tokens that came from the tier",
+        ("hit_tokens", "Prompt tokens loaded from the tier",
          lambda tier: tier.loaded_pages * page_size),
-        ("load_seconds", "Seconds that loads took", lambda tier: tier.load_seconds),
-        ("saved_pages", "KV pages that were written", lambda tier: tier.saved_pages),
-        ("times_closed", "Times that the tier failed or was late", lambda tier: tier.times_closed),
+        ("load_seconds", "Seconds spent loading from the tier", lambda tier: tier.load_seconds),
+        ("saved_pages", "KV pages saved in the tier", lambda tier: tier.saved_pages),
+        ("times_closed", "Times that the tier was closed because it failed or was late",
+         lambda tier: tier.times_closed),
     ):  # fmt: skip
         values = {str(tier.medium): float(read(tier)) for tier in tiers}
         yield _by_tier(CounterMetricFamily, name, text, values)
@@ -145,20 +162,31 @@ def read_tiers(loads: PageLoads, page_size: int) -> Iterator[Metric]:
         for cause, count in tier.dropped_pages.items():
             dropped.add_metric([tier.medium, cause], count)
     yield dropped
-    yield counter("kv_tier_late", "Loads that requests did not wait for", loads.num_late)
+    yield counter(
+        "kv_tier_late",
+        "Loads given up because they took too long; the request computed the tokens",
+        loads.num_late,
+    )
 
 
 def read_transfers(cache: PrefixCache, tiers: KVTiers | None) -> Iterator[Metric]:
     """Yield the transfers of prompts' pages from one engine to another."""
     transfers = cache.transfers
-    yield gauge("kv_transfer_held", "Prompts whose KV pages another server is to read",
+    yield gauge("kv_transfer_held", "Prompts whose KV pages are held for another server to read",
                 len(transfers))  # fmt: skip
-    yield gauge("kv_transfer_held_pages", "KV pages of them", transfers.num_pages)
-    yield counters("kv_transfer_ended", "Prompts whose KV pages are held no longer", "cause",
-                   transfers.ended)  # fmt: skip
+    yield gauge(
+        "kv_transfer_held_pages", "KV pages held for other servers to read", transfers.num_pages
+    )
+    yield counters(
+        "kv_transfer_ended",
+        "Prompts whose KV pages are no longer held, by cause",
+        "cause",
+        transfers.ended,
+    )
     peers = (None if tiers is None else tiers.refused_offers) or {}
     yield counters(
-        "kv_transfer_refused", "kv_transfer_params that were of no use, by cause", "cause",
+        "kv_transfer_refused", "Requests whose kv_transfer_params could not be used, by cause",
+        "cause",
         {cause: transfers.refused[cause] + peers.get(cause, 0) for cause in get_args(Refusal)},
     )  # fmt: skip
 
@@ -179,7 +207,7 @@ def read_drafters(scheduler: Scheduler) -> Iterator[Metric]:
     """Yield whether each drafter was turned off."""
     family = GaugeMetricFamily(
         f"{PREFIX}drafter_disabled",
-        "1 for a drafter that was switched off after repeated failures",
+        "1 for a drafter that was disabled after repeated failures",
         labels=["source"],
     )
     for name, works in scheduler.speculator.drafters().items():
@@ -216,8 +244,8 @@ def read_tokens(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
     ):
         yield counter(f"spec_decode_num_{name}", text, value)
     yield from _by_label(spec_stats)
-    lengths = Histogram("spec_decode_acceptance_length", "Tokens served by a step with a "
-    "draft, per request",
+    lengths = Histogram("spec_decode_acceptance_length", "Output tokens of a request per step with "
+    "a draft",
                         LENGTHS)  # fmt: skip
     for length, count in spec_stats.lengths.items():
         lengths.observe(length, count)
@@ -227,9 +255,9 @@ def read_tokens(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
 def _by_label(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
     depth = max([*spec_stats.path_lens, *spec_stats.runs], default=0)
     for name, text, label, values in (
-        ("draft_tokens_per_pos", "Drafts whose first path reaches the position", "position",
+        ("draft_tokens_per_pos", "Drafts whose first path has a token at the position", "position",
          _reaching(spec_stats.path_lens, depth)),
-        ("accepted_tokens_per_pos", "Drafts accepted up to the position", "position",
+        ("accepted_tokens_per_pos", "Drafts whose token at the position was accepted", "position",
          _reaching(spec_stats.runs, depth)),
         ("draft_tokens_per_source", "Draft tokens verified, by "
         "drafter", "source", spec_stats.proposed),

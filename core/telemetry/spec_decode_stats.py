@@ -148,11 +148,11 @@ class EngineLog:
         yield f"{recent.num_tokens / seconds:.0f} tok/s, KV {load.kv_usage:.0%}"
         if num_queries := load.num_queries - before.num_queries:
             yield f"prefix hits {(load.num_hits - before.num_hits) / num_queries:.0%}"
-        yield f"{recent.num_tokens / recent.num_steps:.1f} tokens a step"
+        yield f"{recent.num_tokens / recent.num_steps:.1f} tokens per step"
 
     def _parts(self, recent: SpecDecodeStats) -> Iterator[str]:
         per_step = recent.num_tokens / recent.num_steps
-        yield f"{recent.num_tokens} tokens in {recent.num_steps} steps ({per_step:.2f} a step)"
+        yield f"{recent.num_tokens} tokens in {recent.num_steps} steps ({per_step:.2f} per step)"
         yield from _draft_parts(recent)
         if decision := self._decision():
             yield f"controller: {decision}"

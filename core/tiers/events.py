@@ -115,7 +115,9 @@ class KVEventPublisher:
         self._end = weakref.finalize(self, _end, self._handover, thread, context)
         self._add(AllBlocksCleared())
         self.flush()
-        logger.info("KV events on %s, replays on %s", self.address, self.replay_address)
+        logger.info(
+            "publishing KV events on %s and replays on %s", self.address, self.replay_address
+        )
 
     def stored(self, pages: StoredPages) -> None:
         """Publish pages that have just joined the tree."""
@@ -195,7 +197,9 @@ class _Outlet:
         try:
             self._serve(inlet)
         except Exception:
-            logger.exception("publishing KV events failed: no more are published until a restart")
+            logger.exception(
+                "publishing KV events failed; no further events are published until a restart"
+            )
         finally:
             for socket in (inlet, self._pub, self._replay):
                 socket.close(linger=LINGER_MS)
@@ -246,7 +250,7 @@ class _Outlet:
     def _answer(self, request: list[bytes]) -> None:
         """Send the kept batches from a sequence number on, then the end marker."""
         if len(request) != 3 or len(request[2]) != 8:
-            logger.debug("a request for a replay is not a sequence number")
+            logger.debug("ignoring a replay request without a sequence number")
             return
         client = request[0]
         first = self._num_batches - len(self._kept)

@@ -54,7 +54,7 @@ def make_agent(role: str) -> Any:  # noqa: ANN401 - the package has no types
     try:
         return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     except Exception as error:
-        message = f"kv_transfer: NIXL does not start: {_text(error)}"
+        message = f"kv_transfer: cannot start NIXL: {_text(error)}"
         raise InvalidRequest(message, param="kv_transfer") from None
 
 
@@ -155,7 +155,7 @@ class NixlReader(PageReader):
             raise TimeoutError(f"a peer did not answer in {READ_SECONDS:g} s")
         self._agent.release_xfer_handle(handle)
         if state != "DONE":
-            raise OSError("a peer failed")
+            raise OSError("the transfer from a peer failed")
 
     def _wait(self, handle: Any, state: str, seconds: float) -> str:  # noqa: ANN401
         """Wait for the end of a transfer, at most ``seconds``; return its last state."""
@@ -189,9 +189,9 @@ class NixlReader(PageReader):
             if state != "DONE":
                 self._forget(late.peer)
         if any(late.peer == peer for late in self._late):
-            raise TimeoutError("a peer has not answered an earlier read")
+            raise TimeoutError("a peer has still not answered an earlier read")
         if len(self._late) >= MAX_LATE:
-            raise TimeoutError(f"{MAX_LATE} peers have not answered")
+            raise TimeoutError(f"{MAX_LATE} peers have still not answered earlier reads")
 
     @override
     def send(self, memory: PoolMemory, note: bytes) -> None:

@@ -83,7 +83,7 @@ class SlotRecords(Records, Protocol):
     """Bytes of recurrent states, by slot."""
 
     def stand_at(self, slot: int, position: int) -> None:
-        """Note that the state written to a slot stands after ``position`` tokens."""
+        """Record that the state written to a slot stands after ``position`` tokens."""
 
 
 class StateRecords(PageRecords, SlotRecords):

@@ -46,13 +46,13 @@ class _Tier:
     store: PageStore
     # store of recurrent states, by the keys of the pages before them
     states: PageStore | None = None
-    opens: float = -math.inf  # closed until then
-    pause: float = CLOSED_SECONDS  # length of the next closing
+    opens: float = -math.inf  # time until which the tier is not used
+    pause: float = CLOSED_SECONDS  # seconds for which the tier is not used after the next failure
     lateness: float = 0.0  # late loads, less the forgiven part
     num_closed: int = 0
-    num_loaded: int = 0  # pages
+    num_loaded: int = 0  # loaded pages
     load_seconds: float = 0.0
-    num_saved: int = 0  # pages
+    num_saved: int = 0  # saved pages
     num_evicted: int = 0  # pages that left the pool before they were saved
     num_refused: int = 0  # pages that came while it was closed
     # tags to flush before the next look-up
@@ -199,7 +199,7 @@ class Tiers(KVTiers):
 
     @override
     def load_state(self, key: bytes, slot: int, position: int) -> bool:
-        assert self._states is not None, "no states are kept"
+        assert self._states is not None, "the tiers keep no states"
         records = self._states.records
         for tier in self._open_tiers():
             is_whole = False
@@ -241,7 +241,7 @@ class Tiers(KVTiers):
             tier.num_evicted += not is_kept and not stayed()
 
     def _save_state(self, save: _StateSave) -> None:
-        assert self._states is not None, "no states are kept"
+        assert self._states is not None, "the tiers keep no states"
         slots, records = self._states.slots, self._states.records
 
         def stayed() -> bool:
@@ -359,7 +359,7 @@ class Tiers(KVTiers):
         tier.lateness += 1.0
         if tier.lateness >= MOST_LATE:
             tier.lateness = MOST_LATE - 1.0  # once the tier is open again, one late load is enough
-            tier.close("it takes too long", self._clock())
+            tier.close("loads take too long", self._clock())
 
     def stored(self, pages: StoredPages) -> None:
         """Queue pages that have just joined the tree, as far as there is room."""

@@ -167,7 +167,7 @@ def join_assistant(
     layers = assistant.decoder.config.layers
     read = sorted({layer.kv_of for layer in layers if layer.kv_of is not None})
     logger.info(
-        "assistant %s: %d layers on the keys of layers %s of the target, with %s of weights",
+        "assistant %s: %d layers that attend to the KV of target layers %s, with %s of weights",
         path.name, len(layers), read, format_size(assistant.num_bytes),
     )  # fmt: skip
     make = partial(AssistantProposer, assistant, head)
@@ -178,7 +178,7 @@ def _load(beside: Beside) -> LoadedDrafter:
     found = beside.found
     assert found is not None
     if beside.config.tp > 1:
-        why = f"draft {found.name} reads the target's KV, of which --tp leaves a part here"
+        why = f"draft {found.name} reads the target's whole KV and cannot be combined with --tp"
         raise InvalidRequest(why, param="draft")
     return join_assistant(
         found, beside.target, keeps_packed=beside.keeps_packed, on_read=beside.on_read

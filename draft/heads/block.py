@@ -115,9 +115,13 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     if not isinstance(types, list):
         return ()
     if len(types) < num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise fields.error("layer_types", f"must name {num_layers} full or sliding layers")
+        raise fields.error(
+            "layer_types", f"must list {num_layers} kinds of full_attention, sliding_attention"
+        )
     if "sliding_attention" in types[:num_layers] and window is None:
-        raise fields.error("sliding_window", "is missing, though layer_types has sliding layers")
+        raise fields.error(
+            "sliding_window", "is missing, but layer_types has sliding-window layers"
+        )
     return tuple(window if t == "sliding_attention" else None for t in types[:num_layers])
 
 
@@ -136,8 +140,8 @@ def _with_markov_size(where: Path, config: BlockConfig, tensors: Tensors) -> Blo
         return config
     if len(table) not in (config.vocab_size, config.draft_vocab_size):
         raise ModelLoadError(
-            f"{where}: markov_head.markov_w1.weight has {len(table)} rows, neither the target's "
-            f"{config.vocab_size} tokens nor the draft's {config.draft_vocab_size}"
+            f"{where}: markov_head.markov_w1.weight has {len(table)} rows, but the target has "
+            f"{config.vocab_size} tokens and the draft {config.draft_vocab_size}"
         )
     return replace(config, markov_vocab_size=len(table))
 

@@ -131,8 +131,8 @@ def load_head(
     """
     if not isinstance(target, OwnDecoder):
         raise ModelLoadError(
-            f"{path}: a trained head reads weights of its target's own decoder, and "
-            f"{target.config.model_type} is computed by transformers' modules: take draft auto, or "
+            f"{path}: a trained head needs foretoken's own decoder, but "
+            f"{target.config.model_type} is computed by transformers' modules; use --draft auto or "
             "a draft model"
         )
     folder = open_head(path, target.config)
@@ -145,7 +145,7 @@ def load_head(
         _choose_taps(folder, head, folder.shifted_taps, target)
     config = head.config
     logger.info(
-        "head %s: %s, taps %s, drafts %d of %d token ids",
+        "head %s: %s, reads the target at layer boundaries %s, drafts %d of %d token ids",
         path, type(head).__name__, list(config.taps), config.draft_vocab_size, config.vocab_size,
     )  # fmt: skip
     return join(head, target, folder.gaps)
@@ -157,8 +157,8 @@ def _choose_taps(folder: HeadFolder, head: Head, others: Taps, target: OwnDecode
     scores = [score_taps(head, taps, target) for taps in readings]
     best = readings[1] if scores[1] > scores[0] else readings[0]
     logger.warning(
-        "%s: eagle_aux_hidden_state_layer_ids may mean the boundaries %s or %s; of %d tokens the "
-        "head guesses %d and %d, so %s are read",
+        "%s: eagle_aux_hidden_state_layer_ids is ambiguous, it may name layer boundaries %s or %s; "
+        "of %d test tokens the head predicts %d and %d, so boundaries %s are used",
         folder.path, list(readings[0]), list(readings[1]), NUM_SCORED, *scores, list(best),
     )  # fmt: skip
     head.config = replace(head.config, taps=best)

@@ -97,7 +97,7 @@ def open_head(path: Path, target: DecoderConfig) -> HeadFolder:
     """
     kind = head_kind(path)
     if kind is None:
-        raise ModelLoadError(f"{path / CONFIG}: not the config of a known kind of head")
+        raise ModelLoadError(f"{path / CONFIG} is not the config of a supported kind of head")
     fields = flattened(Fields(read_json(path / CONFIG), str(path / CONFIG)))
     config, shifted = kind.parse(fields, target, set(normalised(read_tensors(path))))
     return HeadFolder(path, kind, config, shifted, own_gaps(fields))
@@ -111,7 +111,7 @@ def save_head(head: Head, folder: Path, *, extra: Mapping[str, object] | None = 
     """
     kind, config = kind_of(head), head.config
     if kind.to_json is None:
-        raise ValueError(f"heads of kind {kind.name} are not written")
+        raise ValueError(f"saving heads of kind {kind.name} is not supported")
     own = {"kind": kind.name, "version": 1, "taps": list(config.taps), **(extra or {})}
     tensors = {name: each.detach().cpu().contiguous() for name, each in head.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)

@@ -133,7 +133,7 @@ def load_mtp(
     layer = with_rough_output(layer)
     joined = join_mtp(layer, target)
     logger.info(
-        "MTP: 1 layer of %s drafts %d of %d token ids, with %s of weights and %d bytes of KV a "
+        "MTP: 1 layer of %s drafts %d of %d token ids, with %s of weights and %d bytes of KV per "
         "token", path.name, joined.config.draft_vocab_size, target.config.vocab_size,
         format_size(layer.num_bytes), joined.bytes_per_page(page_size=1),
     )  # fmt: skip
@@ -190,7 +190,7 @@ def has_mtp(path: Path, target: Decoder) -> bool:
     try:
         return count_mtp_layers(*open_model(path)) > 0
     except ModelLoadError as problem:
-        logger.warning("--draft auto leaves out '%s': %s", MTP.name, problem)
+        logger.warning("draft auto does not use '%s': %s", MTP.name, problem)
         return False
 
 

@@ -87,8 +87,7 @@ def _rough_copy(beside: Beside) -> Decoder:
             return rough_decoder(target)
         except NoRoughCopyError as reason:
             raise ModelLoadError(
-                f"draft '{SOURCE}' {reason}: leave it out, and look-ups draft, a draft model or a "
-                "trained head"
+                f"draft '{SOURCE}' {reason}; use look-ups, a draft model or a trained head instead"
             ) from None
     try:
         copy = rough_decoder(
@@ -98,7 +97,9 @@ def _rough_copy(beside: Beside) -> Decoder:
         raise LeftOutError(str(reason)) from None
     pass_s, gain = self_draft_price(target, copy)
     if gain < LEAST_GAIN:
-        raise LeftOutError(f"would not pay: a pass takes {pass_s:.2f} of a step")
+        raise LeftOutError(
+            f"would not be faster: its pass takes {pass_s:.2f} of the time of a step"
+        )
     return copy
 
 

@@ -277,7 +277,7 @@ class TextProposer(DecoderProposer):
         """Return the chain in the target's tokens, or the looked-up chain if it is likelier."""
         chain = [] if tree is None else [node.token_id for node in tree.nodes]
         owed = len(scheduled.tokens) - reading.num_read
-        # A request without room has no tree: its KV is never computed, so it is no backlog.
+        # A request without room has no tree. Its KV is never computed, so it owes no tokens.
         if not owed and tree is not None and not chain:
             owed = _num_owed(reading, tree)
         note = DraftNote(() if tree is None else tuple(tree.pass_rows), owed)

@@ -39,7 +39,7 @@ def check_same_tokens(draft: Path, target: Path, *, read: Callable[[Path], str |
         if ours.get(token_id) != theirs.get(token_id) and (
             known_to_both or token_id not in special
         ):
-            pair = f"{ours.get(token_id)!r}, there {theirs.get(token_id)!r}"
+            pair = f"{ours.get(token_id)!r}, the target's is {theirs.get(token_id)!r}"
             message = f"the draft's tokenizer differs from the target's: token {token_id} is {pair}"
             raise OtherTokensError(f"{draft}: {message}")
 
@@ -50,13 +50,15 @@ def _texts(path: Path, text: str | None) -> tuple[dict[int, str], set[int]]:
     Raises `ModelLoadError`.
     """
     if text is None:
-        raise ModelLoadError(f"{path}: no tokenizer.json to compare draft and target by")
+        raise ModelLoadError(
+            f"{path} has no tokenizer.json, which is needed to compare draft and target"
+        )
     try:
         content = json.loads(text)
         texts = _own_texts(content["model"]["vocab"])
         added = {int(token["id"]): token["content"] for token in content.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{path}: not a tokenizer that can be compared") from error
+        raise ModelLoadError(f"{path}: this kind of tokenizer.json cannot be compared") from error
     return texts | added, set(added)
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 DRAFTERS: Mapping[str, str] = {
-    "radix": "what followed this text before",
-    "suffix": "text that repeats, in any request",
-    "ngram": "text that repeats, in one request",
+    "radix": "text that followed the same prefix before",
+    "suffix": "text that repeats in any request",
+    "ngram": "text that repeats in the same request",
     "prediction": "the answer that the client predicts",
-    "grammar": "what the required form forces",
+    "grammar": "text that structured output forces",
     "lm": "a smaller model",
     "text": "a smaller model with another vocabulary",
     "self": "the model itself, in 4 bits",
-    "mtp": "a layer of the model that predicts a further token",
-    "assistant": "a drafter that is published with the model",
+    "mtp": "the model's layer for multi-token prediction",
+    "assistant": "an assistant that is published with the model",
     "eagle3": "a trained head",
     "block": "a trained head",
     "medusa": "a trained head",

@@ -180,8 +180,8 @@ def _check_layers(config: DecoderConfig, *, is_head: bool) -> None:
             raise InvalidRequest(message, param="init")
     if is_head and config.rope.partial != 1.0:
         raise InvalidRequest(
-            f"init: RoPE turns a part of each head of {config.model_type}, and all of a draft's: "
-            "train from random weights, or begin with a draft in a folder",
+            f"init: RoPE rotates only a part of each head of {config.model_type}, but all of a "
+            "draft's: train from random weights, or begin with a draft in a folder",
             param="init",
         )
 
@@ -196,7 +196,7 @@ def _saved_head(target: Target, options: TrainOptions) -> Any:  # noqa: ANN401 -
         raise InvalidRequest(f"init: {path} is not a folder", param="init")
     folder = open_head(path, target.config)
     if folder.kind.name != options.kind:
-        message = f"init: {path} contains a head of kind {folder.kind.name}"
+        message = f"init: {path} contains a head of another kind, {folder.kind.name}"
         raise InvalidRequest(message, param="init")
     return folder.load()
 
@@ -299,7 +299,7 @@ def _lm_sources(config: DecoderConfig, names: Sequence[str], count: int) -> dict
 def _saved_model(model: Any, path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
     if not (path / "config.json").is_file():
         raise InvalidRequest(
-            f"init: {path} is not the folder of a model: config.json is missing", param="init"
+            f"init: {path} is not a model folder: config.json is missing", param="init"
         )
     found = type(model).from_pretrained(path, dtype=torch.float32)
     if found.config.vocab_size != model.config.vocab_size:

@@ -61,11 +61,14 @@ def _parse(line: bytes, where: str) -> Record:
     try:
         record = _decoder.decode(line)
     except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"{where}: not recorded traffic: {error}", param="data") from error
+        raise InvalidRequest(f"{where} is not recorded traffic: {error}", param="data") from error
     if record.v != VERSION:
-        raise InvalidRequest(f"{where}: version {record.v}, not {VERSION}", param="data")
+        raise InvalidRequest(
+            f"{where}: version {record.v} of records is not supported; only {VERSION} is",
+            param="data",
+        )
     if not 0 <= record.prompt_len <= len(record.tokens) or min(record.tokens, default=0) < 0:
-        raise InvalidRequest(f"{where}: prompt_len or a token id out of range", param="data")
+        raise InvalidRequest(f"{where}: prompt_len or a token id is out of range", param="data")
     return record
 
 

@@ -49,7 +49,7 @@ class Teacher:
         Raises ValueError for a conversation longer than ``max_len``.
         """
         if max(map(len, batch)) > self._max_len:
-            raise ValueError(f"a conversation of more than {self._max_len} tokens")
+            raise ValueError(f"a conversation has more than {self._max_len} tokens")
         device, width = self._decoder.device, max(map(len, batch))
         token_ids = torch.zeros(len(batch), width, dtype=torch.int64)
         rows = torch.full((len(batch), width), -1)

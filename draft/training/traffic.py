@@ -143,10 +143,10 @@ class Recorder(Generic[T]):
             try:
                 is_written = self._write(*finished)
             except OSError as error:
-                logger.warning("%s: an answer could not be written: %s", self.option, error)
+                logger.warning("%s: cannot write an answer: %s", self.option, error)
                 is_written = False
             except Exception:  # An error must cost one answer, not all later ones.
-                logger.exception("%s: an answer could not be written", self.option)
+                logger.exception("%s: cannot write an answer", self.option)
                 is_written = False
             if is_written:
                 self.num_recorded += 1

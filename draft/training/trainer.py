@@ -227,7 +227,7 @@ class Trainer:
                 raise InvalidRequest(message, param=name)
         if not _same(state["draft_ids"], self._taught_ids()):
             message = (
-                "resume: the data has changed: its most frequent token ids are others than before"
+                "resume: the data has changed since the first run: its most frequent tokens differ"
             )
             raise InvalidRequest(message, param="data")
         self.student.module.load_state_dict(state["module"])
@@ -249,7 +249,7 @@ class Trainer:
             if self._stopped:
                 raise KeyboardInterrupt
             self._stopped = True
-            print("stopping; the best draft is kept", file=sys.stderr)
+            print("stopping; the best draft so far is kept", file=sys.stderr)
 
         before = signal.signal(signal.SIGINT, stop)
         try:
@@ -362,7 +362,7 @@ def plot(log: Path, image: Path) -> bool:
     for index, label in enumerate(("T 0", "T 1")):
         points = [(tokens, found[index]["tokens_per_step"]) for tokens, found in checks]
         right.plot(*zip(*points, strict=True) if points else ((), ()), label=label, marker="o")
-    right.set(xlabel="training tokens", ylabel="tokens a step, held out")
+    right.set(xlabel="training tokens", ylabel="tokens per step on held-out data")
     right.legend()
     figure.tight_layout()
     figure.savefig(image)

@@ -261,7 +261,7 @@ def test_flushing_a_prefix_that_is_not_cached_does_nothing() -> None:
     serve(cache, seq(4))
     assert cache.flush_prefix(seq(6)) == 0
     assert cache.flush_prefix(seq(4), namespace="other") == 0
-    with pytest.raises(ValueError, match="fill a page"):
+    with pytest.raises(ValueError, match="shorter than a page"):
         cache.flush_prefix(seq(1))
     assert cache.match_len(seq(5)) == 4
 

@@ -378,7 +378,7 @@ def test_check_notices_a_lost_page() -> None:
     cache = PrefixCache(4, 1)
     lease = computing(cache, seq(2))
     lease.page_ids.pop()
-    with pytest.raises(AssertionError, match="3 pages are owned, of 4"):
+    with pytest.raises(AssertionError, match="3 pages have an owner, but the pool has 4"):
         cache.check([lease])
 
 

@@ -101,7 +101,7 @@ def test_an_audit_finds_a_transfer_that_is_not_locked_or_has_no_word() -> None:
     cache = PrefixCache(64, 4)
     pages = held(cache, 32)
     cache.transfers.words[pages.slot] += 1
-    with pytest.raises(AssertionError, match="would not take held pages"):
+    with pytest.raises(AssertionError, match="would reject held pages"):
         cache.check(())
     cache.transfers.words[pages.slot] -= 1
     cache.transfers.words[pages.slot - 1] = 7

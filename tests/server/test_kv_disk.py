@@ -124,7 +124,7 @@ def test_a_size_below_64_pages_is_refused_with_what_is_needed(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_a_file_is_no_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
-    assert "is no folder" in refusal(f"{tmp_path / name}:1GiB")
+    assert "is not a folder" in refusal(f"{tmp_path / name}:1GiB")
     assert (tmp_path / "file").read_text() == "precious"
 
 
@@ -170,7 +170,7 @@ def test_replicas_share_a_disk_and_one_that_is_killed_leaves_its_part_to_the_nex
                 assert [each["capacity_pages"] for each in tiers] == [whole] * 2
                 done = run_forked(command, "replica", "builtin", "--front", front, *SMALL, *disk)
                 assert done.returncode == 2
-                assert "2 replicas may share it, and as many do already" in done.stderr
+                assert "other replicas use all of its 2 shares" in done.stderr
             wait_until(lambda: tier(server)["pages"] >= 7)  # of the prompt
             first.send_signal(signal.SIGKILL)
             first.wait()

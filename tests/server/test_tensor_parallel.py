@@ -198,11 +198,11 @@ def test_a_rank_without_memory_or_that_hangs_ends_streams_and_server(
     [
         (["--tp", "0"], "tp"),
         (["--tp", "3"], "which 3 ranks cannot share evenly"),
-        (["--tp", "2", "--device", "cuda"], "computes on the CPU only"),
-        (["--tp", "2", "--backend", "triton"], "computes on the CPU only"),
-        (["--tp", "2", "--model-impl", "transformers"], "transformers' modules"),
+        (["--tp", "2", "--device", "cuda"], "runs on the CPU only"),
+        (["--tp", "2", "--backend", "triton"], "runs on the CPU only"),
+        (["--tp", "2", "--model-impl", "transformers"], "cannot be combined with model_impl"),
         (["--tp", "2", "--kv-evict", "window:512"], "cannot be combined with kv_evict"),
-        (["--tp", "2", "--lora", "a=b"], "does not support adapters"),
+        (["--tp", "2", "--lora", "a=b"], "cannot be combined with lora"),
     ],
 )
 def test_what_ranks_do_not_serve_is_told_before_they_start(

@@ -89,5 +89,5 @@ def load_drafter(
     try:
         return Drafter(spec=spec, model=proposer_kind(spec.model, found).load(beside))
     except LeftOutError as reason:
-        logger.info("--draft auto leaves out '%s': it %s", spec.model, reason)
+        logger.info("draft auto does not use '%s': it %s", spec.model, reason)
         return Drafter(spec=spec, left_out=str(reason))

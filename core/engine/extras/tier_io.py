@@ -82,7 +82,7 @@ class TierIO:
         task = self._task or self.start()  # stores are open before serving begins
         await asyncio.wait([task], timeout=patience + CLOSE_SECONDS)
         if not task.done():
-            logger.warning("a KV tier did not answer in time and was left open")
+            logger.warning("a KV tier did not answer in time and was not closed")
             self._abandon(task)
         await asyncio.wait([task])
         self._thread.close()
@@ -117,7 +117,7 @@ class TierIO:
         except EngineDead:  # the job was abandoned
             raise asyncio.CancelledError from None
         except Exception:
-            logger.exception("a call of the KV tiers failed")
+            logger.exception("a call to the KV tiers failed")
             result = call.if_failed
         finally:
             self._job = None

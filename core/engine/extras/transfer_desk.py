@@ -54,7 +54,9 @@ class TransferDesk:
             for note in self._server.notes():
                 self._take(note)
         except OSError as error:
-            logger.warning("cannot read the notes of engines that load KV pages: %s", error)
+            logger.warning(
+                "cannot receive notifications from engines that load KV pages: %s", error
+            )
         now = self._clock()
         self._cache.tick(now)
         if len(transfers) < num_held:

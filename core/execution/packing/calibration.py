@@ -72,7 +72,7 @@ def measure_queries(
     ropes = attention_ropes(decoder)
     recorder, num_tokens = _Recorder(decoder, ropes), sum(map(len, texts))
     if not num_tokens:
-        raise ValueError("the data has no text")
+        raise ValueError("the calibration data contains no text")
     num_done = 0
     for text in texts:
         tokens = array("q", text)

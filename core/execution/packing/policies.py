@@ -42,7 +42,7 @@ def pack_kv(policy: KeepPolicy, pool: KVPool, scheduled: ScheduledRequest) -> No
     if pack is None or pack.is_done:
         return
     if pack.is_begun:
-        raise RuntimeError(f"the KV of {scheduled.request_id} was packed half way")
+        raise RuntimeError(f"packing the KV of {scheduled.request_id} failed half way")
     kept = policy.kept(pool, scheduled, pack)
     pack.is_begun = True
     pool.pack(scheduled.page_ids, kept, pack.first)

@@ -61,7 +61,7 @@ class QueryStats:
         except (OSError, SafetensorError) as error:
             raise InvalidRequest(f"kv_evict_stats: {error}", param="kv_evict_stats") from None
         if known.get("format") != FORMAT or {*tensors} != {"mean", "mean_abs"}:
-            message = f"kv_evict_stats: {path} is no file of foretoken calibrate"
+            message = f"kv_evict_stats: {path} was not written by foretoken calibrate"
             raise InvalidRequest(message, param="kv_evict_stats")
         if known.get("model") != model_id(decoder):
             message = f"kv_evict_stats: {path} was measured on another model"
@@ -105,11 +105,11 @@ def attention_ropes(decoder: OwnDecoder) -> list[RopeTable]:
     Raises ValueError if a layer has no attention or has latent KV, or if the layers' shapes differ.
     """
     if len(decoder.shapes) > 1:
-        raise ValueError("pages of several layouts")
+        raise ValueError("the model has KV pages of several layouts")
     found = []
     for layer in decoder.weights.layers:
         if not isinstance(layer.mixer, AttentionWeights):
-            raise ValueError("a layer without attention, or with latent KV")
+            raise ValueError("the model has a layer without attention, or with latent KV")
         found.append(decoder.ropes[layer.mixer.place.part][layer.mixer.tables.queries])
     return found
 

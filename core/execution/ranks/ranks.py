@@ -150,7 +150,9 @@ class Ranks(Followers, Companions):
         while not wait([met], _LOOK_SECONDS).done:
             for rank, process in enumerate(self._processes, start=1):
                 if process.poll() is not None:
-                    raise ModelLoadError(f"rank {rank} ended before the ranks met", may_pass=True)
+                    raise ModelLoadError(
+                        f"rank {rank} exited before all ranks were connected", may_pass=True
+                    )
         try:
             return met.result()
         except RankLost as failure:
@@ -189,7 +191,7 @@ class Ranks(Followers, Companions):
     @override
     def lost_error(self, failure: BaseException) -> RankLost:
         is_loss = isinstance(failure, RankLost)
-        told = str(failure) if is_loss else f"rank 0 failed in a pass: {failure!r}"
+        told = str(failure) if is_loss else f"rank 0 failed in a forward pass: {failure!r}"
         self._lost = self._lost or told
         # Each call returns a new error: an exception that is raised from itself would be a cycle.
         return RankLost(self._lost)
@@ -209,7 +211,7 @@ class Ranks(Followers, Companions):
     ) -> None:
         """Report a lost rank: ranks send nothing, so a readable socket has been closed."""
         loop.remove_reader(self._channels[rank - 1].fileno())
-        on_lost(self.lost_error(RankLost(f"rank {rank} ended")))
+        on_lost(self.lost_error(RankLost(f"rank {rank} exited")))
 
     def unwatch(self) -> None:
         """Stop watching. Must run on the event loop that watches."""
@@ -220,7 +222,7 @@ class Ranks(Followers, Companions):
 
     def end(self, *, at_once: bool = False) -> None:
         """End the processes and wait until they are gone; idempotent. ``at_once``: kill them."""
-        self.lost_error(RankLost("the ranks of the model were ended"))
+        self.lost_error(RankLost("the processes of the ranks were ended"))
         _end(self._channels, self._processes, 0.0 if at_once else END_SECONDS)
         self._finalizer.detach()
         self._folder.cleanup()
@@ -289,7 +291,7 @@ class TpDecoder(OwnDecoder):
     ) -> KVPool:
         """Make a pool on every rank, in place of the previous one. Raises `RankLost`."""
         if states is not None:
-            raise ValueError("the ranks of a model keep no recurrent states")
+            raise ValueError("a model with recurrent states cannot be split over ranks")
         pool = super().make_pool(num_pages, page_size=page_size, kv_dtype=kv_dtype)
         message = pool_message(num_pages, page_size, kv_dtype, is_shared=self._shares_pools)
         if self._shares_pools:
@@ -321,7 +323,7 @@ class TpDecoder(OwnDecoder):
         Raises ValueError for input vectors, and for another pool than the last one made.
         """
         if self._pool is None or self._pool() is not pool or wanted.inputs is not None:
-            raise ValueError("ranks compute token ids over the pool that was made last")
+            raise ValueError("ranks need token ids and the KV pool that was made last")
         with self._in_step():
             self._followers.send(pass_message(batch))
             return super().forward(batch, pool, wanted)

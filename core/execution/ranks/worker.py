@@ -136,7 +136,7 @@ def serve_rank(channel: Connection, decoder: OwnDecoder) -> None:
                 kv_dtype=_KV_DTYPES[kv_dtype],
             )
             continue
-        assert pool is not None, "a pool comes before all else"
+        assert pool is not None, "rank 0 must order a pool before any other work"
         if kind == COPY:
             sources, targets = message[1:].reshape(2, -1).tolist()
             pool.copy_slots(sources, targets)
@@ -160,7 +160,7 @@ def _run(channel: Connection) -> None:
     channel.send_bytes(HERE)
     comm = GlooComm(Path(job["folder"]), job["rank"], job["size"])
     decoder = load_decoder(job["path"], comm=comm, **job["options"])
-    assert isinstance(decoder, OwnDecoder), "ranks share no other"
+    assert isinstance(decoder, OwnDecoder), "only foretoken's own decoder can be split over ranks"
     decoder.ops.set_threads(job["threads"])
     if decoder.ops.has_own_threads:
         torch.set_num_threads(1)  # Rank 0 limits torch's threads in the same way.
@@ -180,7 +180,7 @@ def main() -> None:
         _run(channel)
         code = 0
     except ForetokenError as failure:
-        logger.error("a tensor-parallel rank ends: %s", failure)
+        logger.error("a tensor-parallel rank exits: %s", failure)
     except (EOFError, OSError):  # Rank 0 is gone.
         pass
     except BaseException:

@@ -87,7 +87,9 @@ def with_image_rows(token_ids: Sequence[int], images: Sequence[PromptImage]) -> 
     runs = sorted((start, count) for image in images for start, count in image.runs)
     for start, count in runs:
         if start < filled or count < 1 or start + count > len(tokens):
-            raise ValueError(f"an image's rows {start} to {start + count} do not fit the prompt")
+            raise ValueError(
+                f"image rows {start} to {start + count} overlap others or exceed the prompt"
+            )
         filled = start + count
     for image in images:
         ids, at = image.ids(), 0

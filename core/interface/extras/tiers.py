@@ -142,7 +142,7 @@ class KVTiers(Protocol):
         """Estimate the seconds to load ``num_pages``; 0 if nothing was loaded yet."""
 
     def note_late(self) -> None:
-        """Note that a load took too long: after repeated calls its store is not used for a while.
+        """Record that a load took too long: after repeated calls its store is not used for a while.
 
         Peers do not count: each is closed on its own.
         """

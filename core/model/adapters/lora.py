@@ -32,12 +32,12 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Fields that require more than a low-rank update of linears, and their meanings.
 _REFUSED = {
     "use_dora": "DoRA",
-    "modules_to_save": "modules that are trained as a whole",
-    "lora_bias": "biases of B",
+    "modules_to_save": "fully trained modules",
+    "lora_bias": "biases of the B matrices",
     "layer_replication": "layers that are computed twice",
-    "alora_invocation_tokens": "adapters that begin within a prompt (aLoRA)",
-    "trainable_token_indices": "embeddings of single tokens",
-    "target_parameters": "updates of parameters, as those of experts",
+    "alora_invocation_tokens": "adapters that are activated within a prompt (aLoRA)",
+    "trainable_token_indices": "trained embeddings of single tokens",
+    "target_parameters": "updates of single parameters, such as those of experts",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
     "arrow_config": "mixtures of adapters",
@@ -69,13 +69,13 @@ def load_lora(folder: Path, decoder: Decoder, *, max_rank: int) -> LoadedAdapter
     except (MemoryError, RuntimeError) as failure:
         if isinstance(failure, ModelLoadError) or not is_out_of_memory(failure):
             raise
-        raise ModelLoadError(f"there is no memory for the adapter in {folder}") from failure
+        raise ModelLoadError(f"not enough memory for the adapter in {folder}") from failure
 
 
 def _load(folder: Path, decoder: Decoder, max_rank: int) -> LoadedAdapter:
     if not isinstance(decoder, OwnDecoder):
         raise ModelLoadError(
-            f"LoRA adapters need foretoken's own decoder, and {decoder.config.model_type} is "
+            f"LoRA adapters need foretoken's own decoder, but {decoder.config.model_type} is "
             "computed by transformers' modules"
         )
     settings = LoraSettings(folder)
@@ -113,13 +113,13 @@ class LoraSettings:
             if values.get(name):
                 raise fields.error(name, f"means {what}, which is not supported")
         if values.get("bias", "none") != "none":
-            raise fields.error("bias", "must be none: biases are not changed")
+            raise fields.error("bias", "must be none: adapters cannot change biases")
         started = values.get("init_lora_weights")
         if isinstance(started, str) and started.lower().startswith(_CHANGED_BASES):
             raise fields.error(
                 "init_lora_weights",
-                f"is {started}, which changes the weights of the base, too: convert the adapter to "
-                "a plain one",
+                f"is {started}, which also changes the weights of the base model: convert the "
+                "adapter to plain LoRA",
             )
         if not _is_number(values.get("lora_alpha")):
             raise fields.error("lora_alpha", "must be a number above 0 and at most 1e9")
@@ -147,8 +147,8 @@ class LoraSettings:
         if not is_short or sum(not _CHOICES.isdisjoint(key) for key in found) > MAX_CHOOSING:
             raise self._fields.error(
                 name,
-                f"must have at most {MAX_KEYS} keys of at most {MAX_KEY_CHARS} characters, of them "
-                f"{MAX_CHOOSING} with groups or repeats",
+                f"must have at most {MAX_KEYS} keys of at most {MAX_KEY_CHARS} characters, and at "
+                f"most {MAX_CHOOSING} keys with groups or repeats",
             )
         return {self._compiled(name, key): value for key, value in found.items()}
 
@@ -159,8 +159,8 @@ class LoraSettings:
                 return re.compile(rf"(.*\.)?({key})")
         raise self._fields.error(
             name,
-            f"has {shown(key)}: keys are names of modules, which may have escapes, at most "
-            f"{MAX_GROUPS} groups (a|b) and {MAX_REPEATS} repeat of a character",
+            f"has {shown(key)}, but a key must be a module name with escapes, at most "
+            f"{MAX_GROUPS} groups (a|b) and {MAX_REPEATS} repeated character",
         )
 
 
@@ -194,7 +194,7 @@ class LoraTensors:
         names = _model_names(pairs, decoder)
         absent = sorted(set(pairs) - set(names.values()))
         if absent:
-            raise ModelLoadError(f"{self.where}: {absent[0]} is not a part of the text model")
+            raise ModelLoadError(f"{self.where}: the text model has no module {absent[0]}")
         self._pairs = {name: pairs[module] for name, module in names.items()}
         self._stored = names
         if not pairs:
@@ -206,8 +206,8 @@ class LoraTensors:
         others = sorted(set(self._pairs) - set(known))
         if others:
             raise ModelLoadError(
-                f"{self.where}: target {self._stored[others[0]]} is not supported: adapters change "
-                "the matrices of attention and of MLPs without experts"
+                f"{self.where}: target {self._stored[others[0]]} is not supported: adapters may "
+                "only change the matrices of attention and of MLPs without experts"
             )
 
     def pair(self, name: str) -> tuple[str, Tensor, Tensor] | None:
@@ -235,7 +235,7 @@ class LoraTensors:
     def _split(self, name: str) -> tuple[str, str]:
         found = _TENSOR.fullmatch(name)
         if found is None:
-            what = "DoRA's magnitudes" if "lora_magnitude" in name else "no A or B of a linear"
+            what = "a DoRA magnitude" if "lora_magnitude" in name else "not an A or B matrix"
             what = "an update of an embedding" if "lora_embedding" in name else what
             raise ModelLoadError(f"{self.where}: {name} is {what}, which is not supported")
         return found[1], found[2]
@@ -243,9 +243,9 @@ class LoraTensors:
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype not in _DTYPES or tensor.dim() != 2:
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            raise ModelLoadError(f"{self.where}: {name} is {kind}; must be a matrix of floats")
+            raise ModelLoadError(f"{self.where}: {name} is {kind}, but must be a matrix of floats")
         if not tensor.isfinite().all():
-            raise ModelLoadError(f"{self.where}: {name} has numbers that are not finite")
+            raise ModelLoadError(f"{self.where}: {name} has values that are NaN or infinite")
         return tensor
 
 
@@ -253,7 +253,7 @@ def _no_weights(folder: Path) -> ModelLoadError:
     pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
     if pickles:
         return ModelLoadError(
-            f"{folder} holds {pickles[0].name}, a pickle that could run any code; only "
+            f"{folder} has {pickles[0].name}, a pickle file, which could run any code; only "
             f"{WEIGHTS_FILE} is loaded"
         )
     return ModelLoadError(f"{folder} has no {WEIGHTS_FILE}")
@@ -300,13 +300,13 @@ def _update(
         expected = ((rank, spec.in_features), (count, rank))
         if (a.shape, b.shape) != expected:
             raise ModelLoadError(
-                f"{tensors.where}: {module} has A {list(a.shape)} and B {list(b.shape)}, but rank "
-                f"{rank} of this model's is {list(expected[0])} and {list(expected[1])}"
+                f"{tensors.where}: {module} has A {list(a.shape)} and B {list(b.shape)}, but with "
+                f"rank {rank} this model needs {list(expected[0])} and {list(expected[1])}"
             )
         scaled = b.float() * (settings.scale(module) * factor)
         if not all(each.to(dtype).isfinite().all() for each in (a, scaled)):
             raise ModelLoadError(
-                f"{tensors.where}: {module} has numbers that, scaled, are too large for "
+                f"{tensors.where}: {module} has values that are too large, once scaled, for "
                 f"{str(dtype).removeprefix('torch.')}"
             )
         blocks += [

@@ -65,7 +65,7 @@ def parse_rope(
     if kind not in get_args(RopeKind):
         supported = ", ".join(get_args(RopeKind))
         raise config.unsupported(
-            name, f"has type {kind!r}, which is not supported; {supported} are"
+            name, f"has type {kind!r}, which is not supported; supported: {supported}"
         )
     if partial is None:
         _refuse_partial(config, rope)
@@ -197,7 +197,9 @@ def _frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     plain = 1.0 / (spec.theta**exponents)
     if spec.divisors:
         if len(spec.divisors) != len(plain):
-            raise ModelLoadError(f"{len(spec.divisors)} RoPE factors for {len(plain)} frequencies")
+            raise ModelLoadError(
+                f"there are {len(spec.divisors)} RoPE factors for {len(plain)} frequencies"
+            )
         return plain / torch.tensor(spec.divisors, dtype=torch.float32)
     if spec.kind == "proportional":  # Gemma 4
         turning = int(spec.partial * head_dim // 2)

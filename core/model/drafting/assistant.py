@@ -82,7 +82,7 @@ def read_assistant(path: Path, target: DecoderConfig) -> AssistantConfig:
 def _reading(config: DecoderConfig, index: int, target: DecoderConfig, fields: Fields) -> LayerSpec:
     """Return a layer that reads the target's last layer of its kind which keeps KV."""
     layer, heads = config.layers[index], config.heads_of(index)
-    kind = "full attention" if layer.window is None else "a window"
+    kind = "full attention" if layer.window is None else "sliding-window attention"
     found = [
         number
         for number, spec in enumerate(target.layers)
@@ -90,7 +90,7 @@ def _reading(config: DecoderConfig, index: int, target: DecoderConfig, fields: F
         if (spec.window is None) == (layer.window is None)
     ]
     if not found:
-        raise fields.error("layer_types", f"has {kind}, and no layer of the target does")
+        raise fields.error("layer_types", f"has {kind}, but no layer of the target has it")
     theirs = target.heads_of(found[-1])
     if heads[1:] != theirs[1:]:
         raise fields.error(
@@ -110,9 +110,13 @@ def _clusters(fields: Fields, vocab_size: int) -> tuple[int, int]:
     count = fields.positive("num_centroids", 2048)
     scored = fields.positive("centroid_intermediate_top_k", 32)
     if vocab_size % count:
-        raise fields.error("num_centroids", f"{count} does not divide {vocab_size} tokens")
+        raise fields.error(
+            "num_centroids", f"must divide the vocabulary of {vocab_size} tokens, not {count}"
+        )
     if scored > count:
-        raise fields.error("centroid_intermediate_top_k", f"is {scored} of {count} clusters")
+        raise fields.error(
+            "centroid_intermediate_top_k", f"is {scored}, but there are only {count} clusters"
+        )
     return count, scored
 
 
@@ -208,7 +212,7 @@ def load_assistant(
     ops, layout = target.ops, PageLayout.beside(config.decoder, PageLayout.of(target.config))
     for part in layout.parts:
         if problem := ops.unsuited(part.heads):
-            raise ModelLoadError(f"{path}: the target's kernels do not compute {problem}")
+            raise ModelLoadError(f"{path}: the target's kernels do not support {problem}")
     assembly = Assembly(
         config.decoder, read, ops, target.dtype, target.device,
         keeps_packed=keeps_packed, layout=layout,
@@ -232,6 +236,6 @@ def _ordering(checkpoint: SafetensorsCheckpoint, config: AssistantConfig) -> Ten
     vocab_size = config.decoder.vocab_size
     ids = checkpoint.files.read_integers(TOKEN_ORDERING)
     if sorted(ids.flatten().tolist()) != list(range(vocab_size)):
-        problem = f"{TOKEN_ORDERING} must have each of {vocab_size} token ids once"
+        problem = f"{TOKEN_ORDERING} must have each of the {vocab_size} token ids once"
         raise ModelLoadError(f"{checkpoint.where}: {problem}")
     return ids.view(config.num_clusters, -1)

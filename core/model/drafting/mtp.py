@@ -163,7 +163,7 @@ def load_mtp_layer(
     """
     config, checkpoint = open_model(path)
     if config.mtp is None or not count_mtp_layers(config, checkpoint):
-        raise ModelLoadError(f"{path} has no layers that predict further tokens (MTP)")
+        raise ModelLoadError(f"{path} has no layers for multi-token prediction (MTP)")
     names = _stored_names(config, config.mtp)
     read = checkpoint.read if on_read is None else observed(checkpoint.read, on_read)
     one, ops = mtp_config(config), target.ops

@@ -42,35 +42,35 @@ def rough_decoder(
     kind = target.config.model_type
     if not isinstance(target, OwnDecoder):
         raise NoRoughCopyError(
-            f"rounds the weights of foretoken's own decoder, and {kind} is computed by "
+            f"rounds the weights of foretoken's own decoder, but {kind} is computed by "
             "transformers' modules"
         )
     if any(isinstance(each, AttentionWeights) and each.comm for each in _mixers(target.weights)):
-        raise NoRoughCopyError("has no part on the other processes of --tp, which share the KV")
+        raise NoRoughCopyError("cannot be combined with --tp")
     ops = target.ops
     if not isinstance(ops, RoughOps):
         raise NoRoughCopyError(
-            "needs the native kernels on a CPU or Triton's on a GPU, and "
-            f"{type(ops).__name__} on {target.device} computes"
+            "needs the native kernels on a CPU or Triton's on a GPU, not "
+            f"{type(ops).__name__} on {target.device}"
         )
     matrices = rounded_matrices(target.weights)
     if any(each.weight.nbytes < least_item * each.num_weights for each in matrices):
         raise NoRoughCopyError(
-            "pays seldom for weights of fewer than 16 bits: --draft self tries it nevertheless"
+            "is seldom faster for weights of fewer than 16 bits; --draft self enables it anyway"
         )
     num_bytes = sum(each.weight.nbytes for each in matrices)
     if num_bytes < least_bytes:
         raise NoRoughCopyError(
-            f"saves nothing where weights have {format_size(num_bytes)}, which caches hold"
+            f"saves no time: the weights have {format_size(num_bytes)} and fit into CPU caches"
         )
     needed, free = (
         int(_PADDED * ROUGH_BYTES * sum(each.num_weights for each in matrices)),
         free_memory(target.device),
     )
     if needed > memory_share * free:
-        of_these = "" if memory_share == 1.0 else f", of which it may have {memory_share:.0%}"
+        of_these = "" if memory_share == 1.0 else f", of which it may use {memory_share:.0%}"
         raise NoRoughCopyError(
-            f"needs {format_size(needed)} for a copy of the weights in 4 bits, and "
+            f"needs {format_size(needed)} for a 4-bit copy of the weights, but only "
             f"{format_size(free)} are free{of_these}"
         )
     copy_one = partial(ops.rough_copy, dtype=target.dtype)
@@ -78,10 +78,10 @@ def rough_decoder(
         copy = OwnDecoder(target.config, _copied(target.weights, copy_one), ops)
     except ValueError:
         raise NoRoughCopyError(
-            f"rounds weights of 8 bits or more, and some of {kind} have fewer already"
+            f"needs weights of 8 bits or more, but some of {kind} have fewer"
         ) from None
     size = sum(each.num_bytes for each in rounded_matrices(copy.weights))
-    logger.info("draft 'self': a copy of the weights in 4 bits, %s", format_size(size))
+    logger.info("draft 'self' uses a 4-bit copy of the weights: %s", format_size(size))
     return copy
 
 

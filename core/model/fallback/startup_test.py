@@ -58,8 +58,8 @@ def _check_logits(
     if not off <= _TOLERANCE[decoder.dtype]:
         more = "the states in transformers' cache" if decoder.states else "keys and values"
         raise ModelLoadError(
-            f"its logits computed with pages differ by {off:.1g} standard deviations from those "
-            f"without, so it keeps more than {more}"
+            f"its logits with KV pages differ by {off:.1g} standard deviations from its logits "
+            f"without them, so it depends on more than {more}"
         )
 
 
@@ -125,7 +125,7 @@ def _takes_chunks(decoder: TransformersDecoder) -> bool:
     Raises `ModelLoadError` if they do not continue with one row either.
     """
     if not _reads_states(decoder, 1):
-        raise ModelLoadError("it does not read the states that it leaves in transformers' cache")
+        raise ModelLoadError("it does not read the states that it writes to transformers' cache")
     return _reads_states(decoder, 2)
 
 

@@ -250,8 +250,8 @@ class SequenceRun:
             del log.rows[self.start - log.start :]
         else:
             raise ValueError(
-                f"the state in slot {self._slot} stands at {self._at}, and its log does not reach "
-                f"the rows from {self.start} on"
+                f"the state in slot {self._slot} is at {self._at} and cannot be advanced to "
+                f"position {self.start}: its log does not reach it"
             )
 
     def _stops(self) -> list[int]:

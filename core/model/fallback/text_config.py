@@ -37,7 +37,9 @@ def read_whole_config(folder: Path) -> PreTrainedConfig:
     file = folder / "config.json"
     values = read_json(file)
     if "auto_map" in values and "model_type" not in values:
-        raise ModelLoadError(f"{folder}: needs code of the checkpoint, which is never run")
+        raise ModelLoadError(
+            f"{folder}: the model needs Python code from the checkpoint, which is never run"
+        )
     Fields(values, str(file)).text("model_type")
     try:
         with quiet():

@@ -241,7 +241,7 @@ class _Experts:
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> Tensor:
-        raise NotImplementedError("without pages")
+        raise NotImplementedError("attention without KV pages is left to transformers")
 
     def experts(self, module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         ops, packed = self._decoder.ops, self._decoder.experts(module)
@@ -369,7 +369,7 @@ class TransformersDecoder(PagedDecoder):
     def make_state_pool(self, num_slots: int, num_logs: int, *, page_size: int) -> StatePool:
         """Return a pool of the modules' states. Raises ValueError as `StatePool` does."""
         if self.kept is None:
-            raise ValueError("a model without states has no pool of them")
+            raise ValueError("the model has no recurrent states, so it has no state pool")
         return ModuleStatePool(
             num_slots,
             num_logs,
@@ -390,7 +390,7 @@ class TransformersDecoder(PagedDecoder):
         """
         check_taps(wanted.taps, self.config.num_layers)
         if wanted.inputs is not None:
-            raise ValueError("transformers' modules take token ids, no vectors")
+            raise ValueError("transformers' modules accept token ids only, not input vectors")
         wanted.tell_started()
         if self._cache is None:
             return self._compute(batch, pool.parts, wanted.taps)
@@ -402,7 +402,7 @@ class TransformersDecoder(PagedDecoder):
         """Compute one segment after another, each in the passes that its states require."""
         states = pool.states
         if batch.states is None or not isinstance(states, ModuleStatePool):
-            raise ValueError("a model with states needs a pool of them, and segments with states")
+            raise ValueError("the model needs recurrent states in the pool and in each segment")
         parts = [_without_states(part) for part in pool.parts]
         found = []
         for index in range(len(batch.lens)):

@@ -38,8 +38,8 @@ from .transformers_probe import HOOKS, AttentionSite, ProbeResult, probe
 
 logger = logging.getLogger(__name__)
 
-_OWN_CACHE = "its layers keep a state that is not in transformers' cache"
-_INDEXER = "an indexer chooses the keys of each query"
+_OWN_CACHE = "its layers keep a state outside transformers' cache"
+_INDEXER = "an indexer selects the keys of each query"
 OTHER_ENGINE = "serve it with transformers or vLLM"
 # Model types that are refused by name, and the reasons.
 REFUSED: dict[str, str] = {
@@ -59,10 +59,10 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("bloom", "mpt"), "its attention scores depend on the distance (ALiBi)"),
     **dict.fromkeys(
         ("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
-        "its attention scores have a term for the distance",
+        "its attention scores have a term that depends on the distance",
     ),
-    "ctrl": "its tokens differed from those that transformers generates",
-    **dict.fromkeys(("diffllama", "hrm_text"), "a layer calls attention twice in a pass"),
+    "ctrl": "its output differed from that of transformers",
+    **dict.fromkeys(("diffllama", "hrm_text"), "a layer computes attention twice in a pass"),
 }
 _LONGEST_WITHOUT_ATTENTION = 32_768  # tokens, for models whose config names no length
 # These fields count MTP layers, which follow the last layer.
@@ -174,16 +174,16 @@ def _read_gguf(path: Path) -> GgufFile:
     if unknown:
         raise ModelLoadError(f"{path} has unexpected tensors: {', '.join(unknown[:4])}")
     if any(each != 1 for each in file.divisors):
-        problem = "RoPE factors for each frequency are not supported by its modules"
-        raise ModelLoadError(f"{path}: {problem}; take the model's safetensors")
+        problem = "transformers' modules do not support RoPE factors for each frequency"
+        raise ModelLoadError(f"{path}: {problem}; use the model's safetensors files")
     return file
 
 
 def _refuse(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     if text.model_type in OWN_ONLY:
         raise ModelLoadError(
-            f"{folder / 'config.json'}: the recurrent states of {text.model_type!r} are kept by "
-            "foretoken's own decoder; serve it without --model-impl transformers"
+            f"{folder / 'config.json'}: only foretoken's own decoder supports the recurrent states "
+            f"of {text.model_type!r}; serve it without --model-impl transformers"
         )
     for each in (config, text):
         if each.model_type in REFUSED:
@@ -191,7 +191,7 @@ def _refuse(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> N
         if getattr(each, "is_encoder_decoder", False):
             raise _refusal(folder, each.model_type, "only decoders are supported")
     if _rope_kind(text) == "dynamic":
-        problem = "the angles of dynamic RoPE depend on the longest sequence of a batch"
+        problem = "the angles of its dynamic RoPE depend on the longest sequence in a batch"
         raise _refusal(folder, text.model_type, problem)
 
 
@@ -317,7 +317,11 @@ def _probed(folder: Path, text: PreTrainedConfig, twin: Any) -> ProbeResult | No
         raise _refusal(folder, text.model_type, str(error)) from None
     except Exception as error:  # Modules that read values cannot run on a meta model.
         kind, problem = text.model_type, one_line(error)
-        logger.info("%s: its attention is inspected once it is loaded (%s)", kind, problem)
+        logger.info(
+            "%s: its attention cannot be inspected before its weights are loaded (%s)",
+            kind,
+            problem,
+        )
         return None
 
 
@@ -394,7 +398,7 @@ def _compare(checkpoint: Checkpoint, twin: Any, text: PreTrainedConfig) -> None:
         raise ModelLoadError(f"{checkpoint.where} cannot be loaded: {one_line(error)}") from error
     for name in found.conversion_errors:  # Conversion errors also count as missing tensors.
         _refuse_odd_experts(checkpoint)
-        raise ModelLoadError(f"{checkpoint.where}: {name} cannot be made of its tensors")
+        raise ModelLoadError(f"{checkpoint.where}: {name} cannot be built from the stored tensors")
     refuse_names(checkpoint, "lacks", found.missing_keys)
     for name, stored, expected in sorted(found.mismatched_keys):
         raise mismatch(checkpoint, name, stored, expected)

@@ -159,7 +159,7 @@ class _Probe:
     ) -> Tensor:
         name = self._names[module]
         if name in self.sites:
-            raise ModelLoadError(f"{name} calls attention twice in a pass; KV pages hold one call")
+            raise ModelLoadError(f"{name} computes attention twice in a pass, which needs two KVs")
         window, max_len = self._reach(name, call.mask)
         sinks = call.sinks if call.sinks is not None else getattr(module, "sinks", None)
         self.sites[name] = AttentionSite(
@@ -185,7 +185,7 @@ class _Probe:
         Either may be None. Raises `ModelLoadError` for another rule.
         """
         if mask is None or mask.shape != (1, 1, 1, 1) or mask.is_floating_point():
-            raise ModelLoadError(f"{name} has no mask, or one of an unknown kind, such as ALiBi")
+            raise ModelLoadError(f"{name} has no mask, or an unknown kind of mask, such as ALiBi")
         function, size = self._rules[int(mask)]
         if _is_causal(function, None, size):
             return None, None

@@ -131,7 +131,7 @@ def hunyuan_moe(fields: Fields) -> DecoderConfig:
     """Hunyuan with experts (arXiv 2411.02265): one shared expert beside the routed ones."""
     chosen = set(fields.integers("moe_topk"))  # one number for all layers, or one per layer
     if len(chosen) != 1:
-        raise fields.unsupported("moe_topk", "that differs by layer is not supported")
+        raise fields.unsupported("moe_topk", "must be the same for all layers")
     layers = with_experts(
         fields,
         windowed(fields, None),
@@ -242,7 +242,7 @@ def with_experts(
     count = fields.positive(next((name for name in counts if fields.has(name)), counts[0]))
     groups, kept = routing.num_groups, routing.kept_groups
     if count % groups or kept > groups or routing.top_k > count // groups * kept:
-        problem = f"{routing.top_k} of {count}, in {kept} of {groups} groups, cannot be chosen"
+        problem = f"{routing.top_k} of {count} experts in {kept} of {groups} groups is impossible"
         raise fields.error("num_experts_per_tok", problem)
     activation = activation_of(fields, "hidden_act", "silu", is_gated=True)
     values = {"activation": activation, **differences}

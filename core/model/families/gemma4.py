@@ -34,7 +34,7 @@ def gemma4(fields: Fields) -> DecoderConfig:
     vocab_size = fields.positive("vocab_size")
     size = fields.integer("hidden_size_per_layer_input", 256)
     if size and fields.positive("vocab_size_per_layer_input", 262144) != vocab_size:
-        raise fields.unsupported("vocab_size_per_layer_input", f"other than {vocab_size}")
+        raise fields.unsupported("vocab_size_per_layer_input", f"must be vocab_size, {vocab_size}")
     if not fields.has("rope_parameters"):
         fields = Fields({**fields.values, "rope_parameters": _ROPES}, fields.where)
     full, local = parse_ropes(fields, max_len=0, theta=1e6, local_theta=1e4, partial=1.0)
@@ -91,10 +91,10 @@ def _listed(fields: Fields, own: HeadSpec, num_layers: int) -> dict[int, HeadSpe
     found, listed = {}, fields.object("per_layer_config")
     for name in listed.values:
         if not name.isdigit() or int(name) >= num_layers:
-            raise listed.unsupported(name, "is no layer's number")
+            raise listed.unsupported(name, "is not the number of a layer")
         given = listed.object(name)
         for other in given.values.keys() - {"num_key_value_heads", "head_dim"}:
-            raise given.unsupported(other, "of a layer is not supported")
+            raise given.unsupported(other, "is not supported for a layer")
         found[int(name)] = HeadSpec(
             own.num_heads,
             given.positive("num_key_value_heads", own.num_kv_heads),
@@ -113,11 +113,14 @@ def _sharing(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, 
     width = wider * fields.positive("intermediate_size")
     last = {layer.window: index for index, layer in enumerate(layers[:first])}
     if not {layer.window for layer in layers} <= last.keys():
-        raise fields.error(name, f"{count} leaves no layer of a kind that keeps keys and values")
+        raise fields.error(
+            name,
+            f"is {count}, which leaves a kind of layers without one that keeps keys and values",
+        )
     for index, layer in enumerate(layers[first:], first):
         source = last[layer.window]
         if layer.heads != layers[source].heads:
-            why = f"layer {index} and layer {source} share keys, but their heads differ in shape"
+            why = f"lets layers {index} and {source} share KV, but their heads differ in shape"
             raise fields.error(name, why)
     shared = (replace(layer, kv_of=last[layer.window], width=width) for layer in layers[first:])
     return (*layers[:first], *shared)
@@ -136,5 +139,7 @@ def _with_experts(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerS
         beside=BesideNames(),
     )
     if spec.routing.top_k > spec.count:
-        raise fields.error("top_k_experts", f"{spec.routing.top_k} of {spec.count}")
+        raise fields.error(
+            "top_k_experts", f"is {spec.routing.top_k}, but there are only {spec.count} experts"
+        )
     return tuple(replace(layer, experts=spec) for layer in layers)

@@ -101,7 +101,7 @@ def olmo_hybrid(fields: Fields) -> DecoderConfig:
 def _config(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderConfig:
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
-        raise fields.error("hidden_act", f"{activation!r} is not supported; silu is")
+        raise fields.error("hidden_act", f"{activation!r} is not supported; only silu is")
     width = fields.integer("shared_expert_intermediate_size", 1)  # All layers may have experts.
     defaults = {"max_position_embeddings": _DEFAULT_MAX_LEN, "intermediate_size": width}
     return base_config(
@@ -127,7 +127,7 @@ def _shape(fields: Fields) -> RecurrentShape:
     num_key_heads = fields.positive("linear_num_key_heads", 16)
     num_value_heads = fields.positive("linear_num_value_heads", 32)
     if num_value_heads % num_key_heads:
-        problem = f"{num_value_heads} is no multiple of linear_num_key_heads, {num_key_heads}"
+        problem = f"is {num_value_heads}, not a multiple of linear_num_key_heads, {num_key_heads}"
         raise fields.error("linear_num_value_heads", problem)
     conv_len = fields.positive("linear_conv_kernel_dim", 4)
     if conv_len < 2:
@@ -150,9 +150,9 @@ def _full_layers(fields: Fields) -> tuple[bool, ...]:
         types = [_KINDS[(layer + 1) % every != 0] for layer in range(num_layers)]
     is_known = isinstance(types, list) and all(kind in _KINDS for kind in types)
     if not is_known or len(types) != num_layers:
-        raise fields.error("layer_types", f"must be {num_layers} of {', '.join(_KINDS)}")
+        raise fields.error("layer_types", f"must list {num_layers} kinds of {', '.join(_KINDS)}")
     if _KINDS[0] not in types:
-        raise fields.error("layer_types", f"without any {_KINDS[0]} is not supported")
+        raise fields.error("layer_types", f"must have at least one {_KINDS[0]}")
     return tuple(kind == _KINDS[0] for kind in types)
 
 

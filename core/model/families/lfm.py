@@ -108,10 +108,12 @@ def _kinds(fields: Fields) -> list[str]:
         full = fields.integers("full_attn_idxs") if has_indices else range(num_layers)
         types = [_KINDS[layer not in full] for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers:
-        raise fields.error("layer_types", f"must be {num_layers} of {', '.join(_KINDS)}")
+        raise fields.error("layer_types", f"must list {num_layers} kinds of {', '.join(_KINDS)}")
     unknown = next((kind for kind in types if kind not in _KINDS), None)
     if unknown is not None:
-        raise fields.error("layer_types", f"has {unknown!r}, which is none of {', '.join(_KINDS)}")
+        raise fields.error(
+            "layer_types", f"has {unknown!r}, which is not one of {', '.join(_KINDS)}"
+        )
     if _KINDS[0] not in types:
-        raise fields.error("layer_types", f"without any {_KINDS[0]} is not supported")
+        raise fields.error("layer_types", f"must have at least one {_KINDS[0]}")
     return types

@@ -156,7 +156,9 @@ def bamba(fields: Fields) -> DecoderConfig:
     num_layers = fields.positive("num_hidden_layers")
     beyond = sorted(layer for layer in attending if not 0 <= layer < num_layers)
     if beyond:
-        raise fields.error("attn_layer_indices", f"has {beyond[0]}, of {num_layers} layers")
+        raise fields.error(
+            "attn_layer_indices", f"has {beyond[0]}, but the model has only {num_layers} layers"
+        )
     mamba = LayerSpec(mixer=_bamba_spec(fields))
     layers = tuple(LayerSpec() if layer in attending else mamba for layer in range(num_layers))
     return base_config(
@@ -249,7 +251,7 @@ def _with_attention(
     fields: Fields, name: str, layers: tuple[LayerSpec, ...]
 ) -> tuple[LayerSpec, ...]:
     if not any(layer.has_attention for layer in layers):
-        raise fields.error(name, f"without any {_ATTENTION} is not supported")
+        raise fields.error(name, f"must have at least one {_ATTENTION}")
     return layers
 
 
@@ -270,11 +272,13 @@ def _found_kinds(fields: Fields, known: Sequence[str]) -> list[str]:
     for layer, kind in enumerate(found):
         if names.get(str(kind)) not in known:
             supported = ", ".join(each for each, kind in names.items() if kind in known)
-            problem = f"has {kind!r} as layer {layer}, which is none of {supported}"
+            problem = f"has {kind!r} for layer {layer}, which is not one of {supported}"
             raise fields.error(name, problem)
     num_layers = fields.integer("num_hidden_layers", len(found))
     if len(found) != num_layers:
-        raise fields.error(name, f"names {len(found)} layers, num_hidden_layers {num_layers}")
+        raise fields.error(
+            name, f"names {len(found)} layers, but num_hidden_layers is {num_layers}"
+        )
     return [names[kind] for kind in found]
 
 
@@ -285,14 +289,14 @@ def _spec(fields: Fields, names: _Names) -> Mamba2Spec:
     """Return Mamba-2's spec from fields that have values or defaults."""
     num_heads, num_groups = fields.positive(names.heads), fields.positive(names.groups)
     if num_heads % num_groups:
-        problem = f"{num_heads} is no multiple of {names.groups}, {num_groups}"
+        problem = f"is {num_heads}, not a multiple of {names.groups}, {num_groups}"
         raise fields.error(names.heads, problem)
     conv_len = fields.positive(names.conv_len)
     if conv_len < 2:
         raise fields.error(names.conv_len, f"must be at least 2, not {conv_len}")
     activation = fields.text(names.activation, "silu")
     if activation != "silu":
-        raise fields.error(names.activation, f"{activation!r} is not supported; silu is")
+        raise fields.error(names.activation, f"{activation!r} is not supported; only silu is")
     _refuse_limits(fields)
     return Mamba2Spec(
         RecurrentShape(
@@ -333,9 +337,9 @@ def _factors(fields: Fields, name: str, count: int) -> list[float]:
 
 
 def _bamba_spec(fields: Fields, width: int | None = None) -> Mamba2Spec:
-    """Return Mamba-2's spec of Bamba, and of families with the same field names.
+    """Return the Mamba-2 spec of Bamba, and of families with the same field names.
 
-    ``width``: of all heads; None: ``mamba_expand`` times the hidden size.
+    ``width``: width of all heads together; None: ``mamba_expand`` times the hidden size.
     """
     fields = with_defaults(fields, _BAMBA_DEFAULTS)
     num_heads, of = fields.positive(_BAMBA.heads), "mamba_d_ssm"
@@ -346,7 +350,9 @@ def _bamba_spec(fields: Fields, width: int | None = None) -> Mamba2Spec:
         fields = Fields({**fields.values, _BAMBA.value_dim: width // num_heads}, fields.where)
     value_dim = fields.positive(_BAMBA.value_dim)
     if num_heads * value_dim != width:
-        problem = f"{num_heads} of {_BAMBA.value_dim} {value_dim} do not make {of}, {width}"
+        problem = (
+            f"is {num_heads}, but times {_BAMBA.value_dim}, {value_dim}, it must be {of}, {width}"
+        )
         raise fields.error(_BAMBA.heads, problem)
     return _spec(fields, _BAMBA)
 
@@ -360,7 +366,7 @@ def _refuse_limits(fields: Fields) -> None:
         raise fields.error("time_step_limit", "must be two numbers")
     low, high = (_as_float(limit) for limit in limits)
     if low != 0.0 or high != math.inf:
-        problem = f"from {low} to {high} is not supported: 0 to Infinity is"
+        problem = f"must be from 0 to Infinity, not from {low} to {high}"
         raise fields.error("time_step_limit", problem)
 
 
@@ -380,7 +386,9 @@ def _as_float(value: object) -> float:
 def _nemotron_experts(fields: Fields) -> LayerSpec:
     """Return a layer of experts without gates, a shared one included, with DeepSeek V3's router."""
     if fields.has("moe_latent_size"):
-        raise fields.error("moe_latent_size", "is not supported: experts that read fewer items")
+        raise fields.error(
+            "moe_latent_size", "is not supported: the experts would read projected inputs"
+        )
     names = ExpertNames(
         mlp=_UNGATED, shared_mlp=_UNGATED, choice_bias="mlp.gate.e_score_correction_bias"
     )

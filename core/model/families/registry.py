@@ -94,7 +94,9 @@ def parse_config(fields: Fields) -> DecoderConfig:
     family = MODEL_FAMILIES.get(model_type) or TEXT_FAMILIES.get(model_type)
     if family is None:
         supported = ", ".join(sorted(MODEL_FAMILIES))
-        raise fields.unsupported("model_type", f"{model_type!r} is not supported; {supported} are")
+        raise fields.unsupported(
+            "model_type", f"{model_type!r} is not supported; supported: {supported}"
+        )
     _refuse_unsupported(fields)
     try:
         return _check(family(fields), fields)
@@ -108,14 +110,14 @@ def _refuse_unsupported(fields: Fields) -> None:
     """Raise `ModelLoadError` for settings that would silently be computed wrongly."""
     read_scheme(fields)
     if fields.flag("is_encoder_decoder", False):
-        raise fields.error("is_encoder_decoder", "is not supported: decoders only")
+        raise fields.error("is_encoder_decoder", "is not supported: only decoders are")
 
 
 def _check(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     for layer in range(config.num_layers):
         num_heads, num_kv_heads, head_dim = config.heads_of(layer)
         if num_heads % num_kv_heads:
-            problem = f"{num_kv_heads} does not divide {num_heads} attention heads"
+            problem = f"is {num_kv_heads}, which does not divide {num_heads} attention heads"
             raise fields.error("num_key_value_heads", problem)
         if head_dim % 2:
             raise fields.error("head_dim", f"must be even, not {head_dim}")

@@ -112,7 +112,9 @@ def qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     first = fields.integer("max_window_layers", 28)
     kinds = kinds_of(fields, (layer >= first for layer in range(num_layers)))
     if window is None and fields.has("layer_types") and any(kinds):
-        raise fields.error("sliding_window", "is missing, though layer_types has sliding layers")
+        raise fields.error(
+            "sliding_window", "is missing, but layer_types has sliding-window layers"
+        )
     return tuple(LayerSpec(window=window if is_sliding else None) for is_sliding in kinds)
 
 
@@ -126,7 +128,7 @@ def sliding(
     num_layers = fields.positive("num_hidden_layers")
     kinds = kinds_of(fields, ((layer + 1) % pattern != 0 for layer in range(num_layers)))
     if any(kinds) and fields.values.get("sliding_window", window) is None:
-        raise fields.error("sliding_window", "is missing, though there are sliding layers")
+        raise fields.error("sliding_window", "is missing, but some layers have sliding windows")
     sliding = LayerSpec(window=fields.positive("sliding_window", window), rope=local)
     return tuple(sliding if is_sliding else LayerSpec() for is_sliding in kinds)
 
@@ -144,7 +146,7 @@ def kinds_of(fields: Fields, default: Iterable[bool]) -> tuple[bool, ...]:
     num_layers = fields.positive("num_hidden_layers")
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
-        raise fields.error("layer_types", f"must be {num_layers} of {', '.join(known)}")
+        raise fields.error("layer_types", f"must list {num_layers} kinds of {', '.join(known)}")
     return tuple(name == "sliding_attention" for name in types)
 
 
@@ -173,7 +175,7 @@ def activation_of(fields: Fields, field: str, default: str, *, is_gated: bool) -
     kind = _ACTIVATIONS.get(name)
     if kind is None:
         supported = ", ".join(_ACTIVATIONS)
-        raise fields.unsupported(field, f"{name!r} is not supported; {supported} are")
+        raise fields.unsupported(field, f"{name!r} is not supported; supported: {supported}")
     return Activation(kind, is_gated)
 
 
@@ -182,5 +184,5 @@ def _dtype(fields: Fields) -> DtypeName:
     name = fields.text("dtype", fields.text("torch_dtype", "float32"))
     if name not in get_args(DtypeName):
         supported = ", ".join(get_args(DtypeName))
-        raise fields.error("dtype", f"{name!r} is not supported; {supported} are")
+        raise fields.error("dtype", f"{name!r} is not supported; supported: {supported}")
     return cast(DtypeName, name)

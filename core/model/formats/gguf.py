@@ -47,7 +47,7 @@ _ROW = "moe_statics.e_score_correction_bias"  # transformers has a matrix of one
 _CONV = (
     "conv1d.weight",
     "conv.conv.weight",
-)  # transformers has a dimension of one channel per group
+)  # transformers stores an additional dimension of size 1
 _LOG = ("linear_attn.A_log", "mamba.A_log")
 _FLAT = ("mamba.A_log", "mamba.D", "mamba.norm.weight")  # The files have matrices.
 _GATED_NORM = "linear_attn.norm.weight"  # This norm has no offset, unlike the others.
@@ -79,7 +79,7 @@ class GgufFile:
             self.values = self._values()
             self._sources = self._find_sources()
         except _MISFITS as error:
-            problem = f"its metadata do not fit together ({type(error).__name__}: {error})"
+            problem = f"its metadata contradict each other ({type(error).__name__}: {error})"
             raise ModelLoadError(f"{file} is damaged: {problem}") from error
         self._refuse_types()
 
@@ -162,8 +162,8 @@ class GgufFile:
             raise ModelLoadError(f"{self.where}: {message}; serve it with llama.cpp")
         if found is None:
             supported = ", ".join(sorted(ARCHITECTURES))
-            message = f"architecture {name!r} is not supported; {supported} are"
-            raise ModelLoadError(f"{self.where}: {message}; take the model's safetensors")
+            message = f"architecture {name!r} is not supported; supported: {supported}"
+            raise ModelLoadError(f"{self.where}: {message}; use the model's safetensors files")
         return found
 
     def _values(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class GgufFile:
         vocab_size = int(embedding.shape[1])
         num_blocks, num_tensors = meta.number("block_count"), len(self._tensors)
         if not isinstance(num_blocks, int) or not 1 <= num_blocks <= num_tensors:
-            raise meta.error(f"block_count is {num_blocks}, and the file has {num_tensors} tensors")
+            raise meta.error(f"block_count is {num_blocks}, but the file has {num_tensors} tensors")
         values = {
             "model_type": self._architecture.model_type,
             "vocab_size": vocab_size,
@@ -418,7 +418,7 @@ def _read_matrix(tensor: GgufTensor, index: int) -> QuantizedWeight:
 
 
 def _first(counts: list[int]) -> int:
-    """Return the first nonzero count of a layer; 0 if all are 0."""
+    """Return the first nonzero item of ``counts``, which has one per layer; 0 without one."""
     return next((count for count in counts if count), 0)
 
 

@@ -263,7 +263,7 @@ ALIASES = {
     "xverse": "llama",
 }  # fmt: skip
 _STATE = "the names of its recurrent layers' tensors in GGUF files are not known"
-_ALIBI = "its scores are biased by distance (ALiBi)"
+_ALIBI = "its attention scores depend on the distance (ALiBi)"
 _NO_DECODER = "it does not predict text token by token"
 # These architectures are refused even if the names of their tensors are known.
 REFUSED = dict.fromkeys(
@@ -280,7 +280,7 @@ REFUSED = dict.fromkeys(
     ),
     _NO_DECODER,
 )  # fmt: skip
-REFUSED |= {"bloom": _ALIBI, "mpt": _ALIBI, "glm-dsa": "an indexer chooses the keys of each row"}
+REFUSED |= {"bloom": _ALIBI, "mpt": _ALIBI, "glm-dsa": "an indexer selects the keys of each query"}
 
 
 def architecture_of(name: str, meta: Metadata) -> Architecture | None:

@@ -14,8 +14,8 @@ from .files import gguf_parts, shown_names
 from .gguf_reader import GgufReader, SkippedArray, open_gguf
 
 _OTHERS = {
-    "adapter": "a LoRA adapter, not a model: serve its base model; --lora takes an adapter as a"
-    " folder with an adapter_config.json",
+    "adapter": "a LoRA adapter, not a model: serve its base model, and give --lora the adapter as"
+    " a folder with an adapter_config.json",
     "mmproj": "the image part of a model (mmproj), not a model: name the GGUF file of the model",
     "imatrix": "an importance matrix, not a model",
     "vocab": "a vocabulary, not a model",
@@ -36,7 +36,7 @@ def open_parts(file: Path) -> list[GgufReader]:
     if kind == "model" and reader.get("general.architecture") == "clip":
         kind = "mmproj"
     if kind != "model":
-        what = _OTHERS.get(kind, f"no model: its general.type is {kind!r}")
+        what = _OTHERS.get(kind, f"not a model: its general.type is {kind!r}")
         raise ModelLoadError(f"{file} is {what}")
     count = reader.get("split.count") or 1
     return [reader] if count == 1 else _split_parts(file, count)
@@ -45,7 +45,7 @@ def open_parts(file: Path) -> list[GgufReader]:
 def _split_parts(file: Path, count: int) -> list[GgufReader]:
     parts, one = gguf_parts(file), f"{file} is one of {count} parts of a model"
     if len(parts) != count:
-        raise ModelLoadError(f"{one}: its name must end as that of NAME-00001-of-00003.gguf does")
+        raise ModelLoadError(f"{one}: its name must have the form NAME-00001-of-00003.gguf")
     if missing := [part.name for part in parts if not part.exists()]:
         raise ModelLoadError(f"{one}; missing in its folder: {shown_names(missing)}")
     readers = [open_gguf(part) for part in parts]
@@ -53,7 +53,7 @@ def _split_parts(file: Path, count: int) -> list[GgufReader]:
     num_tensors = sum(len(each.tensors) for each in readers)
     named = readers[0].get("split.tensors.count") or num_tensors
     if found != [(number, count) for number in range(count)] or named != num_tensors:
-        raise ModelLoadError(f"{one}, but the files in its folder are not all of them")
+        raise ModelLoadError(f"{one}, but the files in its folder do not belong together")
     return readers
 
 
@@ -109,7 +109,7 @@ class Metadata:
         if not isinstance(found, (list, SkippedArray)):
             return [int(self.optional(name, 0))]
         if isinstance(found, SkippedArray) or not all(isinstance(each, int) for each in found):
-            raise self.error(f"{self.architecture}.{name} must have a whole number for each layer")
+            raise self.error(f"{self.architecture}.{name} must have an integer for each layer")
         return [int(each) for each in found] or [0]
 
     def has_tensor(self, name: str) -> bool:
@@ -122,7 +122,7 @@ class Metadata:
         if found is None:
             return []
         if found.tensor_type != GgmlType.F32 or len(found.shape) != 1:
-            raise self.error(f"{name} must be a list of numbers in F32")
+            raise self.error(f"{name} must be one-dimensional and have type F32")
         return [float(each) for each in found.data.tolist()]
 
     def end_tokens(self) -> list[int]:

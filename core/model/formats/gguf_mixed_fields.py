@@ -97,7 +97,9 @@ def falcon_h1(meta: Metadata) -> dict[str, Any]:
     and the factor of the logits is not stored.
     """
     if not meta.has_tensor("output.weight"):
-        raise meta.error("without output.weight (tied embeddings), the scale of logits is unknown")
+        raise meta.error(
+            "output.weight is missing (tied embeddings), so the scale of the logits is unknown"
+        )
     found = _mamba(meta)
     del found["layer_types"]
     return found | {

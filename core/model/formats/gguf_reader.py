@@ -191,7 +191,7 @@ def _opened(file: Path, mtime_ns: int, size: int) -> GgufReader:  # noqa: ARG001
 def unsupported_type(file: Path, kind: str, names: Iterable[str]) -> ModelLoadError:
     """Return the error for tensors of an unsupported type."""
     return ModelLoadError(
-        f"{file}: the quantisation {kind} of {shown_names(list(names))} is not supported; take "
+        f"{file}: the quantisation {kind} of {shown_names(list(names))} is not supported; use "
         "another file of the model"
     )
 
@@ -229,7 +229,7 @@ class _Cursor:
         """Return a count of items that take at least ``least`` bytes each."""
         found: int = self.number("Q", f"the number of {what}")
         if found * least > self.left:
-            raise _DamagedError(f"it names {found:,} {what}, but {self.left:,} bytes are left")
+            raise _DamagedError(f"it declares {found:,} {what}, but {self.left:,} bytes are left")
         return found
 
     def text(self, what: str) -> bytes:
@@ -242,7 +242,9 @@ class _Cursor:
         for _ in range(count):
             at += 8 + int.from_bytes(data[at : at + 8], "little")
             if at > end:
-                raise _DamagedError(f"a text of {what} ends at byte {at:,} of {end:,}")
+                raise _DamagedError(
+                    f"a string of {what} ends at byte {at:,}, but the file has {end:,}"
+                )
         self.at = at
 
     def name(self, what: str) -> str:
@@ -252,7 +254,7 @@ class _Cursor:
             raise _DamagedError(f"{what} has {length:,} bytes, more than {_MOST_NAME_BYTES}")
         found = str(self.take(length, what), "utf-8", "replace")
         if not found.isprintable() or "\ufffd" in found:
-            raise _DamagedError(f"{what} is not a printable text in UTF-8")
+            raise _DamagedError(f"{what} is not printable UTF-8 text")
         return found
 
 
@@ -271,15 +273,15 @@ def _read_start(cursor: _Cursor) -> int:
     """Read the start of a file and return its number of tensors."""
     begin = bytes(cursor.data[: len(_LFS)])
     if begin == _LFS:
-        raise _DamagedError("it is a pointer of Git LFS, in place of the file: fetch that")
+        raise _DamagedError("it is a Git LFS pointer instead of the file; run git lfs pull")
     if begin[:4] != _MAGIC:
-        raise _DamagedError(f"it is no GGUF file: it begins with {begin[:4]!r}")
+        raise _DamagedError(f"it is not a GGUF file: it begins with {begin[:4]!r}")
     cursor.at = 4
     version: int = cursor.number("I", "the version")
     if version & 0xFFFF == 0:
-        raise _DamagedError("it is of a big-endian machine, or its version is 0")
+        raise _DamagedError("it was written by a big-endian machine, or its version is 0")
     if version not in _VERSIONS:
-        raise _DamagedError(f"version {version} of the format is not supported, 2 and 3 are")
+        raise _DamagedError(f"format version {version} is not supported; only 2 and 3 are")
     return cursor.count("tensors", _LEAST_TENSOR)
 
 
@@ -288,7 +290,7 @@ def _read_values(cursor: _Cursor, count: int) -> dict[str, Any]:
     for number in range(count):
         name = cursor.name(f"the name of value {number}")
         if name in found:
-            raise _DamagedError(f"{name} is there twice")
+            raise _DamagedError(f"{name} occurs twice")
         found[name] = _read_value(cursor, name, cursor.number("I", f"the type of {name}"))
     return found
 
@@ -328,7 +330,7 @@ def _read_entries(cursor: _Cursor, count: int) -> list[_TensorEntry]:
     for number in range(count):
         name = cursor.name(f"the name of tensor {number}")
         if name in found:
-            raise _DamagedError(f"the tensor {name} is there twice")
+            raise _DamagedError(f"the tensor {name} occurs twice")
         num_dimensions: int = cursor.number("I", f"the dimensions of {name}")
         if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
             raise _DamagedError(f"{name} has {num_dimensions} dimensions, not 1 to 4")

@@ -22,7 +22,7 @@ from ...ops.quantize import GROUP, QuantizedStack, QuantizedWeight, StoredWeight
 from ..description.fields import Fields
 from .files import TensorEntry
 
-INSTEAD = "take the plain weights with --quantize int8 or int4, or a GGUF file"
+INSTEAD = "use the unquantised weights with --quantize int8 or int4, or a GGUF file"
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # index of each output's nibble among eight
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 # Scales of activations, keys and values are skipped: this engine rounds these itself or not at all.
@@ -99,7 +99,7 @@ def _parse(fields: Fields) -> Scheme:
     reader = _METHODS.get(method)
     if reader is None:
         known = ", ".join(_METHODS)
-        raise _refused(fields, f"quant_method {method!r} is not supported; {known} are")
+        raise _refused(fields, f"quant_method {method!r} is not supported; supported: {known}")
     return reader(fields)
 
 
@@ -198,7 +198,7 @@ def _stems(entries: Entries, suffix: str) -> list[str]:
 def _matrix(entries: Entries, name: str) -> tuple[int, int]:
     shape = entries[name].shape
     if len(shape) != 2:
-        raise ValueError(f"{name} has shape {list(shape)}, which is no matrix")
+        raise ValueError(f"{name} has shape {list(shape)}, but must be a matrix")
     return shape[0], shape[1]
 
 
@@ -212,9 +212,9 @@ class _Awq:
         bits = fields.integer("bits", fields.integer("w_bit", 4))
         version = fields.text("version", "gemm").lower()
         if bits != 4:
-            raise _refused(fields, f"AWQ of {bits} bits is not supported; 4 bits are")
+            raise _refused(fields, f"AWQ of {bits} bits is not supported; only 4 bits are")
         if version not in ("gemm", "exllama", "ipex"):
-            raise _refused(fields, f"AWQ's version {version!r} is not supported; gemm is")
+            raise _refused(fields, f"AWQ's version {version!r} is not supported; only gemm is")
         self.label = "AWQ, 4 bits"
 
     def gather(self, stored: Stored) -> dict[str, QuantizedTensor]:
@@ -247,10 +247,13 @@ class _Gptq:
         self._bits = fields.integer("bits", 4)
         layout = fields.text("checkpoint_format", "gptq").lower()
         if self._bits not in (2, 4, 8):
-            raise _refused(fields, f"GPTQ of {self._bits} bits is not supported; 2, 4 and 8 are")
+            raise _refused(
+                fields, f"GPTQ of {self._bits} bits is not supported; supported: 2, 4, 8"
+            )
         if layout not in ("gptq", "gptq_v2"):
             raise _refused(
-                fields, f"GPTQ's checkpoint_format {layout!r} is not supported; gptq, gptq_v2 are"
+                fields,
+                f"GPTQ's checkpoint_format {layout!r} is not supported; supported: gptq, gptq_v2",
             )
         self._less = int(layout == "gptq")  # The first version stores zeros minus one.
         self.label = f"GPTQ, {self._bits} bits"
@@ -267,7 +270,7 @@ class _Gptq:
             if "g_idx" not in parts:
                 _group_count(inputs, scales[0], stem)
             elif entries[parts["g_idx"]].shape != (inputs,):
-                raise ValueError(f"{stem}: its g_idx does not name a group for each input")
+                raise ValueError(f"{stem}: its g_idx does not have a group for each input")
             found[f"{stem}.weight"] = QuantizedTensor((outputs, inputs), parts, self._value)
         return found
 
@@ -309,7 +312,9 @@ class _CompressedTensors:
         formats |= {str(group["format"]) for group in groups if group.get("format")}
         for name in sorted(formats - set(self._FORMATS)):
             known = ", ".join(self._FORMATS)
-            raise _refused(fields, f"compressed-tensors' {name!r} is not supported; {known} are")
+            raise _refused(
+                fields, f"compressed-tensors' {name!r} is not supported; supported: {known}"
+            )
         if fields.object("sparsity_config").text("format", "dense") != "dense":
             raise _refused(fields, "compressed-tensors' sparsity_config is not supported")
         weights = [group.get("weights") or {} for group in groups]
@@ -375,7 +380,7 @@ class _CompressedTensors:
         parts = _roles(stem, entries, ("weight", "weight_scale", "weight_zero_point"), 2)
         name = parts["weight"]
         if entries[name].dtype not in ("I8", *_FLOAT8):
-            raise ValueError(f"{name} has dtype {entries[name].dtype} in addition to a scale")
+            raise ValueError(f"{name} has a scale, but dtype {entries[name].dtype}")
         rows, columns = _matrix(entries, name)
         block = _block_of(entries[parts["weight_scale"]].shape, (rows, columns), self._block, name)
 

@@ -123,7 +123,7 @@ class TensorFiles:
     def read_integers(self, name: str) -> Tensor:
         """Return an int64 tensor that is not a weight. Raises `ModelLoadError` if it is missing."""
         if name not in self._integers:
-            raise ModelLoadError(f"{self._folder} lacks tensors: {name} of int64")
+            raise ModelLoadError(f"{self._folder} lacks tensors: {name} (int64)")
         return self._read(name)
 
     def _read(self, name: str) -> Tensor:
@@ -140,7 +140,9 @@ class TensorFiles:
         entries = _read_header(file)
         absent = sorted(set(names or ()) - set(entries))
         if absent:
-            raise ModelLoadError(f"{file} lacks {absent[0]}, which {INDEX_FILE} places there")
+            raise ModelLoadError(
+                f"{file} lacks {absent[0]}, which should be there according to {INDEX_FILE}"
+            )
         placed = {name: each for name, each in entries.items() if names is None or name in names}
         self._integers |= {name: each for name, each in placed.items() if each.dtype == "I64"}
         self.entries |= {
@@ -184,7 +186,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
     if pickles:
         raise ModelLoadError(
-            f"{folder} holds {pickles[0].name}, a pickle that could run any code; "
+            f"{folder} has {pickles[0].name}, a pickle file, which could run any code; "
             "only safetensors are loaded"
         )
     raise ModelLoadError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
@@ -219,7 +221,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{file} is damaged: {error}") from error
     if not isinstance(header, dict):
-        raise ModelLoadError(f"{file} is damaged: its header is no JSON object")
+        raise ModelLoadError(f"{file} is damaged: its header is not a JSON object")
     space = size - 8 - length
     return {
         name: _entry(file, name, value, space)

@@ -26,7 +26,7 @@ from ...ops.weights import Activation, HeadLayout
 from ..description.rope import Still
 
 PAGE_SIZE = 16  # rows
-LEAST_ROWS = 128  # rows of a sequence; torch computes windows, which are shorter
+LEAST_ROWS = 128  # shortest sequence, in rows, for the kernels; torch computes short windows
 _SILU, _GELU = Activation("silu", gated=False), Activation("gelu_tanh", gated=False)
 _ACTIVATIONS: dict[type[nn.Module], Activation] = {
     nn.SiLU: _SILU,
@@ -37,7 +37,7 @@ _ACTIVATIONS: dict[type[nn.Module], Activation] = {
 
 
 class _Shape(NamedTuple):
-    """Sizes of a plan."""
+    """Sizes that determine a pass's plan."""
 
     num_sequences: int
     num_rows: int  # rows of each sequence

@@ -65,13 +65,13 @@ def vision_support(path: Path) -> VisionSupport:
         return VisionSupport()
     model_type = Fields(values, str(path / "config.json")).text("model_type")
     if model_type == "gemma4" and values.get("text_config", {}).get("pad_token_id", 0) != 0:
-        why = "rows of images have the inputs of the padding token, and it is not token 0"
+        why = "image rows use the padding token's inputs, which must be token 0"
         return VisionSupport(model_type, why)
     if model_type in MODEL_TYPES:
         return VisionSupport(model_type)
     served = ", ".join(MODEL_TYPES)
     return VisionSupport(
-        model_type, f"images of {model_type} are not supported; of {served} they are"
+        model_type, f"images are not supported for {model_type}; supported: {served}"
     )
 
 
@@ -121,7 +121,8 @@ class Vision:
         found = self._compute({each.name: _tensor(each) for each in image.inputs})
         if len(found) != image.num_rows:
             raise ValueError(
-                f"the image tower gives {len(found)} vectors for {image.num_rows} rows of a prompt"
+                f"the image tower returned {len(found)} vectors for an image of {image.num_rows} "
+                "rows"
             )
         self._keep(image.key, found)
         return found
@@ -159,7 +160,9 @@ def load_vision(
     reason = support.reason
     if support.is_served:
         if not isinstance(decoder, OwnDecoder):
-            reason = "images need foretoken's own decoder, and transformers' modules compute it"
+            reason = (
+                "images need foretoken's own decoder, but transformers' modules compute the model"
+            )
         else:
             reason = _unsupported(support.model_type, decoder)
     if reason:
@@ -188,7 +191,7 @@ def load_vision(
         return torch.cat(vectors, dim=1).to(dtype)
 
     logger.info(
-        "%s: images by transformers' %s, %.3g million parameters",
+        "%s: transformers' %s encodes images, with %.3g million parameters",
         path.name, type(model).__name__, num_parameters / 1e6,
     )  # fmt: skip
     return Vision(
@@ -215,11 +218,11 @@ def _unsupported(model_type: str, decoder: OwnDecoder) -> str:
     """Return why images of a type are not served with this text model; "" if they are."""
     on_cpu, config = decoder.device.type == "cpu", decoder.config
     if config.fold.embed_scale != 1.0 and model_type not in SOFT_TYPES:
-        return f"its text model, {config.model_type}, scales the vectors of images"
+        return f"its text model, {config.model_type}, would scale the vectors of images"
     if model_type in GRID_TYPES and not on_cpu:
-        return "positions of three axes are supported on the CPU only"
+        return "RoPE positions on three axes are supported on the CPU only"
     if any(layer.is_mutual for layer in config.layers) and not on_cpu:
-        return "images whose rows see each other are supported on the CPU only"
+        return "images whose rows attend to each other are supported on the CPU only"
     return ""
 
 
@@ -307,7 +310,9 @@ def _load_tower(folder: Path, dtype: torch.dtype, *, has_weights: bool) -> Any: 
     except ModelLoadError:
         raise
     except Exception as error:
-        raise ModelLoadError(f"{folder}: the image tower: {one_line(error)}") from error
+        raise ModelLoadError(
+            f"{folder}: the image tower cannot be loaded: {one_line(error)}"
+        ) from error
     missing = sorted(name for name in report["missing_keys"] if _is_seen(found, name))
     if missing:
         raise ModelLoadError(f"{folder} lacks tensors of the image tower: {', '.join(missing[:4])}")

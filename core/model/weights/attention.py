@@ -74,7 +74,7 @@ class Attention(Mixer):
     def pack(self, packer: Packer) -> AttentionWeights:
         config, spec = self._config, self._config.layers[self._index]
         place = packer.layout.places[self._index]
-        assert place is not None, "a layer with attention has a place in the pages"
+        assert place is not None, "a layer with attention must have a place in the KV pages"
         return AttentionWeights(
             qkv=packer.linear(self.qkv),
             head_norm=self._head_norm(packer) if self.head_norms else None,

@@ -60,7 +60,7 @@ class Latent(Mixer):
     @override
     def pack(self, packer: Packer) -> LatentWeights:
         place = packer.layout.places[self._index]
-        assert place is not None, "a layer with attention has a place in the pages"
+        assert place is not None, "a layer with attention must have a place in the KV pages"
         keys, values = self._heads(packer)
 
         def norm(weight: TensorSpec) -> Norm:

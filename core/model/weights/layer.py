@@ -68,7 +68,7 @@ class Layer(LayerPart):
         mlp = None if self.mlp is None else self.mlp.pack(packer, packer.comm)
         mlp_out_norm, extras = optional(packer.norm, self.mlp_out_norm), None
         if self.extras is not None:
-            assert mlp_out_norm is not None, "Gemma 4 has such a norm"
+            assert mlp_out_norm is not None, "Gemma 4 must have a norm after the MLP"
             extras, mlp_out_norm = self.extras.pack(packer, mlp_out_norm, experts), None
         return LayerWeights(
             mixer_norm=optional(packer.norm, self.mixer_norm),

@@ -38,9 +38,9 @@ def _trusted(asked: Path) -> Path:
         return asked
     own = Path(tempfile.gettempdir()) / f"foretoken-{os.geteuid()}"
     own.mkdir(exist_ok=True, mode=0o700)
-    if also := f"{own} is a link" if own.is_symlink() else whoever_writes(own):
+    if also := f"{own} is a symbolic link" if own.is_symlink() else whoever_writes(own):
         raise PermissionError(f"{why}, and {also}")
-    logger.warning("%s is not used as the cache, but %s: %s", asked, own, why)
+    logger.warning("not using %s as the cache folder, but %s: %s", asked, own, why)
     return own
 
 

@@ -133,10 +133,10 @@ class Stopwatch(Protocol):
     """
 
     def start(self) -> None:
-        """Begin after all work launched so far."""
+        """Start the timer once all work launched so far is done."""
 
     def stop(self) -> None:
-        """End after all work launched since the start."""
+        """Stop the timer once all work launched since the start is done."""
 
     def seconds(self) -> float:
         """Return the seconds from start to stop; waits until the device has reached the stop."""

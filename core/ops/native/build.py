@@ -103,7 +103,7 @@ def tiles_permitted() -> bool:
     if not permitted and _NEEDED["amx"] <= cpu_flags():
         error = os.strerror(ctypes.get_errno())
         logger.warning(
-            "Linux does not permit the use of AMX (%s): the AVX-512 kernels are used", error
+            "Linux does not permit the use of AMX (%s): using the AVX-512 kernels", error
         )
     return permitted
 
@@ -118,7 +118,7 @@ def engine_variants() -> tuple[Variant, ...]:
     if requested == "auto":
         found = tuple(variant for variant in variants() if variant != "scalar")
         if not found:
-            raise NativeBuildError(f"no kernels for this CPU ({platform.machine()})")
+            raise NativeBuildError(f"there are no kernels for this CPU ({platform.machine()})")
         return found
     for variant in get_args(Variant):
         if variant == requested and can_run(variant):
@@ -134,9 +134,9 @@ def load(variant: Variant) -> ctypes.CDLL:
     With ``CC`` set, building is tried first. If the first way fails, the second one is tried and
     the log says so. Raises `NativeBuildError` if all ways fail.
     """
-    ways = [("the compiled kernels are used", _load_built)]
+    ways = [("using the compiled kernels", _load_built)]
     if variant in PACKAGED and (FOLDER / packaged_name(variant)).exists():
-        packaged = ("the packaged kernels are used", _load_packaged)
+        packaged = ("using the packaged kernels", _load_packaged)
         ways.insert(1 if os.environ.get("CC") else 0, packaged)
     failed: list[str] = []
     for taken, way in ways:
@@ -179,7 +179,7 @@ def build(variant: Variant) -> Path:
         if not _may_load(target):
             _compile([*compiler, *flags], files, target)
     except OSError as error:
-        message = f"the cache folder cannot be written: {error}; FORETOKEN_CACHE names another"
+        message = f"cannot write to the cache folder: {error}; set FORETOKEN_CACHE to another"
         raise NativeBuildError(message) from error
     return target
 

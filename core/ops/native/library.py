@@ -94,4 +94,4 @@ def _load(variant: Variant) -> NativeLibrary:
 
 @cache
 def _say_why(reason: str) -> None:
-    logger.warning("native kernels are not available, PyTorch is used instead: %s", reason)
+    logger.warning("the native kernels are not available, using PyTorch instead: %s", reason)

@@ -43,7 +43,7 @@ def bfloat16_products(library: NativeLibrary) -> Products:
         return choose_products(library)
     for kind in _KINDS:
         if kind == requested:
-            logger.info("bfloat16 weights are multiplied as %s: %s is set", kind, SETTING)
+            logger.info("multiplying bfloat16 weights as %s, because %s is set", kind, SETTING)
             return kind
     raise ValueError(f"{SETTING} must be auto, bfloat16 or float32, not {requested!r}")
 
@@ -68,7 +68,7 @@ def choose_products(
     narrow, wide = (min(seconds) for seconds in zip(*rounds, strict=True))
     chosen: Products = "float32" if wide * _MARGIN < narrow else "bfloat16"
     logger.info(
-        "bfloat16 weights are multiplied as %s: %d rows take %.0f us as bfloat16, %.0f as float32",
+        "multiplying bfloat16 weights as %s: %d rows take %.0f us as bfloat16, %.0f as float32",
         chosen,
         _ROWS,
         narrow * 1e6,

@@ -88,7 +88,9 @@ class NativeSampler(Sampler):
         its tokens are scored, unless a row may be edited. Raises ValueError, MemoryError.
         """
         if len(rows) != len(logits) or not 0 < num_best <= MOST_BEST:
-            raise ValueError(f"{len(logits)} rows of logits for the {num_best} best of {len(rows)}")
+            raise ValueError(
+                f"{len(logits)} rows of logits for {len(rows)} rows, with num_best {num_best}"
+            )
         vocab_size = logits.shape[-1] if draft_vocab is None else draft_vocab.vocab_size
         if draft_vocab is not None and not draft_vocab.serves(rows):
             logits, draft_vocab = draft_vocab.widened(logits), None

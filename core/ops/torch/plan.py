@@ -227,7 +227,7 @@ class TorchPlan:
         page_size, num_kv_heads = self._pool.page_size, self._pool.num_kv_heads
         positions = np.arange(lo, lo + width)
         page_ends = -(-stops // page_size) * page_size
-        only_page = stops < page_size  # the first page is then void after the end, too
+        only_page = stops < page_size  # positions after the only page are then void as well
         reach = np.where(only_page, lo + width, page_ends)
         void = (positions >= stops[:, None]) & (positions < reach[:, None])
         sequence, column = np.nonzero(void)

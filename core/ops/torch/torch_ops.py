@@ -337,8 +337,8 @@ def keep_rows_exact(
         return False
     environ[ONEDNN_SETTING] = WITHOUT_AMX
     logger.info(
-        "oneDNN is limited to AVX-512 (%s=%s), so that a row has the same bits in every"
-        " batch; --exact off allows it",
+        "limiting oneDNN to AVX-512 (%s=%s), so that a row has the same bits in every batch; "
+        "--exact off removes the limit",
         ONEDNN_SETTING,
         WITHOUT_AMX,
     )

@@ -34,14 +34,14 @@ def _unsuited_device(device: torch.device, dtype: torch.dtype, kv_dtype: KvDtype
     is_interpreted = os.environ.get(INTERPRET) == "1"
     if device.type == "cuda":
         if is_interpreted:
-            return f"{INTERPRET}=1 asks for Triton's interpreter, which is for the CPU"
+            return f"{INTERPRET}=1 selects Triton's interpreter, which runs on the CPU only"
         capability = torch.cuda.get_device_capability(device)
         lowest = max(KV_CODECS[kv_dtype].capability, MIN_CAPABILITY)
         if capability < lowest:
             return "compute capability {}.{} is below {}.{}".format(*capability, *lowest)
         return ""
     if not is_interpreted:
-        return f"a CPU has Triton's interpreter alone, for tests: set {INTERPRET}=1"
+        return f"on a CPU only Triton's interpreter runs, for tests: set {INTERPRET}=1"
     if dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 wrongly: use float32"
     return ""
@@ -62,10 +62,10 @@ def unsuited_heads(heads: HeadLayout) -> str:
     dim = heads.head_dim
     if dim & (dim - 1) or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
         limits = f"a power of two from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-        return f"heads of {dim} dimensions: {limits}"
+        return f"heads of {dim} dimensions are not supported: must be {limits}"
     if heads.group_size > MAX_GROUP:
         return f"{heads.group_size} query heads per KV head, more than {MAX_GROUP}"
-    return "" if heads.value_eps is None else "no Triton kernel norms values"
+    return "" if heads.value_eps is None else "no Triton kernel normalises the values of attention"
 
 
 def launch_problem() -> str:

@@ -166,7 +166,7 @@ class TritonOps(Ops, RoughOps):
         Raises NotImplementedError for rows that see later rows.
         """
         if batch.reaches is not None:
-            raise NotImplementedError("the Triton kernels compute causal attention alone")
+            raise NotImplementedError("the Triton kernels support only causal attention")
         return TritonPlan(batch, Geometry(pool, heads, ropes, self.exact == "batch"))
 
     @override

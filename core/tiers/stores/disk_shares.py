@@ -45,7 +45,7 @@ def _first_free(root: Path, num_shares: int, deadline: float) -> tuple[Path, int
             if (lock := _try_hold(path)) is not None:
                 return path, lock
         if time.monotonic() >= deadline:
-            raise refused(root, f"{num_shares} replicas may share it, and as many do already")
+            raise refused(root, f"other replicas use all of its {num_shares} shares (--replicas)")
         time.sleep(_POLL_SECONDS)
 
 

@@ -50,7 +50,7 @@ class MooncakeStore(PageStore):
         self._staged = np.zeros(page_bytes + CHECK_BYTES, np.uint8)
         self._at = self._staged.ctypes.data
         if status or self._client.register_buffer(self._at, self._staged.nbytes):
-            raise refused(host, port, "the client cannot be set up")
+            raise refused(host, port, "cannot set up the Mooncake client")
 
     def __len__(self) -> int:
         """Return how many pages this process has put, without regard to evictions."""
@@ -64,7 +64,7 @@ class MooncakeStore(PageStore):
         found = self._client.batch_is_exist([self._name(key) for key in keys]) if keys else []
         for index, status in enumerate(found):
             if status < 0:
-                raise OSError(f"Mooncake answers {status}")
+                raise OSError(f"Mooncake returned status {status}")
             if status == 0:
                 return index
         return len(found)
@@ -94,7 +94,7 @@ class MooncakeStore(PageStore):
         status = self._client.put_from(self._name(key), self._at, self._staged.nbytes)
         if status:
             self._counts["refused"] += 1
-            raise OSError(f"Mooncake answers {status}")
+            raise OSError(f"Mooncake returned status {status}")
         self._num_put += 1
         return True
 
@@ -103,7 +103,7 @@ class MooncakeStore(PageStore):
         below = self._prefix if tag is None else f"{self._prefix}/{tag.hex()}"
         status = self._client.remove_by_regex(f"^{below}/.*", True)
         if status < 0:
-            raise OSError(f"Mooncake answers {status}")
+            raise OSError(f"Mooncake returned status {status}")
 
     def stats(self) -> Mapping[str, int]:
         """Return counts of pages: damaged when read, given up as not valid, refused."""

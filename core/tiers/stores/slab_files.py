@@ -78,8 +78,8 @@ class SlabFiles(Slots):
         least = BLOCK + self._least_pages * per_page
         if room < least:
             pages = f"{self._least_pages} {self._noun}"
-            needed = f"{pages} need {least} bytes, of {self._most_bytes} there "
-            raise refused(self._folder.root, needed + f"are {max(0, room)} left; raise the size")
+            needed = f"{pages} need {least} bytes, but of the {self._most_bytes} allowed "
+            raise refused(self._folder.root, needed + f"{max(0, room)} are left; raise the size")
         return (room - BLOCK) // per_page
 
     def _check_header(self) -> None:
@@ -87,7 +87,10 @@ class SlabFiles(Slots):
         header = os.pread(index, len(self._header), 0)
         if header != self._header:
             if header:
-                logger.warning("%s is damaged or of another version: emptied", self._folder.path)
+                logger.warning(
+                    "%s is damaged or was written by another version: emptying it",
+                    self._folder.path,
+                )
             self.clear()
 
     def _cut(self) -> None:
@@ -113,7 +116,7 @@ class SlabFiles(Slots):
             elif record != _VOID:
                 num_damaged += 1
         if num_damaged:
-            logger.warning("%s: %d damaged entries are lost", self._folder.path, num_damaged)
+            logger.warning("%s: dropped %d damaged entries", self._folder.path, num_damaged)
         return found
 
     def _records(self) -> Iterator[tuple[int, bytes]]:
@@ -210,5 +213,5 @@ def _write(file: int, data: memoryview, start: int) -> None:
     while data:
         count = os.pwrite(file, data, start)
         if not count:
-            raise OSError(errno.EIO, "nothing could be written")
+            raise OSError(errno.EIO, "the disk accepted no data")
         data, start = data[count:], start + count

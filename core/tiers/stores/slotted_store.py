@@ -128,7 +128,7 @@ class SlottedStore(PageStore):
         Raises OSError if the disk fails or is full; all other pages stay then.
         """
         if (len(key), len(tag), page.nbytes) != (KEY_BYTES, TAG_BYTES, self._page_bytes):
-            raise ValueError("a key, a tag or a page has another length than all others")
+            raise ValueError("the key, the tag or the page has a wrong length")
         if key in self._pages:
             self._use(key)
             return True
@@ -173,7 +173,9 @@ class SlottedStore(PageStore):
         if self._num_slots:
             self.capacity = self._num_slots
             logger.warning(
-                "the KV tier on %s is full: it keeps %d pages", self.medium, self.capacity
+                "the KV tier on %s cannot grow: its capacity is now %d pages",
+                self.medium,
+                self.capacity,
             )
 
     def _victim(self) -> bytes:
@@ -249,14 +251,14 @@ class SlottedStore(PageStore):
         """Assert that every slot is free or one page's, and that all orders agree. O(pages)."""
         slots = sorted([slot for slot, _, _, _ in self._pages.values()] + self._free)
         assert slots == list(range(self._num_slots)), "a slot is lost or has two owners"
-        assert self._num_slots <= self.capacity, "more slots are used than there are"
+        assert self._num_slots <= self.capacity, "more slots are used than the store has"
         ticks = [self._tick_of(key) for key in self._pages]
         assert ticks == sorted(set(ticks)), "pages are not in the order of their use"
         by_tag: dict[str | None, list[bytes]] = {}
         for key, (_, _, _, tag) in self._pages.items():
             by_tag.setdefault(tag.hex(), []).append(key)
         assert by_tag == {name: list(keys) for name, keys in self._by_tag.items()}, (
-            "a namespace has other pages than the index says"
+            "the index by namespace does not have exactly the stored pages"
         )
         assert self._owned.num_pages == {name: len(keys) for name, keys in by_tag.items()}
         self._owned.check(by_tag.keys())

@@ -33,7 +33,7 @@ def refusing(root: Path) -> Iterator[None]:
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
-        raise refused(root, f"{error.filename} is no folder") from None
+        raise refused(root, f"{error.filename} is not a folder") from None
     except OSError as error:
         raise refused(root, f"{error.strerror} ({error.filename or root})") from None
 

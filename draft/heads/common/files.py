@@ -95,7 +95,7 @@ def parse_shape(fields: Fields, target: DecoderConfig, names: set[str]) -> dict[
         raise fields.error("vocab_size", problem)
     has_map = "d2t" in names
     if draft_vocab > target.vocab_size or (draft_vocab < target.vocab_size and not has_map):
-        problem = f"is {draft_vocab} of {target.vocab_size} tokens, and there is no tensor d2t"
+        problem = f"is {draft_vocab}, not {target.vocab_size} tokens, and there is no tensor d2t"
         raise fields.error("draft_vocab_size", problem)
     shape: dict[str, Any] = {
         "vocab_size": target.vocab_size,
@@ -139,7 +139,7 @@ def own_gaps(fields: Fields) -> dict[bool, GapNumbers]:
         numbers = found[name]
         is_sound = isinstance(numbers, list) and len(numbers) == 3
         if not is_sound or not all(isinstance(n, int | float) and isfinite(n) for n in numbers):
-            raise fields.error(f"{OWN_KEY}.odds.{name}", "must be three numbers")
+            raise fields.error(f"{OWN_KEY}.odds.{name}", "must be three finite numbers")
         fitted[is_sampled] = (float(numbers[0]), float(numbers[1]), float(numbers[2]))
     return fitted
 
@@ -151,7 +151,9 @@ def check_taps(fields: Fields, name: str, taps: Taps, target: DecoderConfig) -> 
     them.
     """
     if not taps or min(taps) < 0 or max(taps) > target.num_layers:
-        problem = f"names boundaries {list(taps)} of a target of {target.num_layers} layers"
+        problem = (
+            f"names layer boundaries {list(taps)}, but the target has {target.num_layers} layers"
+        )
         raise fields.error(name, problem)
     return taps
 
@@ -252,7 +254,9 @@ def _draft_ids(where: Path, differences: Tensor | None, vocab_size: int) -> Tens
         return None
     ids = torch.arange(len(differences)) + differences.long()
     if not bool((ids >= 0).all() and (ids < vocab_size).all()) or len(set(ids.tolist())) < len(ids):
-        raise ModelLoadError(f"{where}: tensor d2t must lead to distinct ids below {vocab_size}")
+        raise ModelLoadError(
+            f"{where}: tensor d2t must map to distinct token ids below {vocab_size}"
+        )
     return ids
 
 

@@ -241,7 +241,7 @@ class Vocabulary(Head):
         Must be called before `borrow`. Raises ValueError for another number of ids.
         """
         if len(draft_ids) != self.config.draft_vocab_size:
-            raise ValueError(f"{len(draft_ids)} ids for {self.config.draft_vocab_size}")
+            raise ValueError(f"{len(draft_ids)} token ids, not {self.config.draft_vocab_size}")
         self.draft_ids = draft_ids.to(torch.int64)
         known = torch.full((self.config.vocab_size,), -1, dtype=torch.int64)
         known[self.draft_ids.cpu()] = torch.arange(len(draft_ids))

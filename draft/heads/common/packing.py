@@ -198,7 +198,7 @@ class HeadPass:
         self._heads = head_layout(config)
         self._ops, self._device = target.ops, target.device
         if problem := target.ops.unsuited(self._heads):
-            logger.warning("torch computes the layers of the head: %s", problem)
+            logger.warning("using PyTorch for the layers of the draft head: %s", problem)
             self._ops = TorchOps()
         self._rope = RopeTable(config.rope, config.head_dim, target.device)
         self._layout = PassLayout(self._ops, target.device)

@@ -91,7 +91,7 @@ def test_a_list_that_cannot_be_is_refused(draft: str, message: str) -> None:
 
 def test_a_head_is_refused_for_a_target_of_transformers_modules(folder: Path) -> None:
     target = load_decoder(BUILTIN / "target", impl="transformers")
-    with pytest.raises(ModelLoadError, match="take draft auto, or a draft model"):
+    with pytest.raises(ModelLoadError, match="use --draft auto or a draft model"):
         load_head(folder, target, lambda: torch.zeros(0))
 
 

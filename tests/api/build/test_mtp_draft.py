@@ -35,7 +35,7 @@ def test_auto_takes_the_layer_and_the_log_names_its_memory(
         found = built(folder)
     assert (found.drafters, found.no_self_draft) == ((*LOOK_UPS, "mtp"), "")
     assert "MTP: 1 layer" in caplog.text
-    assert "bytes of KV a token" in caplog.text
+    assert "bytes of KV per token" in caplog.text
 
 
 def test_the_layer_is_named_alone_or_in_a_list(folder: Path) -> None:
@@ -56,7 +56,7 @@ def test_the_layers_pages_are_paid_for_out_of_the_same_memory(folder: Path) -> N
 
 def test_without_a_layer_mtp_is_refused_and_auto_goes_on(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
-    with pytest.raises(InvalidRequest, match=r"^draft 'mtp': .* has no layers that predict"):
+    with pytest.raises(InvalidRequest, match=r"^draft 'mtp': .* has no layers for multi-token"):
         built(folder, draft="mtp")
     assert built(folder).drafters == LOOK_UPS
 
@@ -71,7 +71,7 @@ def test_a_layer_that_is_not_whole_is_named_and_auto_goes_on_without(
     with caplog.at_level(logging.WARNING):
         found = built(folder)
     assert found.drafters == LOOK_UPS
-    assert f"--draft auto leaves out 'mtp': {folder} lacks tensors: {missing}" in caplog.text
+    assert f"draft auto does not use 'mtp': {folder} lacks tensors: {missing}" in caplog.text
 
 
 def test_modules_of_transformers_have_no_such_layer(folder: Path) -> None:

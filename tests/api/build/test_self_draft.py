@@ -59,13 +59,13 @@ def test_one_that_does_not_pay_is_left_out_and_the_log_says_why(
     with caplog.at_level(logging.INFO):
         found = built(folder)
     assert (found.drafters, found.no_self_draft) == (
-        LOOK_UPS, "would not pay: a pass takes 0.90 of a step",
+        LOOK_UPS, "would not be faster: its pass takes 0.90 of the time of a step",
     )  # fmt: skip
-    assert f"--draft auto leaves out 'self': it {found.no_self_draft}" in caplog.text
+    assert f"draft auto does not use 'self': it {found.no_self_draft}" in caplog.text
 
 
 def test_a_small_model_is_not_even_tried(folder: Path) -> None:
-    assert "which caches hold" in built(folder).no_self_draft
+    assert "fit into CPU caches" in built(folder).no_self_draft
 
 
 def test_the_copy_takes_a_part_of_the_free_memory_alone(
@@ -73,7 +73,7 @@ def test_the_copy_takes_a_part_of_the_free_memory_alone(
 ) -> None:
     priced(0.4, 1.2)
     monkeypatch.setattr(rough_copy, "free_memory", lambda _: 50_000)
-    assert "of which it may have 20%" in built(folder).no_self_draft
+    assert "of which it may use 20%" in built(folder).no_self_draft
 
 
 def test_what_cannot_be_copied_is_served_without(folder: Path) -> None:

@@ -144,8 +144,8 @@ def test_many_loads_leave_no_adapter_behind(adapted: AdaptedModel) -> None:
     [
         ({"lora": ["sql"]}, "lora must be NAME=PATH"),
         ({"lora": ["=x"]}, "lora must be NAME=PATH"),
-        ({"lora": ["a=x", "a=y"]}, "lora names an adapter twice"),
-        ({"lora": {"a": "x", "b": "y"}, "max_loras": 1}, "lora names 2 adapters"),
+        ({"lora": ["a=x", "a=y"]}, "lora has two adapters with the same name"),
+        ({"lora": {"a": "x", "b": "y"}, "max_loras": 1}, "lora has 2 adapters"),
         ({"max_lora_rank": 0}, "max_lora_rank must be at least 1"),
     ],
 )

@@ -134,6 +134,6 @@ def test_an_audit_at_rest_finds_a_page_that_was_lost(monkeypatch, caplog) -> Non
         rest.engine.scheduler.cache._free.pop()
         while not rest.engine.num_audit_failures:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert "159 pages are owned, of 160" in caplog.text
+        assert "159 pages have an owner, but the pool has 160" in caplog.text
 
     run(scenario, monkeypatch)

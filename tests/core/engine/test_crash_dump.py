@@ -75,7 +75,7 @@ def test_a_part_that_cannot_be_told_does_not_cost_the_others() -> None:
     scheduler.running = scheduler.request_table.running = None  # type: ignore[assignment]
     report = make_report("asked", scheduler, Watchdog(0.0), 0.0)
     assert report["requests"] == "cannot be described: AttributeError"
-    assert report["audit"] == {"ok": False, "violation": "the check failed: AttributeError"}
+    assert report["audit"] == {"ok": False, "violation": "the audit itself failed: AttributeError"}
     assert report["threads"]
 
 

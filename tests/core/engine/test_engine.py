@@ -631,9 +631,9 @@ def test_an_audit_that_fails_is_told_and_counted_and_ends_nothing(caplog) -> Non
         await engine.start()
         lost = engine.scheduler.cache._free.pop()
         result = await engine.audit()
-        assert result == {"ok": False, "violation": "63 pages are owned, of 64"}
+        assert result == {"ok": False, "violation": "63 pages have an owner, but the pool has 64"}
         assert engine.num_audit_failures >= 1
-        assert "63 pages are owned" in caplog.text
+        assert "63 pages have an owner" in caplog.text
         assert (await collect(engine.submit(make_request("a", [1, 2]))))[0] == answer([1, 2], 8)
         engine.scheduler.cache._free.append(lost)
         assert (await engine.audit())["ok"]

@@ -361,7 +361,7 @@ def test_a_call_that_raises_counts_as_nothing(fails: str, caplog: pytest.LogCapt
             await scenario()
 
     run(with_log)
-    assert "a call of the KV tiers failed" in caplog.text
+    assert "a call to the KV tiers failed" in caplog.text
 
 
 # -- the end --------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_min_tokens_keeps_an_answer_going_only_where_it_can_go_on() -> None:
 
 
 def test_a_mask_of_another_vocabulary_is_an_error() -> None:
-    with pytest.raises(ValueError, match=f"a mask of {VOCAB} tokens for a vocabulary of 9"):
+    with pytest.raises(ValueError, match=f"the mask has {VOCAB} tokens, but the vocabulary has 9"):
         apply_processors(torch.zeros(1, 9), [make_row(Table({(): [1]}))])
 
 

@@ -259,7 +259,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         (
             "qwen3_5_text",
             {"linear_num_value_heads": 10, "linear_num_key_heads": 4},
-            "linear_num_value_heads 10 is no multiple of linear_num_key_heads, 4",
+            "linear_num_value_heads is 10, not a multiple of linear_num_key_heads, 4",
         ),
         (
             "qwen3_5_text",
@@ -269,39 +269,56 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         (
             "qwen3_5_text",
             {"layer_types": ["full_attention", "mamba"] * 4},
-            "layer_types must be 8 of",
+            "layer_types must list 8 kinds of",
         ),
-        ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
-        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 8}, "without any full_attention"),
+        ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types must list 8 kinds of"),
+        (
+            "qwen3_5_text",
+            {"layer_types": ["linear_attention"] * 8},
+            "must have at least one full_attention",
+        ),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ("qwen3_5_text", {"rope_scaling": {"rope_type": "dynamic"}}, "has type 'dynamic'"),
         (
             "granitemoehybrid",
             {"mamba_n_groups": 3},
-            "mamba_n_heads 8 is no multiple of mamba_n_groups, 3",
+            "mamba_n_heads is 8, not a multiple of mamba_n_groups, 3",
         ),
         (
             "granitemoehybrid",
             {"mamba_d_head": 20},
-            "mamba_n_heads 8 of mamba_d_head 20 do not make mamba_expand times hidden_size, 128",
+            "mamba_n_heads is 8, but times mamba_d_head, 20, it must be "
+            "mamba_expand times hidden_size, 128",
         ),
         (
             "granitemoehybrid",
             {"layer_types": ["mamba", "attention", "hyena"]},
-            "layer_types has 'hyena' as layer 2, which is none of",
+            "layer_types has 'hyena' for layer 2, which is not one of",
         ),
-        ("granitemoehybrid", {"layer_types": ["attention"]}, "1 layers, num_hidden_layers 8"),
-        ("granitemoehybrid", {"layer_types": ["mamba"] * 8}, "without any full_attention"),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["attention"]},
+            "1 layers, but num_hidden_layers is 8",
+        ),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["mamba"] * 8},
+            "must have at least one full_attention",
+        ),
         ("granitemoehybrid", {"layer_types": None}, "must name the kind of each layer"),
         ("granitemoehybrid", {"mamba_d_conv": 1}, "mamba_d_conv must be at least 2, not 1"),
         (
             "granitemoehybrid",
             {"time_step_limit": [0.001, 0.1]},
-            "time_step_limit from 0.001 to 0.1 is not supported",
+            "time_step_limit must be from 0 to Infinity, not from 0.001 to 0.1",
         ),
         ("granitemoehybrid", {"hidden_act": "gelu_new"}, "hidden_act 'gelu_new' is not supported"),
-        ("bamba", {"attn_layer_indices": [1, 9]}, "attn_layer_indices has 9, of 8 layers"),
-        ("bamba", {"attn_layer_indices": None}, "without any full_attention"),
+        (
+            "bamba",
+            {"attn_layer_indices": [1, 9]},
+            "attn_layer_indices has 9, but the model has only 8 layers",
+        ),
+        ("bamba", {"attn_layer_indices": None}, "must have at least one full_attention"),
         (
             "falcon_h1",
             {"mamba_rms_norm": True},
@@ -313,13 +330,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         (
             "falcon_h1",
             {"mamba_d_ssm": 100},
-            "mamba_n_heads 8 of mamba_d_head 12 do not make mamba_d_ssm, 100",
+            "mamba_n_heads is 8, but times mamba_d_head, 12, it must be mamba_d_ssm, 100",
         ),
-        ("nemotron_h", {"n_groups": 3}, "mamba_num_heads 128 is no multiple of n_groups, 3"),
+        ("nemotron_h", {"n_groups": 3}, "mamba_num_heads is 128, not a multiple of n_groups, 3"),
         (
             "nemotron_h",
             {"hybrid_override_pattern": "M-X"},
-            "hybrid_override_pattern has 'X' as layer 2, which is none of",
+            "hybrid_override_pattern has 'X' for layer 2, which is not one of",
         ),
         ("nemotron_h", {"mlp_hidden_act": "gelu"}, "mlp_hidden_act 'gelu' is not supported"),
         (
@@ -336,10 +353,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         (
             "lfm2",
             {"layer_types": ["conv", "mamba"] * 4},
-            "layer_types has 'mamba', which is none of full_attention, conv",
+            "layer_types has 'mamba', which is not one of full_attention, conv",
         ),
-        ("lfm2", {"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
-        ("lfm2", {"layer_types": None, "full_attn_idxs": [8]}, "without any full_attention"),
+        ("lfm2", {"layer_types": ["full_attention"]}, "layer_types must list 8 kinds of"),
+        (
+            "lfm2",
+            {"layer_types": None, "full_attn_idxs": [8]},
+            "must have at least one full_attention",
+        ),
         ("lfm2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ],
 )
@@ -383,7 +404,9 @@ def test_modules_of_transformers_are_refused_by_name(
     kind: str, model_type: str, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(tmp_path, kind)
-    with pytest.raises(ModelLoadError, match=f"recurrent states of '{model_type}' are kept"):
+    with pytest.raises(
+        ModelLoadError, match=f"decoder supports the recurrent states of '{model_type}'"
+    ):
         load_decoder(folder, impl="transformers")
 
 

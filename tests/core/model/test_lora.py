@@ -118,27 +118,27 @@ def test_a_digest_follows_from_the_content(base: tuple[Any, Decoder], tmp_path: 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, "use_dora means DoRA"),
-    "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save means modules"),
+    "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save means fully"),
     "bias": ({"bias": "all"}, "bias must be none"),
-    "lora bias": ({"lora_bias": True}, "lora_bias means biases of B"),
+    "lora bias": ({"lora_bias": True}, "lora_bias means biases of the B"),
     "alora": ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens means adapters"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is pissa_niter_4"),
     "experts": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters means"),
-    "tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices means embeddings"),
+    "tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices means trained"),
     "replication": ({"layer_replication": [[0, 1]]}, "layer_replication means layers"),
     "another kind": ({"peft_type": "IA3"}, "peft_type must be LORA"),
     "no rank": ({"r": 0}, "r must be at least 1"),
-    "a pattern": ({"rank_pattern": {"(": 3}}, "rank_pattern has '\\(': keys are names"),
-    "a repeated group": ({"rank_pattern": {"(a+)+": 3}}, "rank_pattern has '\\(a\\+\\)\\+': keys"),
-    "nested groups": ({"rank_pattern": {"((a|b)|c)": 3}}, "rank_pattern has .*: keys are names"),
-    "many groups": ({"alpha_pattern": {"(.|..)" * 30: 3}}, "alpha_pattern has .*: keys are names"),
-    "many repeats": ({"alpha_pattern": {".*" * 30: 3}}, "alpha_pattern has .*: keys are names"),
-    "a look back": ({"alpha_pattern": {"(q)\\1": 3}}, "alpha_pattern has .*: keys are names"),
+    "a pattern": ({"rank_pattern": {"(": 3}}, "rank_pattern has '\\(', but a key must be"),
+    "a repeated group": ({"rank_pattern": {"(a+)+": 3}}, "rank_pattern has '\\(a\\+\\)\\+', but"),
+    "nested groups": ({"rank_pattern": {"((a|b)|c)": 3}}, "rank_pattern has .*, but a key must"),
+    "many groups": ({"alpha_pattern": {"(.|..)" * 30: 3}}, "alpha_pattern has .*, but a key must"),
+    "many repeats": ({"alpha_pattern": {".*" * 30: 3}}, "alpha_pattern has .*, but a key must"),
+    "a look back": ({"alpha_pattern": {"(q)\\1": 3}}, "alpha_pattern has .*, but a key must"),
     "a long key": ({"rank_pattern": {"a" * 257: 3}}, "rank_pattern must have at most 2048 keys"),
     "many keys": ({"rank_pattern": dict.fromkeys(map(str, range(2049)), 3)},
                   "rank_pattern must have at most 2048 keys"),
     "many choices": ({"rank_pattern": {f"a{n}.*": 3 for n in range(65)}},
-                     "rank_pattern must have at most 2048 keys .* 64 with groups or repeats"),
+                     "rank_pattern must have at most 2048 keys .* 64 keys with groups or repeats"),
     "an infinite alpha": ({"lora_alpha": float("inf")}, "lora_alpha must be a number above 0"),
     "an alpha of nan": ({"lora_alpha": float("nan")}, "lora_alpha must be a number above 0"),
     "a long alpha": ({"lora_alpha": 10**400}, "lora_alpha must be a number above 0"),
@@ -150,11 +150,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
          {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64),
           "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight":
           torch.full((100, 4), 1e38)}},
-        "up_proj has numbers that, scaled, are too large for float32",
+        "up_proj has values that are too large, once scaled, for float32",
     ),
     "a number": ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern must map names to numbers"),
     "rank above the limit": ({"rank": 17}, "has rank 17, above --max-lora-rank 16"),
-    "rank of another": ({"r": 5}, "but rank 5 of this model's is"),
+    "rank of another": ({"r": 5}, "but with rank 5 this model needs"),
     "embeddings": (
         {"more": {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 4)}},
         "is an update of an embedding",
@@ -162,15 +162,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "magnitudes": (
         {"more": {"base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector":
                   torch.ones(4)}},
-        "is DoRA's magnitudes",
+        "is a DoRA magnitude",
     ),
     "a whole matrix": (
         {"more": {"base_model.model.lm_head.weight": torch.ones(4, 4)}},
-        "is no A or B of a linear",
+        "is not an A or B matrix",
     ),
     "the output": (
         {"more": {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}},
-        "target lm_head is not supported|lm_head is not a part",
+        "target lm_head is not supported|has no module lm_head",
     ),
     "another layer": (
         {"more": {"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}},
@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a tower": (
         {"more": {"base_model.model.vision_tower.blocks.0.fc1.lora_A.weight": torch.ones(4, 4)}},
-        "vision_tower.blocks.0.fc1 is not a part of the text model",
+        "the text model has no module vision_tower.blocks.0.fc1",
     ),
     "half a pair": (
         {"targets": ("q_proj",), "more":
@@ -189,13 +189,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"targets": ("q_proj",), "more":
          {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight":
           torch.full((4, 64), torch.inf)}},
-        "has numbers that are not finite",
+        "has values that are NaN or infinite",
     ),
     "integers": (
         {"targets": ("q_proj",), "more":
          {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight":
           torch.ones(4, 64, dtype=torch.int32)}},
-        "is int32 \\[4, 64\\]; must be a matrix of floats",
+        "is int32 \\[4, 64\\], but must be a matrix of floats",
     ),
     "nothing": ({"targets": ()}, "has no tensors"),
 }  # fmt: skip
@@ -245,7 +245,7 @@ def test_a_lack_of_memory_is_told_in_one_line(
 
     model, decoder = base
     monkeypatch.setattr(decoder.ops, "pack_lora", fail)
-    with pytest.raises(ModelLoadError, match=r"^there is no memory for the adapter in [^\n]*$"):
+    with pytest.raises(ModelLoadError, match=r"^not enough memory for the adapter in [^\n]*$"):
         load_lora(write_adapter(tmp_path, model), decoder, max_rank=16)
 
 

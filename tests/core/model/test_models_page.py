@@ -94,7 +94,7 @@ def test_check_says_why_a_model_is_refused(
 ) -> None:
     tiny_config("recurrent_gemma").save_pretrained(tmp_path)
     assert main(["show", str(tmp_path)]) == 2
-    assert "keep a state that is not in transformers' cache" in capsys.readouterr().out
+    assert "keep a state outside transformers' cache" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "nowhere")]) == 2
 
 

@@ -142,10 +142,10 @@ def test_rows_that_no_state_stands_before_are_refused(tmp_path: Path) -> None:
     sequence = driver.add(random_ids(40, vocab_size=VOCAB))
     driver.prefill(sequence, 20)
     sequence.num_computed = 21
-    with pytest.raises(ValueError, match=r"slot 0 stands at 16, .* the rows from 21 on"):
+    with pytest.raises(ValueError, match=r"slot 0 is at 16 and cannot be advanced to position 21"):
         driver.step([(sequence, sequence.tokens[21:30], 1)])
     plain = Segment([5, 6], 0, array("q", [0]), 1)
-    with pytest.raises(ValueError, match="needs a pool of them, and segments with states"):
+    with pytest.raises(ValueError, match="recurrent states in the pool and in each segment"):
         decoder.forward(decoder.batch([plain], page_size=16), driver.pool)
 
 
@@ -190,7 +190,9 @@ def test_a_model_that_keeps_more_than_its_states_is_refused_at_startup(tmp_path:
 
     decoder = load(save_tiny(tmp_path, "mamba2"))
     decoder.model.backbone.norm_f = Remembers()
-    with pytest.raises(ModelLoadError, match="keeps more than the states in transformers' cache"):
+    with pytest.raises(
+        ModelLoadError, match="depends on more than the states in transformers' cache"
+    ):
         startup_test(decoder)
 
 

@@ -89,7 +89,7 @@ def test_a_reranker_names_its_tokens(tmp_path: Path) -> None:
         ("type Dense is not supported", ("Pooling", "Dense"), {}, LAST),
         ("is_causal is False: attention in both directions", (), {"is_causal": False}, LAST),
         ("use_bidirectional_attention is True", (), {"use_bidirectional_attention": True}, LAST),
-        ("code of the model's own", ("Pooling",), {"auto_map": {"AutoModel": "m.M"}}, LAST),
+        ("Python code of the model", ("Pooling",), {"auto_map": {"AutoModel": "m.M"}}, LAST),
     ],
 )  # fmt: skip
 def test_other_vectors_are_refused_with_the_reason_and_what_serves_them(

@@ -229,7 +229,10 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 REFUSED = {
     "nothing said": ({"bits": 4}, "quant_method is missing"),
-    "unknown": ({"quant_method": "aqlm"}, r"quant_method 'aqlm' is not supported; awq, gptq, .*"),
+    "unknown": (
+        {"quant_method": "aqlm"},
+        r"quant_method 'aqlm' is not supported; supported: awq, gptq, .*",
+    ),
     "awq, 8 bits": ({"quant_method": "awq", "bits": 8}, "AWQ of 8 bits"),
     "awq, another version": ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'"),
     "gptq, 3 bits": ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits"),
@@ -264,7 +267,9 @@ def test_what_is_not_read_is_refused_by_name_with_what_to_do_instead(
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_decoder(folder)
     if case != "nothing said":
-        assert "take the plain weights with --quantize int8 or int4, or a GGUF" in str(caught.value)
+        assert "use the unquantised weights with --quantize int8 or int4, or a GGUF" in str(
+            caught.value
+        )
 
 
 def _drop(suffix: str) -> Any:
@@ -279,7 +284,7 @@ def _cut(suffix: str) -> Any:
 DAMAGED = {
     "no zeros": ("awq", _drop("qzeros"), "up_proj has no qzeros"),
     "cut scales": ("awq", _cut("scales"), "up_proj"),
-    "cut groups": ("gptq_act_order", _cut("g_idx"), "g_idx does not name a group"),
+    "cut groups": ("gptq_act_order", _cut("g_idx"), "g_idx does not have a group"),
     "cut words": ("w4a16", _cut("weight_packed"), "weight_shape does not fit"),
     "no scale": ("fp8_blocks", _drop("weight_scale_inv"), "up_proj.weight has no scale"),
     "cut blocks": ("fp8_blocks", _cut("weight_scale_inv"), "do not fit"),

@@ -76,11 +76,11 @@ def test_a_batch_does_not_keep_the_requests_arrays_alive() -> None:
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        ([], "a batch has segments"),
-        ([Segment([], 0, array("q", [1]), 0)], "every segment has tokens"),
-        ([Segment([1], -1, array("q", [1]), 0)], "starts at 0 or later"),
-        ([Segment([1], 0, array("q", [1]), 2)], "logits of its own rows"),
-        ([Segment([1, 2], 3, array("q", [1]), 0)], "1 pages for 5 positions"),
+        ([], "at least one segment"),
+        ([Segment([], 0, array("q", [1]), 0)], "a segment has no tokens"),
+        ([Segment([1], -1, array("q", [1]), 0)], "starts before 0"),
+        ([Segment([1], 0, array("q", [1]), 2)], "more logits than it has rows"),
+        ([Segment([1, 2], 3, array("q", [1]), 0)], "1 pages are too few for 5 positions"),
     ],
 )
 def test_segments_that_cannot_be_computed_are_refused(
@@ -111,17 +111,20 @@ def test_states_of_segments_are_arrays_of_the_batch() -> None:
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        (None, "either every segment"),
-        (SegmentState(0, 1, 33), "written for one segment"),
-        (SegmentState(3, 0, 33), "written for one segment"),
-        (SegmentState(3, 1, 33, ((32, 0),)), "written for one segment"),
-        (SegmentState(3, 1, 33, ((32, 3),)), "written for one segment"),
-        (SegmentState(3, 1, 16), "a row that is final"),
-        (SegmentState(3, 1, 34), "a row that is final"),
-        (SegmentState(3, 1, 31, ((32, 4),)), "kept at 32: not a page end from 16 to 31"),
-        (SegmentState(3, 1, 33, ((24, 4),)), "kept at 24"),
-        (SegmentState(3, 1, 33, ((32, 4), (16, 2))), "kept at 16: not a page end from 33"),
-        (SegmentState(3, 1, 33, ((0, 4),)), "kept at 0"),
+        (None, "some segments of the batch"),
+        (SegmentState(0, 1, 33), "two segments would write"),
+        (SegmentState(3, 0, 33), "two segments would write"),
+        (SegmentState(3, 1, 33, ((32, 0),)), "two segments would write"),
+        (SegmentState(3, 1, 33, ((32, 3),)), "two segments would write"),
+        (SegmentState(3, 1, 16), "at least 1 final row"),
+        (SegmentState(3, 1, 34), "at least 1 final row"),
+        (SegmentState(3, 1, 31, ((32, 4),)), "the state at 32: it is not a page end from 16 to 31"),
+        (SegmentState(3, 1, 33, ((24, 4),)), "the state at 24"),
+        (
+            SegmentState(3, 1, 33, ((32, 4), (16, 2))),
+            "the state at 16: it is not a page end from 33",
+        ),
+        (SegmentState(3, 1, 33, ((0, 4),)), "the state at 0"),
     ],
 )
 def test_states_that_cannot_be_written_are_refused(state: SegmentState | None, said: str) -> None:
@@ -131,5 +134,5 @@ def test_states_that_cannot_be_written_are_refused(state: SegmentState | None, s
 
 def test_more_drafts_than_a_log_has_room_for_are_refused() -> None:
     stateful(SegmentState(3, 1, 17), count=1 + DRAFT_ROOM)
-    with pytest.raises(ValueError, match=f"at most {DRAFT_ROOM} drafts"):
+    with pytest.raises(ValueError, match=f"at most {DRAFT_ROOM} draft rows"):
         stateful(SegmentState(3, 1, 17), count=2 + DRAFT_ROOM)

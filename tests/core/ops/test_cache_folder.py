@@ -64,7 +64,9 @@ def test_a_folder_that_others_may_write_is_not_used(
     assert cache_folder() == own == cache_folder()
     assert own.stat().st_mode & 0o777 == 0o700
     (line,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert line.startswith(f"{asked} is not used as the cache, but {own}: others may write to ")
+    assert line.startswith(
+        f"not using {asked} as the cache folder, but {own}: others may write to "
+    )
 
 
 def test_a_folder_of_another_user_is_not_used(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,5 +130,5 @@ def test_reaches_that_no_kernel_may_read_are_refused() -> None:
 
 def test_triton_refuses_what_it_would_compute_wrongly() -> None:
     rows = Rows(torch.float32)
-    with pytest.raises(NotImplementedError, match="causal attention alone"):
+    with pytest.raises(NotImplementedError, match="only causal attention"):
         rows.run(TritonOps(), [rows.segment(0, 174)], rows.qkv[:174], None, mutual=True)

@@ -564,7 +564,7 @@ def test_states_that_stand_behind_a_pass_are_refused(ops: Ops) -> None:
     sequences.run(Rows(0, 0, 40))
     with pytest.raises(ValueError, match="slot 0 stands at \\[32\\]"):
         sequences.run(Rows(0, 31, 1))
-    with pytest.raises(ValueError, match="does not reach the rows from 81 on"):
+    with pytest.raises(ValueError, match="cannot be advanced to position 81"):
         sequences.run(Rows(0, 81, 1))
 
 
@@ -600,6 +600,6 @@ def test_fields_of_slots_and_logs_do_not_overlap() -> None:
 
 def test_pages_of_other_sizes_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="pages of 8 tokens: recurrent states need one of 16, 32, 64"
+        ValueError, match="recurrent states need a page size of 16, 32, 64 tokens, not 8"
     ):
         StatePool(1, 1, [SHAPE.state], page_size=8, dtype=torch.float32, device="cpu")

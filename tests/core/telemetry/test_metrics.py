@@ -295,7 +295,7 @@ def test_an_observer_that_raises_costs_nothing_but_itself(
     assert found["observer_failures_total"] == 9
     assert found["generation_tokens_total"] == 6
     assert sound.num_steps == 3, "those behind it are called"
-    names = [text.partition(" ")[0] for text in caplog.messages]
+    names = [text.split()[1] for text in caplog.messages]
     assert names == [f"Failing.{call}" for call in ("begin", "observe_step", "observe_delta")]
 
 
@@ -424,11 +424,11 @@ def test_a_line_a_minute_tells_load_speed_and_cache(logged: Logged) -> None:
     logged.load = Load(3, 1, 0.123, 1000, 610)
     for _ in range(60):
         logged.serve(["ngram", "ngram"], 1)
-    line = "running 3, waiting 1, 2 tok/s, KV 12%, prefix hits 61%, 2.0 tokens a step"
+    line = "running 3, waiting 1, 2 tok/s, KV 12%, prefix hits 61%, 2.0 tokens per step"
     assert logged.tick_at(60.0, "INFO") == [line]
     logged.load = Load(0, 0, 0.5, 1200, 610)
     logged.serve([], 0)
-    line = "running 0, waiting 0, 0 tok/s, KV 50%, prefix hits 0%, 1.0 tokens a step"
+    line = "running 0, waiting 0, 0 tok/s, KV 50%, prefix hits 0%, 1.0 tokens per step"
     assert logged.tick_at(120.0, "INFO") == [line]
     logged.serve([], 0)
     assert "prefix hits" not in logged.tick_at(180.0, "INFO")[0], "no prompt came"
@@ -439,7 +439,7 @@ def test_idle_time_does_not_count(logged: Logged) -> None:
         logged.clock.now = float(second)
         logged.serve(["ngram"] * 9, 9)
     assert logged.tick_at(3600.0, "INFO") == [
-        "running 0, waiting 0, 10 tok/s, KV 0%, 10.0 tokens a step"
+        "running 0, waiting 0, 10 tok/s, KV 0%, 10.0 tokens per step"
     ]
 
 
@@ -451,7 +451,7 @@ def test_a_line_a_minute_tells_acceptance_sources_and_what_decides(logged: Logge
     assert logged.tick_at(59.9) == []
     assert logged.asked == 0
     assert logged.tick_at(60.0) == [
-        "speculation in the last 60 s: 6 tokens in 3 steps (2.00 a step); "
+        "speculation in the last 60 s: 6 tokens in 3 steps (2.00 per step); "
         "acceptance length 2.50 over 2 drafts; "
         "acceptance rate 75%: ngram 2 of 3, radix 1 of 1; "
         "tokens from ngram 33%, radix 17%, the target itself 50%; "
@@ -464,7 +464,7 @@ def test_each_line_tells_its_own_minute_only(logged: Logged) -> None:
     assert len(logged.tick_at(60.0)) == 1
     logged.serve(["model", "model"], 1)
     [line] = logged.tick_at(125.0)
-    assert line.startswith("speculation in the last 65 s: 2 tokens in 1 steps (2.00 a step); ")
+    assert line.startswith("speculation in the last 65 s: 2 tokens in 1 steps (2.00 per step); ")
     assert "model 1 of 2" in line
     assert "ngram" not in line
 
@@ -481,7 +481,7 @@ def test_an_idle_minute_is_silent_and_the_next_window_begins_with_the_work(logge
 
 def test_plain_decoding_is_said_to_have_no_drafts(logged: Logged) -> None:
     logged.serve([], 0)
-    expected = "speculation in the last 60 s: 1 tokens in 1 steps (1.00 a step); no drafts"
+    expected = "speculation in the last 60 s: 1 tokens in 1 steps (1.00 per step); no drafts"
     assert logged.tick_at(60.0) == [expected]
 
 

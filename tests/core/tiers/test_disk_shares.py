@@ -27,7 +27,7 @@ def test_each_takes_the_first_free_folder_and_its_part_of_the_size(tmp_path: Pat
     shares = [share(tmp_path) for _ in range(3)]
     assert [each.path for each in shares] == [tmp_path / str(number) for number in range(3)]
     assert {each.num_bytes for each in shares} == {3_000}
-    with pytest.raises(InvalidRequest, match="3 replicas may share it, and as many do already"):
+    with pytest.raises(InvalidRequest, match="other replicas use all of its 3 shares"):
         share(tmp_path)
     shares[1].close()
     shares[1] = share(tmp_path)
@@ -81,5 +81,5 @@ def test_fewer_shares_remove_the_pages_of_those_beyond_unless_they_are_held(tmp_
 
 def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(InvalidRequest, match=r"^--kv-disk \S+/file/0: \S+ is no folder$"):
+    with pytest.raises(InvalidRequest, match=r"^--kv-disk \S+/file/0: \S+ is not a folder$"):
         share(tmp_path / "file")

@@ -135,7 +135,7 @@ def test_peers_that_never_answer_keep_a_bounded_number_of_buffers(
     hung, alive = (NixlServer([torch.ones(4, 8)], array("Q", [3])) for _ in range(2))
     late_read(reader, hung)
     offer = PageOffer("x", alive.memory, b"", [], 0, 3)
-    with Polled(alive), pytest.raises(OSError, match="1 peers have not answered"):
+    with Polled(alive), pytest.raises(OSError, match="1 peers have still not answered"):
         reader.read_word(offer)
     hung.close()
     monkeypatch.undo()

@@ -220,7 +220,7 @@ def test_pages_are_read_into_and_written_from_the_middle_of_other_memory(tmp_pat
 def test_lengths_must_be_those_of_all_pages(tmp_path: Path) -> None:
     store, page = small_store(tmp_path), memoryview(bytes(SMALL))
     for key, tag, data in ((b"", TAG, page), (key_of(0), b"", page), (key_of(0), TAG, page[1:])):
-        with pytest.raises(ValueError, match="another length"):
+        with pytest.raises(ValueError, match="wrong length"):
             store.put(key, tag, data, lambda: True)
     store.close()
 
@@ -267,7 +267,7 @@ def test_a_damaged_entry_is_lost_with_a_warning(
     store = small_store(tmp_path)
     assert kept(store, range(10)) == set(range(10)) - {4}
     assert [each.getMessage() for each in caplog.records] == [
-        f"{index.parent}: 1 damaged entries are lost"
+        f"{index.parent}: dropped 1 damaged entries"
     ]
     store.check()
     store.close()
@@ -294,7 +294,7 @@ def test_files_of_another_version_are_emptied_with_a_warning(
     store = small_store(tmp_path)
     assert (len(store), list(folder.glob("slab-*"))) == (0, [])
     assert [each.getMessage() for each in caplog.records] == [
-        f"{folder} is damaged or of another version: emptied"
+        f"{folder} is damaged or was written by another version: emptying it"
     ]
     put(store, 3)
     store.close()
@@ -456,8 +456,8 @@ def refusal(root: Path, **options: int) -> str:
 
 def test_what_is_no_folder_or_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
-    assert refusal(tmp_path / "file") == f"{tmp_path}/file is no folder"
-    assert refusal(tmp_path / "file" / "below") == f"{tmp_path}/file/below is no folder"
+    assert refusal(tmp_path / "file") == f"{tmp_path}/file is not a folder"
+    assert refusal(tmp_path / "file" / "below") == f"{tmp_path}/file/below is not a folder"
     assert "/proc/lock" in refusal(Path("/proc"))
     (tmp_path / "store" / FINGERPRINT.hex() / "index").mkdir(parents=True)
     assert "Is a directory" in refusal(tmp_path / "store")
@@ -474,8 +474,8 @@ def test_a_folder_that_somebody_else_may_have_prepared_is_refused(tmp_path: Path
 def test_a_size_below_64_pages_is_refused_and_touches_nothing(tmp_path: Path) -> None:
     filled(tmp_path)
     assert refusal(tmp_path, num_pages=63) == (
-        f"64 pages need {size_of(64)} bytes, of {size_of(63)} there are {size_of(63)} left; "
-        "raise the size"
+        f"64 pages need {size_of(64)} bytes, but of the {size_of(63)} allowed {size_of(63)} "
+        "are left; raise the size"
     )
     store = small_store(tmp_path)
     assert kept(store, range(10)) == set(range(10))
@@ -644,7 +644,7 @@ def test_of_a_full_disk_what_fits_is_used(
     assert kept(store, range(9)) == {*range(2, 9)}
     assert (store.capacity, store.stats()["evicted"]) == (7, 2)
     assert [each.getMessage() for each in caplog.records] == [
-        "the KV tier on disk is full: it keeps 7 pages"
+        "the KV tier on disk cannot grow: its capacity is now 7 pages"
     ]
     store.check()
     disk.fails_to_write = never

@@ -151,7 +151,7 @@ def test_tensors_that_the_config_does_not_imply_are_named(tmp_path: Path) -> Non
         open_head(tmp_path, TARGET).load()
     save_head(make("eagle, reduced"), tmp_path)
     change_tensors(tmp_path, d2t=torch.full((24,), 60))
-    with pytest.raises(ModelLoadError, match="d2t must lead to distinct ids below 64"):
+    with pytest.raises(ModelLoadError, match="d2t must map to distinct token ids below 64"):
         open_head(tmp_path, TARGET).load()
 
 

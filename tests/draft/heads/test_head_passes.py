@@ -281,7 +281,7 @@ def test_the_log_names_heads_that_the_kernels_do_not_support(
     target = load_decoder(folder, backend="triton", device="cpu", dtype="float32")
     head, _ = lent(EagleHead(eagle_config(target.config, head_dim=12)), target)
     EaglePass(head, target)
-    assert "torch computes the layers of the head: heads of 12 dimensions" in caplog.text
+    assert "using PyTorch for the layers of the draft head: heads of 12 dimensions" in caplog.text
 
 
 def test_a_pool_of_columns_is_written_where_they_are_only(target: Decoder) -> None:

@@ -104,7 +104,7 @@ def pack_linear(
         own_bias = None if bias is None else bias[start:stop]
         packed = _packed(library, kind, pieces, own_bias, in_features, packed)
         stop = start
-    assert packed is not None, "a weight has rows"
+    assert packed is not None, "the weight has no rows"
     return packed
 
 

@@ -44,7 +44,7 @@ def kv_struct(pool: KVPool) -> Structure:
     block = pool.block
     if block.codec.native_code is None:
         raise ValueError(
-            f"the native kernels read no keys and values of torch.{block.codec.number}"
+            f"the native kernels do not support keys and values of torch.{block.codec.number}"
         )
     return STRUCTS.ft_kv(
         data=pool.data.data_ptr(),
@@ -85,7 +85,9 @@ class NativePlan:
     ) -> None:
         """Make the structs; ``tables``: cos and sin ``[num_rows, turned_dim / 2]`` of each."""
         if batch.num_rows != int(batch.lens.sum()):
-            raise ValueError("the native kernels take batches without copies of their last row")
+            raise ValueError(
+                "the native kernels do not support batches with copies of their last row"
+            )
         rows = {
             "starts": batch.starts,
             "lens": batch.lens,

@@ -285,7 +285,7 @@ class TritonStep:
             captured = self._capture(self._make_graph, geometry, shared, shape)
         except Exception:
             logger.exception(
-                "a CUDA graph of %d rows could not be captured: no further graphs are used",
+                "cannot capture a CUDA graph of %d rows: no CUDA graphs are captured any more",
                 shape.bucket,
             )
             self._make_graph = None
@@ -313,7 +313,9 @@ class TritonStep:
                 )
             except Exception:
                 logger.warning(
-                    "no CUDA graph of %d rows with adapters", shape.bucket, exc_info=True
+                    "cannot capture a CUDA graph of %d rows with adapters",
+                    shape.bucket,
+                    exc_info=True,
                 )
                 captured = None
             shared.adapted[shape, room] = captured
@@ -331,7 +333,9 @@ class TritonStep:
                 return self._record(make_graph(), geometry, shared, shape, head)
             except Exception:
                 logger.warning(
-                    "no CUDA graph of %d rows with sampling", shape.bucket, exc_info=True
+                    "cannot capture a CUDA graph of %d rows with sampling",
+                    shape.bucket,
+                    exc_info=True,
                 )
         return self._record(make_graph(), geometry, shared, shape, None)
 
@@ -360,7 +364,7 @@ class TritonStep:
         kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, partial_sums=True),))
         plan = device_plan(geometry, graph_inputs, kinds, shared.partial_sums, shared.turns)
         embedding = self._weights.embedding
-        assert isinstance(embedding, Tensor), "no weight stays packed here"
+        assert isinstance(embedding, Tensor), "the Triton backend does not pack embeddings"
         tapped = shared.tapped(taps, bucket, embedding)
         given = shared.given(bucket, embedding) if is_given else None
         ops = self._adapters.ops(graph_inputs, num_adapters) if num_adapters else self._ops

@@ -16,7 +16,7 @@ from .lora_kernels import BLOCK_WORDS, LINEAR_WORDS, lora_a_kernel, lora_b_kerne
 from .tiles import FEW_COLUMNS
 
 TILE_ROWS, TILE_RANKS = 16, 16
-TILE_IN = 64  # inputs of a step
+TILE_IN = 64  # input features per step of the kernel's loop
 LORA_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 _MIN_STEPS, _MAX_PIECES = 4, 16  # least steps of a piece of the inputs; most pieces
 

@@ -89,7 +89,7 @@ class TritonSampler(DeviceSampler):
         """
         _check(len(logits), len(rows))
         if num_best < 1:
-            raise ValueError(f"the {num_best} best of a row")
+            raise ValueError(f"num_best must be at least 1, not {num_best}")
         if draft_vocab is not None and not draft_vocab.serves(rows):
             logits, draft_vocab = draft_vocab.widened(logits), None
         if not rows:
@@ -101,7 +101,7 @@ class TritonSampler(DeviceSampler):
     @override
     def begin(self, logits: Tensor, rows: Sequence[DraftedRow]) -> TritonPendingTokens:
         if not rows:
-            raise ValueError("no token to draw")
+            raise ValueError("there is no row to draw a token for")
         _check(len(logits), len(rows))
         return self._begin(logits, list(enumerate(rows)))
 

@@ -183,7 +183,7 @@ def test_a_compiler_that_does_not_compile_leaves_the_packaged_library(
     monkeypatch.setenv("CC", compiler)
     assert building.load("scalar")._name == str(packaged)
     (message,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-    assert message.startswith("the packaged kernels are used: ")
+    assert message.startswith("using the packaged kernels: ")
     assert compiler in message or "the C compiler failed" in message
 
 
@@ -198,7 +198,7 @@ def test_a_packaged_library_that_does_not_do_is_replaced_or_refused(
         packaged.write_bytes(b"no library")
         seal(packaged)
     assert building.load("scalar")._name == str(build("scalar"))
-    assert "the compiled kernels are used: " in caplog.text
+    assert "using the compiled kernels: " in caplog.text
     monkeypatch.setenv("PATH", "")
     caplog.clear()
     assert loading.native_library("scalar") is None
@@ -229,7 +229,7 @@ def test_a_compile_error_is_told_and_leaves_nothing_behind(monkeypatch, tmp_path
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(NativeBuildError, match=r"cache folder .*; FORETOKEN_CACHE names another"):
+    with pytest.raises(NativeBuildError, match=r"cache folder: .*; set FORETOKEN_CACHE to another"):
         build("scalar")
 
 

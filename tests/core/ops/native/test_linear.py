@@ -279,7 +279,7 @@ def test_rows_and_columns_of_blocks_are_chosen_without_reading_them(library, num
 
 @pytest.mark.parametrize("number", BLOCK_TYPES)
 def test_columns_within_a_block_are_refused(number):
-    with pytest.raises(ValueError, match="do not end at groups"):
+    with pytest.raises(ValueError, match="must start and end at multiples"):
         blocks(number).columns(16, 512)
 
 

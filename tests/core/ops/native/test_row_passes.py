@@ -140,5 +140,5 @@ def test_a_row_beyond_its_pages_is_refused(tmp_path: Path) -> None:
     drafting = Drafting(decoder_of(tmp_path, "llama"))
     assert drafting.passes is not None
     segment = Segment([7], 16 * PAGE_SIZE, drafting.pages[0], 1)
-    with pytest.raises(ValueError, match="16 pages for 65 positions"):
+    with pytest.raises(ValueError, match="16 pages are too few for 65 positions"):
         drafting.passes.best([segment], [DraftedRow(drafting.tokens[0], sampling_of())], 1)

@@ -108,7 +108,7 @@ def test_on_cuda_the_triton_kernels_compute(gpu, backend: Any, dtype: torch.dtyp
         ({"heads": [HEADS, heads(64)]}, "no Triton kernels for heads of several shapes"),
         (
             {"heads": [replace(HEADS, value_eps=1e-6)]},
-            "no Triton kernel norms values",
+            "no Triton kernel normalises the values of attention",
         ),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
@@ -117,7 +117,9 @@ def test_a_model_that_does_not_suit_them_is_computed_by_torch_unless_they_are_na
     gpu, caplog, options: dict[str, Any], why: str
 ) -> None:
     assert isinstance(choose_ops("cuda", backend="auto", **options), TorchOps)
-    assert f"torch computes: {why}" in caplog.text.replace("torch.float64", "float64")
+    assert f"using the slower PyTorch backend: {why}" in caplog.text.replace(
+        "torch.float64", "float64"
+    )
     with pytest.raises(ModelLoadError, match=f"backend triton is not available: .*{why}"):
         choose_ops("cuda", backend="triton", **options)
     with pytest.raises(ModelLoadError, match=f"quantize int8 needs .*{why}"):
@@ -151,7 +153,9 @@ def test_where_triton_cannot_launch_torch_computes_and_a_log_line_says_why(
     monkeypatch.setattr("triton.runtime.driver", Broken())
     monkeypatch.setattr(availability, "launch_problem", LAUNCH_PROBLEM)
     assert isinstance(choose_ops("cuda", backend="auto", heads=[HEADS]), TorchOps)
-    assert caplog.messages == ["torch computes: Triton cannot use the GPU: no C compiler"]
+    assert caplog.messages == [
+        "using the slower PyTorch backend: Triton cannot use the GPU: no C compiler"
+    ]
 
 
 def test_int8_weights_are_tritons_on_cuda_and_int4_are_nobodys(gpu) -> None:
@@ -159,8 +163,8 @@ def test_int8_weights_are_tritons_on_cuda_and_int4_are_nobodys(gpu) -> None:
     assert isinstance(found, TritonOps)
     assert found.quantize == "int8"
     for backend, why in (
-        ("auto", "device cpu has"),
-        ("triton", "device cpu has"),
+        ("auto", "use device cpu"),
+        ("triton", "use device cpu"),
         ("torch", "int4"),
     ):
         with pytest.raises(ModelLoadError, match=why):
@@ -185,7 +189,7 @@ def test_on_a_cpu_triton_is_for_tests_alone(no_gpu, monkeypatch) -> None:
 def test_the_interpreter_is_never_run_on_a_gpu(gpu, monkeypatch, caplog) -> None:
     monkeypatch.setenv(availability.INTERPRET, "1")
     assert isinstance(choose_ops("cuda", backend="auto", heads=[HEADS]), TorchOps)
-    assert "TRITON_INTERPRET=1 asks for" in caplog.text
+    assert "TRITON_INTERPRET=1 selects" in caplog.text
 
 
 UNTOUCHED = """

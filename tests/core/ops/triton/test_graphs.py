@@ -308,7 +308,7 @@ def test_where_capturing_fails_kernels_are_launched_one_by_one_and_the_log_says_
     twins.check(row)
     assert twins.graphs.num_replayed == 2, "a graph from before is still used"
     assert [record.message for record in caplog.records] == [
-        "a CUDA graph of 2 rows could not be captured: no further graphs are used"
+        "cannot capture a CUDA graph of 2 rows: no CUDA graphs are captured any more"
     ]
 
 
@@ -329,7 +329,7 @@ def test_a_graph_that_fails_with_a_head_is_captured_without_one_and_so_are_other
     assert has_head == {(2, False): False, (1, False): True}
     assert (len(twins.graphs.made), twins.graphs.num_replayed) == (3, 3)
     assert [record.message for record in caplog.records] == [
-        "no CUDA graph of 2 rows with sampling"
+        "cannot capture a CUDA graph of 2 rows with sampling"
     ]
 
 

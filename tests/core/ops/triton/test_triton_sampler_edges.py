@@ -206,5 +206,5 @@ def test_what_one_list_allows_and_the_constraint_too_is_left() -> None:
 
 
 def test_a_mask_of_another_vocabulary_is_an_error_and_no_wild_read() -> None:
-    with pytest.raises(ValueError, match="a mask of 11 tokens"):
+    with pytest.raises(ValueError, match="the mask has 11 tokens"):
         SAMPLER.sample(torch.zeros(1, 12), [row_of(constraint=Countdown(11))])
