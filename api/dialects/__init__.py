@@ -21,7 +21,7 @@ BATCH_PATHS = tuple(each.path for api in APIS for each in api.dialects if each.i
 
 
 def open_dialects(service: Service, apis: Sequence[Api] = APIS) -> dict[str, Dialect[Any]]:
-    """Return the dialects of the given APIs for a server, by path."""
+    """Return the generating routes of the given APIs, by path."""
     return {kind.path: kind(service) for api in apis for kind in api.dialects}
 
 
@@ -32,7 +32,7 @@ def api_of_path(path: str) -> Api:
 
 
 def api_of(scope: Scope) -> Api:
-    """Return the API of a request, by its path or by a header that an API's clients send."""
+    """Return the API that serves a request, chosen by its path or else by its headers."""
     found = api_of_path(scope["path"])
     if found is not OPENAI:
         return found
@@ -41,7 +41,7 @@ def api_of(scope: Scope) -> Api:
 
 
 def at_home(scope: Scope) -> Scope:
-    """Return the scope of a request with the path under which its API serves the route."""
+    """Return the scope of a request, with the API's `moved` prefix replaced in its path."""
     moved, path = api_of(scope).moved, scope["path"]
     if moved is None or not (path == moved[0] or path.startswith(f"{moved[0]}/")):
         return scope

@@ -60,7 +60,7 @@ def create_app(
 ) -> ASGIApp:
     """Return the application for a started engine client.
 
-    Raises `InvalidRequest` if an adapter has a name of the model.
+    Raises `InvalidRequest` if the name of an adapter is also a name of the model.
     """
     settings, observing = settings or Settings(), observing or Observing()
     llm.for_server(settings.limits.max_request_seconds)
@@ -98,7 +98,7 @@ async def _lifespan(service: Service, _app: Starlette) -> AsyncIterator[None]:
 
 
 def _refuse_clash(llm: EngineClient, settings: Settings) -> None:
-    """Raise `InvalidRequest` for an adapter with a name of the model."""
+    """Raise `InvalidRequest` if the name of an adapter is also a name of the model."""
     for name in settings.served_names:
         if name in llm.adapters:
             message = f"lora: {name} is a name of the model (--served-model-name)"

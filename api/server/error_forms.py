@@ -1,4 +1,4 @@
-"""error_response: an error in the form of the API that the path belongs to."""
+"""error_response: an error in the format of the API that the path belongs to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..types.request_context import note_error
 
 
 def error_response(scope: Scope, error: ApiError) -> Response:
-    """Return the error response of a request, in the form of its API; OpenAI's by default."""
+    """Return the response for an error, in the format of the request's API; by default OpenAI's."""
     note_error(error)
     request_id = scope.get("state", {}).get("request_id")
     body = api_of(scope).error_form.body(error, request_id)

@@ -23,7 +23,7 @@ DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DUMP_SIGNAL = signal.SIGUSR1
 DEAD, STUCK = 1, 70  # exit status: the engine failed; the engine or the event loop hangs
 BEAT_SECONDS = 1.0  # interval of the event loop's heartbeat
-LAST_SECONDS = 5.0  # time limit for the last dump and the exit
+LAST_SECONDS = 5.0  # time limit for the final dump and the exit
 
 
 class Serving(Protocol):
@@ -40,7 +40,7 @@ class Serving(Protocol):
         """Whether `close` was called."""
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, let running ones finish within a time, and close the engine."""
+        """Refuse new requests, give running ones some time to finish, and close the engine."""
 
 
 class Supervisor:
@@ -91,14 +91,14 @@ class Supervisor:
     async def end(self) -> None:
         """Stop watching the engine, and wait for a drain in progress.
 
-        The loop no longer needs to send heartbeats; the exit is still guarded.
+        From now on, no heartbeats of the event loop are needed; the exit still has a time limit.
         """
         watch, *drains = self._tasks
         watch.cancel()
         await asyncio.gather(watch, *drains, return_exceptions=True)
 
     def close(self) -> None:
-        """Stop watching the event loop, which is closed."""
+        """Stop watching the event loop, which has ended."""
         if self._guard is not None:
             self._guard.close()
 
@@ -137,7 +137,10 @@ class Supervisor:
         engine.dump(engine.report(reason))
 
     def _leave(self) -> None:
-        """Dump the state and exit; called in the guard's thread. A timer ends a blocked dump."""
+        """Dump the state and end the process. Called in the thread of the `LoopGuard`.
+
+        If the dump takes too long, a timer ends the process.
+        """
         alarm = threading.Timer(LAST_SECONDS, os._exit, (STUCK,))
         alarm.daemon = True
         alarm.start()
@@ -154,8 +157,8 @@ class LoopGuard:
     """A thread that calls ``on_stuck`` once if `beat` was not called for ``seconds``.
 
     The event loop calls `beat` while it runs. ``on_stuck`` runs in this thread, as a stuck loop
-    cannot run it. Ticks are counted instead of reading a clock, so a clock change or a suspended
-    machine costs at most one tick.
+    cannot run it. The thread counts ticks and reads no clock, so a clock change or a suspended
+    machine counts as at most one tick.
     """
 
     def __init__(
@@ -169,7 +172,7 @@ class LoopGuard:
         self._thread = threading.Thread(target=self._watch, name="foretoken-guard", daemon=True)
 
     def start(self) -> None:
-        """Start to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def beat(self) -> None:
@@ -177,7 +180,7 @@ class LoopGuard:
         self._has_beaten = True
 
     def close(self) -> None:
-        """Stop to watch."""
+        """Stop the thread."""
         self._ended.set()
 
     def _watch(self) -> None:

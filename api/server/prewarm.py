@@ -75,7 +75,7 @@ async def prewarm(llm: EngineClient, chat: ChatClient, warms: Sequence[Warm]) ->
 
 
 async def _prompt(client: ChatClient, warm: Warm) -> str | list[int]:
-    """Return a prompt; conversations without the opening of an answer, as any turn may follow."""
+    """Return a prompt. A conversation has no generation prompt, since any turn may follow."""
     if warm.messages is None:
         return warm.prompt or ""
     chat = plain_chat(warm.messages, tools=read_tools(warm.tools), opens=False)

@@ -42,7 +42,7 @@ STDERR = 2
 def run(llm: EngineClient, listen: Listen, observing: Observing | None = None) -> int:
     """Serve until a signal. Return the exit status. Blocking.
 
-    Raises `InvalidRequest` for an unreadable file in the options.
+    Raises `InvalidRequest` for a file in the options that cannot be read.
     """
     seconds = listen.drain_seconds
     on_drain = f"waiting up to {seconds} s for running requests (--drain-seconds)"
@@ -142,7 +142,7 @@ async def _serve_on(
 def _bind(config: uvicorn.Config, closing: contextlib.ExitStack) -> socket.socket:
     """Return the bound socket, which ``closing`` closes.
 
-    Raises OSError, where uvicorn would end the process.
+    Raises OSError if the socket cannot be bound; uvicorn would end the process.
     """
     address: str | tuple[str, int]
     if config.uds is not None:
@@ -154,7 +154,6 @@ def _bind(config: uvicorn.Config, closing: contextlib.ExitStack) -> socket.socke
     sock = closing.enter_context(socket.socket(family))
     # A fixed port may be reused while old connections linger. Not for port 0: the system could then
     # choose a port that another server has bound but does not listen on yet.
-    # system name a port that is bound and does not listen yet: another server's, loading.
     if config.uds is None and config.port:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(address)
@@ -234,7 +233,7 @@ def _name(llm: EngineClient, listen: Listen) -> str:
 
 
 class _Listener:
-    """The server of a bound socket, while it listens."""
+    """A bound socket and the uvicorn server that serves it."""
 
     def __init__(self, config: uvicorn.Config, listen: Listen, sock: socket.socket) -> None:
         self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -244,7 +243,7 @@ class _Listener:
 
     @property
     def address(self) -> str:
-        """The address that it listens on. Available after `start`."""
+        """The address of the socket. Available after `start`."""
         return self._listening.result()
 
     def num_connections(self) -> int:
@@ -252,7 +251,7 @@ class _Listener:
         return len(self._server.server_state.connections)
 
     async def start(self) -> bool:
-        """Listen, unless it already does. Log an error and return False if the port is in use."""
+        """Start to serve, unless started already. Log an error and return False if it fails."""
         if self._serving is None:
             try:
                 self._sock.listen()
@@ -282,7 +281,7 @@ class _Listener:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, and with a callback when it listens."""
+    """A uvicorn server without signal handlers, and with a callback that gets its address."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[str], None]) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Ownership of a Unix socket's path by one server, from before it loads its model to its end."""
+"""The lock on the path of a Unix socket, which a server holds from its start to its end."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
 
 
 class RunningAnswer(Protocol):
-    """The running answer to a conversation, or the running answers to plain prompts."""
+    """The running answer to a conversation, or the running answers to one or more prompts."""
 
     @property
     def request(self) -> Request:
@@ -97,7 +97,7 @@ A = TypeVar("A", bound=RunningAnswer)
 
 
 class AnswerWriter(Generic[A]):
-    """Encode one answer: as a stream, or through `take` and `whole` as a single body."""
+    """Encodes one answer: as a stream, or through `take` and `whole` as a single body."""
 
     def begin(self, answer: A) -> Iterable[bytes]:  # noqa: ARG002
         """Return the events to send before the first step."""
@@ -121,7 +121,7 @@ class AnswerWriter(Generic[A]):
 
 
 class AnswerReply(Reply, Generic[A]):
-    """A running answer as a reply. An aborted answer raises `ApiError`."""
+    """The reply with a running answer. Raises `ApiError` if the answer is aborted."""
 
     def __init__(self, service: Service, writer: AnswerWriter[A], answer: A) -> None:
         self._service, self._writer, self._answer = service, writer, answer
@@ -139,7 +139,7 @@ class AnswerReply(Reply, Generic[A]):
         return self._writer.whole(self._answer)
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the events of the answer as it arrives; the first ones wait for the first step."""
+        """Yield the events of the answer as it is generated, beginning with its first step."""
         writer, has_begun = self._writer, False
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:

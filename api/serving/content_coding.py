@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from .errors import ApiError
 
-MAX_CODINGS = 2  # nested codings of one body
-MAX_STREAMS = 16  # concatenated streams in one body
+MAX_CODINGS = 2  # maximum number of nested codings of one body
+MAX_STREAMS = 16  # maximum number of concatenated streams in one body
 ZSTD_MODULES = ("compression.zstd", "backports.zstd")  # compression.zstd is part of Python 3.14
 IDENTITY = "identity"
 

@@ -43,9 +43,9 @@ def decoder(body_type: type[T]) -> Callable[[bytes], T]:
 
 
 def _decode_mended(data: bytes, body_type: type[T], error: msgspec.ValidationError) -> T:
-    """Decode a body after mending it. Raises `ApiError` 400 if it is still invalid.
+    """Decode a body after `_mended` has converted it. Raises `ApiError` 400 if it is invalid.
 
-    It runs only after the fast decoder has failed, since few bodies need mending.
+    It runs only after the fast decoder has failed, since few bodies need to be converted.
     """
     try:
         plain = msgspec.json.decode(data)

@@ -53,8 +53,9 @@ B = TypeVar("B", bound=RequestBody)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """Input and output of a route. ``body`` and ``answer`` are structs; None: no or free
-    content.
+    """Input and output of a route. ``body`` and ``answer`` are structs.
+
+    None means that there is no body or answer, or that it may have any content.
     """
 
     method: Literal["GET", "POST", "DELETE"] = "POST"
@@ -104,7 +105,7 @@ class Dialect(Generic[B]):
     most_temperature: ClassVar[float] = OPENAI_TEMPERATURE
     ping: ClassVar[bytes] = PING
     media_type: ClassVar[str] = EVENT_STREAM
-    can_resume: ClassVar[bool] = True  # whether Last-Event-ID works, which belongs to event streams
+    can_resume: ClassVar[bool] = True  # whether a client can resume a stream with Last-Event-ID
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -167,9 +168,7 @@ class Dialect(Generic[B]):
 
 
 class Endpoints:
-    """Routes of one subject that generate nothing: methods marked with `get`, `post` or
-    `delete`.
-    """
+    """Routes that generate no text: methods marked with `get`, `post` or `delete`."""
 
     def __init__(self, service: Service) -> None:
         self.service = service

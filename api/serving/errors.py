@@ -36,7 +36,7 @@ _FIELD = re.compile(r"(missing required|unknown) field `(?P<name>[^`]{0,256})`")
 
 
 class ErrorParts(Struct, kw_only=True):
-    """An error. ``param`` names the field that is wrong."""
+    """An error. ``param`` names the invalid field."""
 
     message: str
     type: str | None = None
@@ -100,7 +100,7 @@ def clipped(message: str) -> str:
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """Return the error to send for an exception. The text of an unexpected one is not exposed."""
+    """Return the error to send for an exception; for an unexpected one, without its text."""
     match error:
         case ApiError():
             return error
@@ -130,13 +130,13 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def unavailable(message: str, retry_after: float = MIN_RETRY_SECONDS) -> ApiError:
-    """Return a 503 error: the server drains, is dead or has no replica; a retry may succeed."""
+    """Return a 503 error: the server closes, has failed or has no replica. Clients may retry."""
     headers = {"retry-after": str(_retry_seconds(retry_after))}
     return ApiError(503, message, kind="server_error", code="unavailable", headers=headers)
 
 
 def deadline_exceeded(message: str, retry_after: float = MIN_RETRY_SECONDS) -> ApiError:
-    """Return a 503 error: the deadline passed before the first token; a retry may succeed."""
+    """Return a 503 error: the deadline passed before the first token. Clients may retry."""
     headers = {"retry-after": str(_retry_seconds(retry_after))}
     return ApiError(503, message, kind="server_error", code="deadline_exceeded", headers=headers)
 
@@ -160,7 +160,8 @@ def bad_json(error: Exception) -> ApiError:
 
 def _param(message: str) -> str | None:
     path, field = _PATH.search(message), _FIELD.search(message)
-    place = path["path"].replace("[...]", "") if path else ""  # a value of a mapping
+    # msgspec writes [...] for a value of a mapping.
+    place = path["path"].replace("[...]", "") if path else ""
     names = [place, field["name"]] if field else [place]
     return ".".join(name for name in names if name) or (None if field is None else "")
 

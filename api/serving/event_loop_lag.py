@@ -19,8 +19,8 @@ _BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 class LoopLag(Collector):
     """A histogram of how late a timer fires, and the largest delay since the last scrape.
 
-    A delay of this timer delays every stream and every new connection too. The timer fires ten
-    times per second and costs a few microseconds each time.
+    Anything that delays this timer also delays every stream and every new connection. The timer
+    fires ten times per second and costs a few microseconds each time.
     """
 
     def __init__(

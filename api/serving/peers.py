@@ -81,7 +81,7 @@ class RefusedSampling(Struct, kw_only=True):
 
 
 class RefusedFields(RefusedSampling, kw_only=True):
-    """Unsupported fields that would change the output or the report in other ways."""
+    """Unsupported fields, other than for sampling, that would change the answer."""
 
     # the end of an answer
     stop_regex: Empty = None

@@ -24,8 +24,8 @@ class PooledReply(Reply):
         """Compute the prompts and return the encoded body. Raises the errors of
         `PooledPrompts.read`.
 
-        The body is encoded in asyncio's own thread pool, whose queue has no limit: a finished
-        computation is never refused.
+        The body is encoded in asyncio's own thread pool. Its queue has no limit, so no
+        computed result is lost.
         """
         pooled = await self._prompts.read()
         return await asyncio.to_thread(lambda: msgspec.json.encode(self._encode(pooled)))

@@ -27,7 +27,8 @@ END = b"\n\n"
 class ResumableStream:
     """The events of one answer, read by a task of its own. The latest events are kept.
 
-    An answer without a reader is aborted after ``seconds``. A finished stream is kept equally long.
+    An answer without a reader is aborted after ``seconds``. A finished stream is dropped after the
+    same time.
     """
 
     def __init__(
@@ -167,8 +168,9 @@ class ResumableStreams:
         return len(self._streams)
 
     def begin(self, reply: Reply, on_error: Callable[[ApiError], bytes]) -> Reader:
-        """Start a stream of an answer and return its first reader. The reply is closed at its
-        end.
+        """Start a stream of an answer and return its first reader.
+
+        The reply is closed when the stream ends.
         """
         stream = ResumableStream(reply, on_error, lambda: self._forget(stream), self.seconds)
         reader = stream.attach(0)

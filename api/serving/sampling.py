@@ -31,7 +31,7 @@ from ..types.sampling_params import (
 )
 from .peers import RefusedFields
 
-Label = Annotated[str, Meta(max_length=1024)]  # stored after the request has ended
+Label = Annotated[str, Meta(max_length=1024)]  # kept in memory after the request has ended
 Name = Annotated[str, Meta(max_length=256)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]

@@ -177,7 +177,7 @@ class Service:
         return await self.llm.tokenizer.apart(origin().num_bytes, job)
 
     def wanted(self, receive: Receive, deadline_ms: float | None = None) -> UnlessGone:
-        """Return a block that is cancelled when the client leaves or its time is over.
+        """Return a context manager that cancels its block if the client leaves or time is over.
 
         The time limit is the shorter of the caller's and the server's. Raises `DeadlineExceeded` if
         it has passed already.

@@ -135,7 +135,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:
-    """Options of a process's log."""
+    """Options for the log of a process."""
 
     log_level: Literal["critical", "error", "warning", "info", "debug"] = setting(
         "info", "lowest level of log lines", group="server", is_basic=True
@@ -168,7 +168,7 @@ class Joining(LogOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listen(LogOptions):
-    """The address to listen on, the log, and startup and shutdown."""
+    """Options for the address to listen on, for the log, and for startup and shutdown."""
 
     host: str = setting("127.0.0.1", "address to listen on", "HOST", group="server", is_basic=True)
     port: int = setting(8000, "port to listen on; 0: any free one", most=MAX_PORT, is_basic=True)
@@ -283,7 +283,7 @@ class FrontOptions:
 
     @property
     def is_given(self) -> bool:
-        """Whether replicas compute, and not this process."""
+        """Whether the model runs in replicas and not in this process."""
         return self.ray or self.front is not None
 
     @property

@@ -47,7 +47,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 class UnlessGone:
-    """A block that is cancelled when the client leaves or the time is over.
+    """A context manager that cancels its block when the client leaves or the time is over.
 
     Raises `ClientGone` or `DeadlineExceeded`. A single task watches the connection until the block
     ends. The body must have been read before.
@@ -167,8 +167,8 @@ class EventStream(Response):
                 async for body in events:
                     await _write(send, body)
             except Exception as error:
-                # The status was sent already, so the error is sent as an event, which clients
-                # raise.
+                # The status was sent already, so the error is sent as an event, for which
+                # clients raise an exception.
                 answer = to_api_error(error)
                 note_error(answer)
                 if answer.status == 500:

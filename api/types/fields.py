@@ -61,7 +61,7 @@ class Marks(NamedTuple):
 
 @cache
 def marks_of(struct: type[Struct]) -> Marks:
-    """Return the marked fields of a struct and the fields whose structs have any."""
+    """Return the marked fields of a struct, and the fields that hold structs with marked fields."""
     hints = _hints(struct)
     inner = [
         name for name, hint in hints.items() if any(_has_marks(each) for each in structs_in(hint))

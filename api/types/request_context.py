@@ -24,7 +24,7 @@ TOO_LATE = "the deadline passed before the request could run"
 
 
 def seconds_left(since: float, *limits: float | None) -> float | None:
-    """Return the seconds left of the shortest limit, counted from ``since``; None without a limit.
+    """Return the seconds until the shortest limit after ``since`` passes; None without a limit.
 
     ``since`` is a time of `time.monotonic`. Raises `DeadlineExceeded` if no time is left.
     """
@@ -169,7 +169,7 @@ def note_arrival(num_bytes: int) -> None:
 
 
 def arrival() -> float:
-    """Return the request's arrival time, of `time.monotonic`; in the SDK, the present time."""
+    """Return the request's arrival time, from `time.monotonic`; in the SDK, the present time."""
     context = CONTEXT.get()
     known = None if context is None else context.arrived
     return time.monotonic() if known is None else known
@@ -201,9 +201,7 @@ def note_adapter(name: str | None) -> None:
 
 
 def adapter_name() -> str | None:
-    """Return the adapter that the present request names as its model; None if none, or in the
-    SDK.
-    """
+    """Return the adapter that the present HTTP request names as its model, or None."""
     context = CONTEXT.get()
     return None if context is None else context.adapter
 

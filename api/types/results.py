@@ -105,8 +105,8 @@ class Choice(Struct, kw_only=True):
     In a conversation, ``text`` is the content, ``reasoning`` the text of the model's thinking and
     ``tool_calls`` the calls. ``finish_reason``: "stop", "length", "abort" or "tool_calls".
     ``message_ids``: the tokens of the message without the stop token, with which later turns can
-    render it. None if a stop string or a single call cut the message short, or if the chat template
-    cannot render a message from its ids.
+    render it. None if the message was cut at a stop string or after its only allowed call, or if
+    the chat template cannot render a message from its ids.
     """
 
     index: int
@@ -219,7 +219,7 @@ class RankedDocument:
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Return the usage of a prompt with several choices: the prompt once, all generated tokens."""
+    """Return the usage of all choices of a prompt. The prompt tokens are counted once."""
     first = usages[0]
     total = Usage(
         prompt_tokens=first.prompt_tokens,
@@ -241,7 +241,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
 
 
 def _written(usages: Sequence[Usage]) -> int:
-    """Return the prompt tokens written to the cache: at most those that the first choice missed."""
+    """Return the number of prompt tokens written to the cache: at most those not cached before."""
     missing = usages[0].prompt_tokens - usages[0].cached_tokens
     return min(missing, sum(usage.cache_write_tokens for usage in usages))
 

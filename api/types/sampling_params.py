@@ -33,7 +33,7 @@ MAX_WORD_CHARS = 256
 MAX_DEPTH = 64  # draft tokens of one request in one step
 MAX_PREDICTION_CHARS = 2**17
 MAX_PREDICTION_IDS = 2**16
-# limit of json_schema, regex and grammar each, and of all of choice together
+# limit of each of json_schema, regex and grammar, and of the total of choice
 MAX_GRAMMAR_CHARS = 2**18
 MAX_CHOICES = 4096
 NO_TEXTS: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class SamplingParams(TokenSamplingParams):
 
     - ``max_tokens``: None means up to the end of the context. ``prompt_only``: compute the prompt,
       and its ``prompt_logprobs`` if requested, but generate no token.
-    - ``temperature``: 0 is greedy. ``top_k=0`` and ``top_p=1`` disable them.
+    - ``temperature``: 0 is greedy. ``top_k=0`` and ``top_p=1`` disable these two filters.
     - ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty``: if left out, the
       model's recommended values, else the defaults of this class.
     - ``seed``: with a seed, the output depends only on the model, the prompt and these parameters.

@@ -18,20 +18,20 @@ from ...serving.sse import named_event
 
 
 class ThinkingContent(Struct, tag="thinking", kw_only=True):
-    """Reasoning. Clients do not send reasoning without a signature back."""
+    """A block of reasoning. Clients send it back only if it has a signature."""
 
     thinking: str = ""
     signature: str = ""
 
 
 class TextContent(Struct, tag="text", kw_only=True):
-    """The text of an answer."""
+    """A block of answer text."""
 
     text: str = ""
 
 
 class ToolUseContent(Struct, tag="tool_use", kw_only=True):
-    """A tool call."""
+    """A block with a tool call."""
 
     id: str
     name: str
@@ -42,25 +42,25 @@ ContentBlock = ThinkingContent | TextContent | ToolUseContent
 
 
 class ThinkingAddition(Struct, tag="thinking_delta", kw_only=True):
-    """More reasoning."""
+    """A delta that appends text to a reasoning block."""
 
     thinking: str
 
 
 class SignatureAddition(Struct, tag="signature_delta", kw_only=True):
-    """The signature that ends the reasoning."""
+    """A delta with the signature, which is the last delta of a reasoning block."""
 
     signature: str
 
 
 class TextAddition(Struct, tag="text_delta", kw_only=True):
-    """More text."""
+    """A delta that appends text to a text block."""
 
     text: str
 
 
 class InputAddition(Struct, tag="input_json_delta", kw_only=True):
-    """More of a call's input, as JSON text."""
+    """A delta that appends a fragment of JSON text to the input of a tool call."""
 
     partial_json: str
 
@@ -81,18 +81,18 @@ class MessageUsage(Struct, kw_only=True):
     cache_creation: dict[str, int]
     output_tokens: int
     service_tier: str = "standard"
-    closed_early: bool  # see chat completions
-    moves: int  # see chat completions
+    closed_early: bool  # structured output was ended early to fit the token limit
+    moves: int  # times the request moved to another replica because its own was lost
     image_tokens: int | UnsetType = UNSET  # prompt tokens of images, if there are any
-    spliced_tokens: int  # prompt tokens that are the original ids of earlier answers
+    spliced_tokens: int  # prompt tokens taken from the ids of earlier answers
     normalized: list[str] | UnsetType = UNSET  # --normalize rules that changed the prompt
-    evicted_tokens: int | UnsetType = UNSET  # see chat completions
+    evicted_tokens: int | UnsetType = UNSET  # answer tokens whose KV was evicted (--kv-evict)
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if requested and known
 
 
 class Ending(Struct, kw_only=True):
-    """Why an answer ended; None while it runs."""
+    """The stop reason and the stop sequence of an answer; None while it is generated."""
 
     stop_reason: str | None = None
     stop_sequence: str | None = None
@@ -107,7 +107,7 @@ class MessageAnswer(Ending, tag="message", kw_only=True):
     content: list[ContentBlock] = []
     diagnostics: Free | None = None
     usage: MessageUsage
-    # if requested: the ids that render the message when sent back
+    # if requested: token ids to send back with the message in the next request
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # if requested
 
@@ -119,14 +119,14 @@ class TokenCount(Struct, kw_only=True):
 
 
 class MessageErrorParts(Struct, kw_only=True):
-    """The error of /v1/messages."""
+    """The type and the message of an error."""
 
     type: str
     message: str
 
 
 class MessageError(Struct, tag="error", kw_only=True):
-    """The body of an error, and the last event of a failed stream."""
+    """The body of an error answer; also the last event of a stream that failed."""
 
     error: MessageErrorParts
     request_id: str | None = None
@@ -136,33 +136,33 @@ class MessageError(Struct, tag="error", kw_only=True):
 
 
 class MessageStart(Struct, tag="message_start", kw_only=True):
-    """The first event: the message without content."""
+    """The first event of a stream: the message without content."""
 
     message: MessageAnswer
 
 
 class BlockStart(Struct, tag="content_block_start", kw_only=True):
-    """An empty block begins."""
+    """The event that begins a content block, which is still empty."""
 
     index: int
     content_block: ContentBlock
 
 
 class BlockDelta(Struct, tag="content_block_delta", kw_only=True):
-    """An addition to the open block."""
+    """The event with a delta of the content block that is being generated."""
 
     index: int
     delta: Addition
 
 
 class BlockStop(Struct, tag="content_block_stop", kw_only=True):
-    """The block is complete."""
+    """The event that ends a content block."""
 
     index: int
 
 
 class MessageDelta(Struct, tag="message_delta", kw_only=True):
-    """The stop reason and the usage."""
+    """The event with the stop reason and the usage, after the last content block."""
 
     delta: Ending
     usage: MessageUsage
@@ -170,7 +170,7 @@ class MessageDelta(Struct, tag="message_delta", kw_only=True):
 
 
 class MessageStop(Struct, tag="message_stop", kw_only=True):
-    """The last event."""
+    """The last event of a stream."""
 
 
 class Ping(Struct, tag="ping", kw_only=True):

@@ -1,4 +1,4 @@
-"""Blocks: the deltas of an answer as Anthropic's content blocks, with the events of each.
+"""Blocks: converts the deltas of an answer to Anthropic's content blocks and their events.
 
 Answers that are not streamed are made from the same blocks, so both forms have the same content.
 """
@@ -30,7 +30,7 @@ from .answers import (
 
 BlockEvent = BlockStart | BlockDelta | BlockStop
 
-SIGNATURE = "unsigned"  # clients do not send reasoning without a signature back
+SIGNATURE = "unsigned"  # clients send reasoning back only if it has a signature
 
 
 ADDITIONS: Mapping[Kind, Callable[[str], Addition]] = {
@@ -53,7 +53,7 @@ class Blocks:
 
     @property
     def has_thoughts(self) -> bool:
-        """Whether a block contains reasoning."""
+        """Whether the answer has a reasoning block."""
         return any(each.kind == "reasoning" for each in self._segments.all)
 
     @property
@@ -62,11 +62,11 @@ class Blocks:
         return [self._content(each) for each in self._segments.all]
 
     def take(self, delta: TextDelta) -> list[BlockEvent]:
-        """Return the events of a delta."""
+        """Add a delta of the answer and return its events."""
         return self._events(self._segments.take(delta))
 
     def end(self) -> list[BlockEvent]:
-        """Return the events that end the last block. White space alone becomes a text block."""
+        """End the last block and return its events. White space alone becomes a text block."""
         return self._events(self._segments.end())
 
     def _content(self, segment: Segment) -> ContentBlock:
@@ -118,9 +118,8 @@ def tool_use_id(call_id: str) -> str:
 def read_arguments(text: str) -> object:
     """Return the arguments of a tool call as an object.
 
-    Arguments that are not an object, as after ``max_tokens``, are wrapped as text under the key
-    `INVALID`: a truncated object must not be taken for a complete one. Empty text is an empty
-    object, as in a stream.
+    If the text is not a JSON object, for example because ``max_tokens`` truncated it, the result is
+    an object with the text under the key `INVALID`. Empty text becomes an empty object.
     """
     try:
         arguments = msgspec.json.decode(text or "{}")
@@ -130,7 +129,7 @@ def read_arguments(text: str) -> object:
 
 
 def _as_written(text: str) -> object:
-    """Decode arguments that msgspec rejects, such as an escaped lone surrogate."""
+    """Return arguments that msgspec rejects, such as an escaped lone surrogate, as raw JSON."""
     try:
         arguments = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ from ...types.fields import SameAs
 
 
 class CacheControl(Struct, kw_only=True):
-    """A cache breakpoint: the prompt up to the end of its block is pinned in the cache."""
+    """A cache breakpoint: the prompt is pinned in the cache up to the end of the marked block."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -33,7 +33,7 @@ class TextBlock(Block, tag="text", kw_only=True):
 
 
 class ImageFields(Struct, kw_only=True):
-    """``source`` of an image: base64 data, or the URL of data or of a file."""
+    """``source`` of an image: base64 data, a data URL, or the URL of a file of --media-dir."""
 
     type: str
     media_type: str | None = None
@@ -48,7 +48,7 @@ class ImageBlock(Block, tag="image", kw_only=True):
 
 
 class DocumentBlock(Block, tag="document", kw_only=True):
-    """A document. Only text is passed to the model; other content is mentioned by its title."""
+    """A document. The model reads its text, or only its title if the content is not text."""
 
     source: Any = None
     title: str | None = None
@@ -167,7 +167,8 @@ class Message(Struct, kw_only=True):
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Any]
-    token_ids: TokenIds | None = None  # extension: token ids of an answer, which render it
+    # extension: token ids of an answer, which are rendered in place of its text
+    token_ids: TokenIds | None = None
 
     def __post_init__(self) -> None:
         """Decode the blocks of the content."""
@@ -223,13 +224,13 @@ class OutputConfig(Struct, kw_only=True):
 
 
 class Diagnostics(Struct, kw_only=True):
-    """``diagnostics``: explain the difference to the prompt of an earlier message."""
+    """``diagnostics``: asks how the prompt differs from the prompt of an earlier message."""
 
     previous_message_id: str | None = None
 
 
 class CountRequest(Sampling, kw_only=True):
-    """Body of /v1/messages/count_tokens, with the fields that /v1/messages shares."""
+    """Body of /v1/messages/count_tokens. /v1/messages has these fields too."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[SystemBlock] | None = None

@@ -22,7 +22,7 @@ Ids: TypeAlias = "array[int]"
 
 
 class BreakpointLocator:
-    """Finds the positions of breakpoints. Rendered prefixes are remembered.
+    """Finds the token positions of cache breakpoints, and keeps the prefixes that it rendered.
 
     An agent marks the end of each request and continues from there, so all breakpoints but the last
     were rendered for earlier requests, and the last one is usually the whole prompt. Changes by
@@ -36,9 +36,7 @@ class BreakpointLocator:
     async def locate(
         self, marks: Sequence[Mark], chat: ChatInput, prompt_ids: Sequence[int]
     ) -> Breakpoints:
-        """Return the breakpoints as pins at the token positions where their heads end in the
-        prompt.
-        """
+        """Return a pin for each breakpoint, at its token position in the prompt."""
         ids = array("i", prompt_ids)
         heads = [await self._head(mark, chat, ids) for mark in marks]
         return pins_at([mark.ttl for mark in marks], heads, ids)
@@ -59,7 +57,7 @@ class BreakpointLocator:
         return self._heads[key]
 
     async def _num_opening(self, whole: ChatInput) -> int:
-        """Return the number of tokens at the end of a prompt that open the answer."""
+        """Return the number of tokens of the generation prompt, which ends a rendered prompt."""
         if "continue_final_message" in whole.template:
             return 0
         messages = [{"role": "user", "content": NEXT.content}]
@@ -71,7 +69,7 @@ class BreakpointLocator:
         try:
             return array("i", (await self._client.render(chat)).token_ids)
         except InvalidRequest:
-            # The template rejects this beginning, so the breakpoint has no position.
+            # The template rejects this part of the conversation: the breakpoint has no position.
             return array("i")
 
     def _key(self, chat: ChatInput) -> bytes:

@@ -1,4 +1,4 @@
-"""Cache breakpoints: prompt prefixes to pin in the cache, and their written tokens.
+"""Cache breakpoints: prompt prefixes to pin in the cache, and how many tokens were written.
 
 A breakpoint stands after a block of text. `BreakpointLocator` finds its token position by rendering
 the conversation up to that block: the common prefix with the whole prompt is the part that later
@@ -36,7 +36,7 @@ NEXT = Message(role="user", content="\x01")
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A breakpoint. ``head``: the body up to it, without the opening of an answer."""
+    """A breakpoint. ``head``: the body with only the content before the breakpoint."""
 
     head: CountRequest
     ttl: float
@@ -44,13 +44,13 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Breakpoints:
-    """The pins of a prompt, shortest first."""
+    """The pins of a prompt, shortest prefix first."""
 
     pins: tuple[Pin, ...] = ()
     page_size: int = 1  # number of tokens; only whole pages are cached
 
     def written(self, num_cached: int, ttl: float | None = None) -> int:
-        """Return the tokens before the last breakpoint that were newly written to the cache.
+        """Return the number of tokens before the last breakpoint that were written to the cache.
 
         ``ttl``: count only breakpoints with this lifetime. Tokens after the last full page are not
         cached and not counted.
@@ -77,7 +77,10 @@ def read_marks(body: CountRequest) -> list[Mark]:
 
 
 def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int]) -> Breakpoints:
-    """Return the pins of a prompt: its longest common prefix with each head."""
+    """Return the pins of a prompt: one for its longest common prefix with each rendered head.
+
+    ``ttls``: the lifetime of each pin in seconds. ``heads``, ``ids``: token ids.
+    """
     places: dict[int, float] = {}
     for ttl, head in zip(ttls, heads, strict=True):
         num_tokens = common_len(head, ids)
@@ -87,14 +90,14 @@ def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int])
 
 
 class Place(NamedTuple):
-    """A content block, and a function that returns the body up to it."""
+    """The cache control of a block, and a function that returns the body up to the block."""
 
     control: CacheControl | None
     head: Callable[[], CountRequest]
 
 
 def _in_tools(body: CountRequest) -> Iterator[Place]:
-    """Yield the places after tools. Heads include the system text, since templates join both."""
+    """Yield a place per tool. Its head keeps the system text, rendered along with the tools."""
     tools = body.tools or []
     for end, tool in enumerate(tools, start=1):
         if tool.is_custom:
@@ -139,7 +142,10 @@ def _message_head(body: CountRequest, index: int, last: Message) -> CountRequest
 
 
 def _control(block: Block) -> CacheControl | None:
-    """Return the cache control of a block, or of the first text block in a tool result with one."""
+    """Return the cache control of a block.
+
+    For a tool result without one, return the first one among the text blocks inside it.
+    """
     if block.cache_control is None and isinstance(block, ToolResultBlock):
         inner = block.content if isinstance(block.content, list) else []
         controls = [each.cache_control for each in inner if isinstance(each, TextBlock)]

@@ -1,4 +1,4 @@
-"""Convert Anthropic's conversations to messages in the shape of chat templates."""
+"""Convert conversations of Anthropic's API to the messages that chat templates expect."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from .bodies import (
 )
 
 Plain = dict[str, Any]
-IMAGES = "images"  # temporary key of a message: its images
-HANDLE = "handle"  # temporary key: its token ids and their field
-PATH = "path"  # temporary key: its path in the body
+IMAGES = "images"  # temporary key of a message: the images in it
+HANDLE = "handle"  # temporary key of a message: its token ids, and the name of their field
+PATH = "path"  # temporary key of a message: its path in the body
 B = TypeVar("B")
 SEEN = (TextBlock, ImageBlock, DocumentBlock, SearchResultBlock)
 SAID = (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock)
@@ -55,7 +55,7 @@ UNREADABLE = ("data", "signature", "cache_control")  # fields of results that th
 
 @dataclass(slots=True)
 class Known:
-    """Tools by name, and ``names`` of called tools by call id, to resolve references of blocks."""
+    """Deferred tools by name, and the names of called tools by call id."""
 
     tools: Mapping[str, Tool]
     names: dict[str, str] = field(default_factory=dict)
@@ -187,7 +187,7 @@ def _merged(plains: Sequence[Plain]) -> list[Plain]:
 
 
 def _joined(group: list[Plain]) -> Plain:
-    """Return several messages as one. Raises `InvalidRequest` for one with token ids."""
+    """Return several messages as one. Raises `InvalidRequest` if one of them has token ids."""
     if len(group) == 1:
         return group[0]
     for plain in group:
@@ -208,7 +208,7 @@ def _joined(group: list[Plain]) -> Plain:
 
 
 def _plain(message: Message, path: str, known: Known) -> list[Plain]:
-    """Return a message in template shape: tool results become messages of their own."""
+    """Return a message as template messages: each tool result becomes a message of its own."""
     blocks = message.content
     if isinstance(blocks, str):
         return [{"role": message.role, "content": blocks}]
@@ -378,14 +378,12 @@ def _call(block: ToolUseBlock) -> Plain:
 
 
 def _unparsed(given: object) -> str | None:
-    """Return the text of invalid arguments as wrapped by this server or by Claude Code, else
-    None.
-    """
+    """Return the text of invalid arguments that this server or Claude Code wrapped; else None."""
     match given:
         case {"INVALID_JSON": str(text), **more} if not more:
             return text
         case {"__unparsedToolInput": {"raw": str(text), "len": int(size)}}:
-            # the text was truncated
+            # None if the client truncated the text
             return text if size in (len(text), len(text.encode())) else None
     return None
 

@@ -30,7 +30,7 @@ NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format", "promp
 
 
 class MessagesDialect(Dialect[C]):
-    """Field names and the form of errors, shared by the routes."""
+    """The base of the Messages routes: field names, error format and keep-alive event."""
 
     names = NAMES
     error_form = ERRORS
@@ -71,8 +71,9 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         self._locator = BreakpointLocator(service.chat)
 
     async def open(self, body: MessagesRequest) -> Reply:
-        """Render, locate the breakpoints and submit. With ``max_tokens`` 0 only cache the
-        prompt.
+        """Render the conversation, locate its breakpoints and submit it.
+
+        If ``max_tokens`` is 0, only cache the prompt.
         """
         client = self.service.chat
         marks, chat = await self.read(body)
@@ -106,7 +107,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
     async def _with_pins(
         self, marks: Sequence[Mark], chat: ChatInput, prompt_ids: Sequence[int]
     ) -> tuple[ChatInput, Breakpoints]:
-        """Return the chat request with its breakpoints as pins; none if cache writes are off."""
+        """Return the chat request, with its breakpoints as pins unless cache writes are off."""
         if not marks or not chat.cache.write:
             return chat, Breakpoints()
         breakpoints = await self._locator.locate(marks, chat, prompt_ids)
@@ -151,7 +152,7 @@ def read_chat(body: MessagesRequest) -> ChatInput:
 
 
 def read_params(body: MessagesRequest) -> SamplingParams:
-    """Return the sampling parameters. ``max_tokens`` 0 becomes 1, which the engine requires."""
+    """Return the sampling parameters. A ``max_tokens`` of 0 becomes 1, the engine's minimum."""
     return sampling_params(
         body,
         guess=body.prediction,

@@ -47,8 +47,8 @@ def new_id() -> str:
 class MessageWriter(AnswerWriter[ChatAnswer]):
     """Writes one answer.
 
-    ``previous_id``: the message whose prompt to compare with. ``explains``: explain cache misses in
-    ``usage``.
+    ``previous_id``: an earlier message, with whose prompt ``diagnostics`` compares this prompt.
+    ``explains``: explain cache misses in ``usage``.
     """
 
     service: Service
@@ -68,7 +68,7 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
     # -- whole ----------------------------------------------------------------------------------
 
     def take(self, delta: TextDelta) -> Sequence[StreamEvent]:
-        """Return the events of a step."""
+        """Add the output of one step and return its events."""
         self._last = delta
         return self._blocks.take(delta)
 
@@ -98,7 +98,7 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
         yield named_event(MessageStart(message=start))
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """Yield the events of a step."""
+        """Return the encoded events of one step."""
         return map(named_event, self.take(delta))
 
     def end(self, answer: ChatAnswer) -> Iterator[bytes]:
@@ -120,7 +120,7 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
         return MessageDelta(delta=end, usage=self.usage(usage)), MessageStop()
 
     def _diagnosis(self) -> Free | None:
-        """Return the reason for the cache miss. Available after the first tokens are computed."""
+        """Return ``diagnostics``: the reason for the cache miss. Call it after the first tokens."""
         if self.previous_id is None:
             return None
         found = self.service.llm.explain(self.id, previous_id=self.previous_id)
@@ -153,7 +153,7 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
         return Ending(stop_reason=stopped, stop_sequence=sequence)
 
     def usage(self, usage: Usage, *, is_start: bool = False) -> MessageUsage:
-        """Return ``usage``: prompt tokens read from the cache, written to it, and neither."""
+        """Return ``usage``. Prompt tokens are split into cache reads, cache writes and the rest."""
         found = self.service.llm.explain(self.id) if self.explains and not is_start else None
         read, written = usage.cached_tokens, self.breakpoints.written(usage.cached_tokens)
         return MessageUsage(

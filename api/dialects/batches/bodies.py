@@ -146,7 +146,7 @@ class InputLine(Struct, kw_only=True):
 
 
 class LineResponse(Struct, kw_only=True):
-    """The answer to one request: its status and its body."""
+    """The answer to one request: its HTTP status, its id and its body."""
 
     status_code: int
     request_id: str

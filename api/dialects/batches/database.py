@@ -22,7 +22,7 @@ T = TypeVar("T")
 Job = Callable[[sqlite3.Connection], T]
 NAME = "batches.sqlite3"
 VERSION = 1
-SPARE = "spare"  # a file that is deleted on a full disk, so that the end of a batch can be written
+SPARE = "spare"  # a file that is deleted to make room for a batch's final status on a full disk
 SPARE_BYTES = 2**18
 JOURNAL_BYTES = 2**22  # maximum size of the journal file after a transaction
 VACUUM_PAGES = 4096  # maximum number of free pages released after a job
@@ -56,7 +56,7 @@ CREATE INDEX IF NOT EXISTS batches_by_end ON batches (ended_at);
 
 
 class DiskFull(ApiError):  # noqa: N818
-    """Raised with status 507 if the disk is full."""
+    """Raised if the disk is full. The HTTP status is 507."""
 
     def __init__(self) -> None:
         message = "the disk of files and batches is full (--batch-dir)"
@@ -66,17 +66,17 @@ class DiskFull(ApiError):  # noqa: N818
 class Database:
     """An SQLite file in ``folder``, or in a temporary folder that is removed with this object.
 
-    Each job is a transaction: `run` returns after it is on disk, or nothing of it is stored. Only
-    one server at a time can use the file. The first job opens it.
+    Each job is one transaction, which is on disk when `run` returns. If the job fails, it changes
+    nothing. Only one server at a time can use the file. The first job opens it.
     """
 
     def __init__(self, folder: Path | None) -> None:
         """Open the file. Raises `InvalidRequest` for a folder that cannot be used."""
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foretoken-batches")
-        self._opened: list[sqlite3.Connection] = []  # none or one; the finalizer has it, too
+        self._opened: list[sqlite3.Connection] = []  # at most one; the finalizer closes it
         self._is_closed = False
-        self._spare = Path()  # known when it is opened
+        self._spare = Path()  # set when the database is opened
         self._finalize = weakref.finalize(self, _close, self._thread, self._opened)
         if folder is not None:
             self._check(folder)
@@ -108,7 +108,7 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._do, job)
 
     async def run_at_last(self, job: Job[T]) -> T:
-        """Run a job as `run` does. On a full disk, use the space reserved for such jobs."""
+        """Run a job, like `run`. If the disk is full, free reserved space and run the job again."""
         try:
             return await self.run(job)
         except DiskFull:
@@ -132,7 +132,7 @@ class Database:
         return result
 
     def _keep_spare(self) -> None:
-        """Reserve disk space for the end of a batch, unless the disk is full."""
+        """Reserve disk space for the final status of a batch, unless the disk is full."""
         if self._spare.exists():
             return
         try:
@@ -153,8 +153,10 @@ class Database:
 
 
 def _open(file: Path) -> sqlite3.Connection:
-    """Open the file. Raises `Unavailable` if another process uses it, `ApiError`,
-    `sqlite3.Error`.
+    """Open the file.
+
+    Raises `Unavailable` if another process uses the file, `DiskFull` if the disk is full, and
+    `sqlite3.Error` for a file that cannot be used.
     """
     file.touch(mode=0o600)
     connection = sqlite3.connect(file, timeout=0, check_same_thread=False)
@@ -177,7 +179,7 @@ def _open(file: Path) -> sqlite3.Connection:
 
 
 def _give_back_pages(connection: sqlite3.Connection) -> None:
-    """Release some free pages to shrink the file. A full disk keeps its size."""
+    """Shrink the file by some free pages. Do nothing if SQLite cannot write, as on a full disk."""
     try:
         if connection.execute("PRAGMA freelist_count").fetchone()[0] > VACUUM_PAGES:
             connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()

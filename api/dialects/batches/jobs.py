@@ -32,7 +32,7 @@ class _Job:
 
 
 class BatchJobs:
-    """Starts, ends and cancels batches. Belongs to one event loop."""
+    """Starts, ends and cancels batches. All calls must be made in the same event loop."""
 
     def __init__(self, store: BatchStore, dialects: Dialects, runner: LineRunner) -> None:
         self._store, self._dialects, self._runner = store, dialects, runner
@@ -41,7 +41,7 @@ class BatchJobs:
         self._is_resumed = False
 
     async def resume(self) -> None:
-        """Resume the batches that an earlier server left unfinished; only once.
+        """Resume the batches that an earlier server left unfinished, unless done already.
 
         Raises `Unavailable` while the earlier server still uses the file.
         """
@@ -74,12 +74,12 @@ class BatchJobs:
             raise ApiError(400, f"batch {batch_id} is {batch.status}", param="batch_id")
         job = self._jobs.get(batch_id)
         for kept in [] if job else await self._store.under_way(batch_id):
-            job = self._begin(kept)  # an earlier attempt to write its end failed
+            job = self._begin(kept)  # an earlier attempt to write the final status failed
         if job is not None:
             job.is_cancelled, batch = True, job.kept.batch
             if job.work is not None:
                 job.work.cancel()
-        with suppress(ApiError):  # on a full disk, the end of the batch still has reserved space
+        with suppress(ApiError):  # if the disk is full, the final status can still be written
             await self._store.mark(batch, "cancelling")
         return batch
 
@@ -100,7 +100,7 @@ class BatchJobs:
         return job
 
     async def _run(self, job: _Job) -> None:
-        """Answer a batch and write its end, unless the server shuts down."""
+        """Answer a batch and write its final status, unless the server shuts down."""
         batch_id = job.kept.batch.id
         try:
             status, errors = await self._outcome(job)

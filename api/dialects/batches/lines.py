@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 MAX_LINES = 50_000  # OpenAI's limit
 MAX_ERRORS = 100  # maximum number of errors reported for an input
 LOOK_SECONDS = 0.2  # interval between checks of interactive requests
-ALONE_SECONDS = 5.0  # time without interactive requests after which batches use all of their places
-SHARE_BESIDE_PEOPLE = 4  # divisor of the number of places while there are interactive requests
+ALONE_SECONDS = 5.0  # after this time without interactive requests, batches use their full share
+SHARE_BESIDE_PEOPLE = 4  # divisor of the share of batches while interactive requests run
 Dialects = Mapping[str, Dialect[Any]]
 Put = Callable[[OutputLine], Awaitable[None]]
 NumberedLine = tuple[int, bytes]
@@ -69,9 +69,7 @@ async def split_lines(content: AsyncIterable[bytes]) -> AsyncIterator[list[Numbe
 
 
 def write_line(descriptor: int, line: OutputLine) -> None:
-    """Append an answer to a file. An almost full disk may accept a part before it raises
-    OSError.
-    """
+    """Append an answer to a file. If it raises OSError, a part may have been written."""
     data = msgspec.json.encode(line) + b"\n"
     while data:
         data = data[os.write(descriptor, data) :]
@@ -125,10 +123,11 @@ class LineCheck:
 
 
 class LineRunner:
-    """Answers the lines of all batches, at most ``num_places()`` at a time.
+    """Answers the requests of all batches, at most ``num_places()`` at a time.
 
-    Callers take turns, and so do the batches of one caller. Fewer places are used while or shortly
-    after interactive requests run. Requests without a priority get the lowest.
+    Callers take turns, and so do the batches of one caller. Fewer requests run at a time while
+    there are interactive requests and shortly after. A request without a priority gets the lowest
+    one.
     """
 
     def __init__(
@@ -137,8 +136,8 @@ class LineRunner:
         self._service, self._dialects = service, dialects
         self._all_places = num_places
         self._num_open = 0
-        self._ended = asyncio.Event()  # set when a line ends
-        self._turn = asyncio.Lock()  # held by the line that waits for a place
+        self._ended = asyncio.Event()  # set when a line has been answered
+        self._turn = asyncio.Lock()  # held by the line that may start next
         # lock per caller
         self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
@@ -173,7 +172,7 @@ class LineRunner:
             raise EngineDead(self._service.outage or SHUTTING_DOWN)
 
     async def _enter(self) -> None:
-        """Wait for a free place and take it."""
+        """Wait until one more request may run, and count it as running."""
         async with self._turn:
             while self._num_open >= self._num_places:
                 self._ended.clear()
@@ -204,7 +203,7 @@ class LineRunner:
             num_bytes=len(line),
             in_batch=True,
         )
-        CONTEXT.set(context)  # only in this task
+        CONTEXT.set(context)  # affects only this task
         status, body = await self._tried(self._dialects[request.url], bytes(request.body))
         is_cut = any("abort" in answer.finish_reasons for answer in context.answers)
         if self._service.outage is not None and (status != HTTPStatus.OK or is_cut):
@@ -215,7 +214,7 @@ class LineRunner:
         )
 
     async def _tried(self, dialect: Dialect[Any], data: bytes) -> tuple[int, Any]:
-        """Return status and body of an answer. Retry while the engine has no room.
+        """Return the status and the body of an answer. Retry while the engine has no room.
 
         A request that timed out while waiting is retried, unless it set a deadline itself.
         """
@@ -246,7 +245,7 @@ class LineRunner:
 
 
 def _failed(dialect: Dialect[Any], error: Exception) -> tuple[int, Any]:
-    """Return status and body of an error. An unexpected one is logged."""
+    """Return the status and the body of an error. An unexpected error is logged."""
     answer = to_api_error(error)
     if answer.status == 500:
         logger.error("a request of a batch failed", exc_info=error)

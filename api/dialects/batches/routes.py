@@ -34,13 +34,13 @@ from .upload import reading
 
 logger = logging.getLogger(__name__)
 BINARY, FORM = "application/octet-stream", "multipart/form-data"
-KEPT = (404, 503)  # the file of a folder may still be in use by another server
+KEPT = (404, 503)  # 503: another server still uses the batch folder
 SHARE = 8  # default share of the running requests: 1 / SHARE
 decode_batch = decoder(CreateBatch)
 
 
 class Batches:
-    """The batches of a server, as a context in which they run."""
+    """The batches of a server. They run inside its ``async with`` block."""
 
     def __init__(self, service: Service, dialects: Mapping[str, Dialect[Any]]) -> None:
         """Open the store. ``dialects``: routes of batch requests, by path.
@@ -59,8 +59,9 @@ class Batches:
         self.jobs, self._is_kept = BatchJobs(self.store, dialects, runner), folder is not None
 
     async def __aenter__(self) -> None:
-        """Resume unfinished batches. If another server still uses the file, a later request
-        does.
+        """Resume unfinished batches.
+
+        If another server still uses the file, a later request resumes them.
         """
         if self._is_kept:
             try:

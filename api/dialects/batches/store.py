@@ -46,7 +46,7 @@ class KeptBatch(NamedTuple):
 
     @property
     def outputs(self) -> Outputs:
-        """Ids of its output files. Callers see them after the batch has ended."""
+        """The ids of the output files, which callers see after the batch has ended."""
         name = self.batch.id.removeprefix("batch_")
         return Outputs(f"file-{name}-output", f"file-{name}-error")
 
@@ -63,7 +63,7 @@ class BatchStore:
 
     @contextmanager
     def arriving(self) -> Iterator[_Arrival]:
-        """Yield a counter for an upload in progress. Its bytes count against the limit."""
+        """Yield a counter of the bytes of an upload. They count against the limit on all files."""
         arrival = _Arrival(self)
         try:
             yield arrival
@@ -71,7 +71,7 @@ class BatchStore:
             self._num_arriving -= arrival.num_bytes
 
     async def check_room(self) -> int:
-        """Return the remaining bytes for files. Raises `ApiError` 413 for too many files."""
+        """Return how many more bytes may be stored. Raises `ApiError` 413 for too many files."""
         return await self.run(self._room)
 
     def _room(self, connection: Connection) -> int:
@@ -159,7 +159,7 @@ class BatchStore:
     async def listed(
         self, kind: type[T], owner: bytes, page: Page, *, purpose: str | None = None
     ) -> tuple[list[T], bool]:
-        """Return a page of an owner's entries, newest first, and whether there are more."""
+        """Return a page of an owner's entries, newest first, and whether more entries follow."""
         table = _table(kind)
 
         def read(connection: Connection) -> tuple[list[T], bool]:
@@ -187,7 +187,7 @@ class BatchStore:
     # -- batches --------------------------------------------------------------------------------
 
     async def add_batch(self, kept: KeptBatch) -> None:
-        """Store a new batch. Raises `ApiError` 404 for an unknown file, 429 if too many run."""
+        """Store a batch. Raises `ApiError` 404 for an unknown file, 429 for too many batches."""
         batch = kept.batch
 
         def add(connection: Connection) -> None:
@@ -259,7 +259,7 @@ class BatchStore:
         return await self.run(read)
 
     async def append(self, kept: KeptBatch, lines: Sequence[OutputLine]) -> None:
-        """Store answers, in the output file, or in the error file if the status is not 200."""
+        """Append answers to the output file, or to the error file if their status is not 200."""
         batch, counts = kept.batch, kept.batch.request_counts
         num_good = sum(line.is_answered for line in lines)
         counts = replace(
@@ -322,9 +322,7 @@ class _Arrival:
         self._store = store
 
     def count(self, num_bytes: int, room: int) -> None:
-        """Count received bytes. Raises `ApiError` 413 if all uploads in progress exceed
-        ``room``.
-        """
+        """Count received bytes. Raises `ApiError` 413 if all current uploads exceed ``room``."""
         self.num_bytes += num_bytes
         self._store._num_arriving += num_bytes
         if self._store._num_arriving > room:
@@ -339,7 +337,7 @@ def now() -> int:
 def _reading(file_id: str, number: int) -> Job[tuple[bytes, int]]:
     """Return a job that reads the pieces of a file after piece ``number``.
 
-    The job returns their data and the number of the last one.
+    The job returns their data and the number of the last piece.
     """
 
     def read(connection: Connection) -> tuple[bytes, int]:

@@ -22,7 +22,7 @@ from .database import DiskFull
 from .store import BatchStore
 
 MAX_FIELDS = 16
-MAX_FIELD_BYTES = 2**12  # per field that is not a file
+MAX_FIELD_BYTES = 2**12  # maximum size of a field that is not a file
 MEMORY_BYTES = 2**16  # larger files are spooled to disk
 FULL = (errno.ENOSPC, errno.EDQUOT)
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"

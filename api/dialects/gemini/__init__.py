@@ -1,1 +1,1 @@
-"""Google's Gemini API: contents of parts, answers of candidates."""
+"""Google's Gemini API."""

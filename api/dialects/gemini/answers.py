@@ -1,4 +1,4 @@
-"""Answers of Gemini's routes, and the form of its errors."""
+"""Answers and errors of Gemini's routes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BAD_REQUEST = "type.googleapis.com/google.rpc.BadRequest"
 
 
 class CallPart(Struct, kw_only=True, rename="camel"):
-    """A function that the model calls."""
+    """A function call by the model."""
 
     id: str
     name: str
@@ -32,7 +32,7 @@ class CallPart(Struct, kw_only=True, rename="camel"):
 
 
 class AnsweredPart(Struct, kw_only=True, rename="camel"):
-    """A part of an answer: a text, a thought or a call."""
+    """A part of an answer: text, reasoning or a function call."""
 
     text: str | Unset = UNSET
     thought: bool | Unset = UNSET
@@ -40,7 +40,7 @@ class AnsweredPart(Struct, kw_only=True, rename="camel"):
 
 
 class AnsweredContent(Struct, kw_only=True, rename="camel"):
-    """The content of a candidate, or an event's addition to it."""
+    """The content of a candidate; in an event, only its new parts."""
 
     parts: list[AnsweredPart] = []
     role: str = "model"
@@ -68,7 +68,7 @@ class LogprobsResult(Struct, kw_only=True, rename="camel"):
 
 
 class Candidate(Struct, kw_only=True, rename="camel"):
-    """One of the answers."""
+    """One of the answers to a request, or the next part of one in an event."""
 
     content: AnsweredContent
     index: int = 0
@@ -95,7 +95,7 @@ class UsageMetadata(Struct, kw_only=True, rename="camel"):
 
 
 class GenerateAnswer(Struct, kw_only=True, rename="camel"):
-    """An answer, or an event of its stream."""
+    """The body of an answer, or one event of a stream."""
 
     candidates: list[Candidate]
     usage_metadata: UsageMetadata | Unset = UNSET
@@ -127,14 +127,14 @@ class GeminiModels(Struct, kw_only=True, rename="camel"):
 
 
 class FieldViolation(Struct, kw_only=True, rename="camel"):
-    """A field of the body that is wrong."""
+    """An invalid field of a body, and the reason."""
 
     field: str
     description: str
 
 
 class ErrorDetail(Struct, kw_only=True, rename={"kind": "@type", "violations": "fieldViolations"}):
-    """Invalid fields of a body."""
+    """The invalid fields of a body."""
 
     kind: str = BAD_REQUEST
     violations: list[FieldViolation]
@@ -150,7 +150,7 @@ class GeminiErrorParts(Struct, kw_only=True, rename="camel"):
 
 
 class GeminiError(Struct, kw_only=True):
-    """An error."""
+    """The body of an error."""
 
     error: GeminiErrorParts
 

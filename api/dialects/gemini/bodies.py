@@ -45,14 +45,14 @@ class Blob(GeminiStruct, kw_only=True):
 
 
 class FileData(GeminiStruct, kw_only=True):
-    """A file by its URI."""
+    """A file, named by its URI."""
 
     mime_type: str = ""
     file_uri: str = ""
 
 
 class CalledFunction(GeminiStruct, kw_only=True):
-    """A call by the model. Its arguments may be any JSON value."""
+    """A function call by the model. Its arguments may be any JSON value."""
 
     name: str
     id: str | None = None
@@ -60,7 +60,7 @@ class CalledFunction(GeminiStruct, kw_only=True):
 
 
 class FunctionResponse(GeminiStruct, kw_only=True):
-    """The result of a call."""
+    """The result of a function call."""
 
     name: str | None = None
     id: str | None = None
@@ -68,7 +68,7 @@ class FunctionResponse(GeminiStruct, kw_only=True):
 
 
 class Part(GeminiStruct, kw_only=True):
-    """A part of a content. Parts of unknown kinds have no field set."""
+    """A part of a turn. In a part of an unknown kind, no field is set."""
 
     text: str | None = None
     thought: bool | None = None
@@ -86,7 +86,7 @@ class Content(GeminiStruct, kw_only=True):
 
 
 class FunctionDeclaration(GeminiStruct, kw_only=True):
-    """A function that the model may call. ``parameters`` has type names in upper case."""
+    """A function that the model may call. In ``parameters``, type names are in upper case."""
 
     name: str
     description: str | None = None
@@ -95,7 +95,7 @@ class FunctionDeclaration(GeminiStruct, kw_only=True):
 
 
 class ToolGroup(GeminiStruct, kw_only=True):
-    """Functions. Tools that Google executes, such as search, are left out."""
+    """An entry of ``tools``. Tools that Google executes, such as search, are ignored."""
 
     function_declarations: list[FunctionDeclaration] | None = None
 
@@ -108,7 +108,7 @@ class FunctionCallingConfig(GeminiStruct, kw_only=True):
 
 
 class ToolConfig(GeminiStruct, kw_only=True):
-    """Functions that may or must be called."""
+    """``tool_config``: which functions may or must be called."""
 
     function_calling_config: FunctionCallingConfig | None = None
 
@@ -124,7 +124,7 @@ class ThinkingConfig(GeminiStruct, kw_only=True):
 
 
 class GenerationConfig(GeminiStruct, kw_only=True):
-    """Sampling parameters and the form of the answer."""
+    """``generation_config``: sampling parameters and the output format."""
 
     temperature: Temperature | None = None
     top_p: Probability | None = None
@@ -176,7 +176,10 @@ class CountTokensBody(GeminiStruct, kw_only=True):
 
 
 def gemini_decoder(body_type: type[T]) -> Callable[[bytes], T]:
-    """Return a function that decodes a body. It raises the errors of `decoder`'s function."""
+    """Return a function that decodes a body.
+
+    It raises `ApiError` 400 for an invalid body, and `InvalidRequest` for a refused field.
+    """
     decode, kind = decoder(body_type), inspect.type_info(body_type)
 
     def read(data: bytes) -> T:

@@ -36,7 +36,7 @@ Plain = dict[str, Any]
 SAME_NAME = (
     "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-RESULT = ("result", "output")  # key of results that have a single field
+RESULT = ("result", "output")  # keys of results that have a single field
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high"}
 JSON, ENUM, TEXT = "application/json", "text/x.enum", "text/plain"
 COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -74,7 +74,7 @@ def read_params(body: GenerateBody, config: GenerationConfig) -> SamplingParams:
 
 
 def answer_form(config: GenerationConfig) -> Mapping[str, Any]:
-    """Return the `SamplingParams` fields for the form of the answer. Raises `InvalidRequest`."""
+    """Return the `SamplingParams` fields that set the answer format. Raises `InvalidRequest`."""
     kind, schema = config.response_mime_type or "", config.response_json_schema
     if schema is None and config.response_schema is not None:
         schema = json_schema(config.response_schema)
@@ -218,7 +218,7 @@ class _Calls:
         self._number = 0
 
     def begin(self, name: str, call_id: str | None) -> str:
-        """Return the id of a call, generated if it has none."""
+        """Return the id of a call; a new id if the call has none."""
         if call_id is None:
             call_id = f"call_{self._number:08}"
             self._number += 1
@@ -226,7 +226,7 @@ class _Calls:
         return call_id
 
     def end(self, result: FunctionResponse) -> Plain:
-        """Return name and id of the call that a result answers."""
+        """Return the name and the id of the call that a result answers."""
         for name, call_id in self._waiting:
             if call_id == result.id or (result.id is None and result.name in (None, name)):
                 self._waiting.remove((name, call_id))
@@ -237,7 +237,7 @@ class _Calls:
 def _messages(
     content: Content, path: str, calls: _Calls
 ) -> list[tuple[Plain, Sequence[ImageSource]]]:
-    """Return the messages of a content: first the results of functions, each as its own message."""
+    """Return the messages of a turn: one per function result, then one with the other parts."""
     role = (content.role or "user").lower()
     if role not in ("user", "model", "function", "system"):
         raise InvalidRequest(f"{path}.role must be user or model", param=f"{path}.role")
@@ -274,7 +274,7 @@ def _messages(
 
 
 def _shown(part: Part, path: str, *, is_users: bool) -> list[str | ImageSource]:
-    """Return the content of a part. Raises `InvalidRequest` for an unreadable file of the user."""
+    """Return the text or image of a part. Raises `InvalidRequest` for a user's unreadable file."""
     if part.text is not None:
         return [part.text]
     if part.inline_data is not None:
@@ -304,7 +304,7 @@ def _standard(data: str) -> str:
 
 
 def _result_text(response: object) -> str:
-    """Return the result of a function as text: the string of its only field, else JSON."""
+    """Return a function result as text: the string in its only field, or else the JSON text."""
     if isinstance(response, dict) and len(response) == 1:
         [(name, value)] = response.items()
         if name in RESULT and isinstance(value, str):

@@ -36,7 +36,7 @@ NAMES = {
 
 
 class GeminiDialect(Dialect[B]):
-    """Decoding, field names and the form of errors, shared by the routes."""
+    """The base of the generating routes: decoding, field names and error format."""
 
     names = NAMES
     error_form = ERRORS
@@ -46,7 +46,7 @@ class GeminiDialect(Dialect[B]):
         return gemini_decoder(self.body)
 
     def read_request(self, request: Request, data: bytes) -> B:
-        """Return a body with the model of the path. Raises `ApiError` 400."""
+        """Return a body, with its model taken from the path. Raises `ApiError` 400."""
         body = self.decode(data)
         body.model = request.path_params["model"]
         return body

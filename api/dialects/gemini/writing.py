@@ -1,4 +1,4 @@
-"""Encode answers in Gemini's form, whole and as server-sent events."""
+"""Encode answers in the format of Gemini's API, whole and as server-sent events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOWEST = -1e9  # replaces infinite log-probabilities, which JSON does not suppor
 
 
 class GeminiReply(AnswerReply[ChatAnswer]):
-    """A running answer."""
+    """The reply to a request of Gemini's API."""
 
     _writer: CandidateWriter
 
@@ -58,7 +58,7 @@ class CandidateWriter(AnswerWriter[ChatAnswer]):
         return self._body(candidates, self._usage(answer.usage))
 
     def begin(self, answer: ChatAnswer) -> Iterable[bytes]:
-        """Remember where to read the usage for the last event. Returns no events."""
+        """Keep access to the usage, which the last event reports. Return no events."""
         self._usage_so_far = lambda: answer.usage
         return ()
 

@@ -14,20 +14,20 @@ Unset = UnsetType
 
 
 class AnsweredFunction(Struct, kw_only=True):
-    """A function that the model calls."""
+    """The function of a call by the model."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class AnsweredCall(Struct, kw_only=True):
-    """A call by the model."""
+    """A tool call by the model."""
 
     function: AnsweredFunction
 
 
 class AnswerMessage(Struct, kw_only=True):
-    """The message of an answer, or the addition of a step to it."""
+    """The message of an answer; in a line of a stream, only the new text and calls."""
 
     role: str = "assistant"
     content: str = ""
@@ -106,7 +106,7 @@ class Shown(Struct, kw_only=True):
 
 
 class Embedded(Struct, kw_only=True):
-    """The answer of /api/embed: a vector of length 1 for each text."""
+    """The answer of /api/embed: a unit vector for each text."""
 
     model: str
     embeddings: list[list[float]]
@@ -116,13 +116,13 @@ class Embedded(Struct, kw_only=True):
 
 
 class EmbeddedOne(Struct, kw_only=True):
-    """The answer of /api/embeddings: a vector of length 1."""
+    """The answer of /api/embeddings: a unit vector."""
 
     embedding: list[float]
 
 
 class OllamaVersion(Struct, kw_only=True):
-    """``version``: the version of Ollama whose API is implemented; ``foretoken``: our version."""
+    """The answer of /api/version: the version of Ollama's API, and foretoken's version."""
 
     version: str
     foretoken: str
@@ -135,7 +135,7 @@ class OllamaError(Struct, kw_only=True):
 
 
 def error_body(error: ApiError, _request_id: str | None) -> OllamaError:
-    """Return Ollama's error object, which has only a text."""
+    """Return Ollama's error object, which has only a message."""
     return OllamaError(error=str(error))
 
 

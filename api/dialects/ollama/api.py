@@ -1,6 +1,6 @@
 """OLLAMA: the routes of Ollama's API.
 
-Some clients take any server with these routes for Ollama.
+Some clients assume that a server with these routes is Ollama.
 """
 
 from __future__ import annotations

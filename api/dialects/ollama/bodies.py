@@ -36,7 +36,7 @@ MAX_INPUTS = 2048  # maximum number of texts in /api/embed
 
 
 class Options(RefusedSampling, kw_only=True):
-    """``options``: sampling parameters. Options of the hardware (num_ctx, num_gpu) are ignored."""
+    """``options``: sampling parameters. Hardware options (num_ctx, num_gpu) are ignored."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -58,7 +58,7 @@ class Options(RefusedSampling, kw_only=True):
 
 
 class OllamaBody(Struct, kw_only=True):
-    """Fields of both generating routes."""
+    """Body fields that /api/chat and /api/generate share."""
 
     model: str | None = None
     stream: bool | None = True
@@ -73,14 +73,14 @@ class OllamaBody(Struct, kw_only=True):
 
 
 class FunctionCall(Struct, kw_only=True):
-    """The function of a call. Its arguments may be any JSON value."""
+    """The called function. Its arguments may be any JSON value."""
 
     name: str
     arguments: Any = None
 
 
 class Call(Struct, kw_only=True):
-    """A call in an assistant's message."""
+    """A tool call in an assistant's message."""
 
     function: FunctionCall
 
@@ -117,13 +117,13 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
 
 
 class OllamaEmbedOptions(Struct, kw_only=True):
-    """``options`` of the embedding routes. Options of the hardware are ignored."""
+    """``options`` of the embedding routes. Hardware options are ignored."""
 
     cache_salt: Salt | None = None  # an extension
 
 
 class OllamaPooledBody(Struct, kw_only=True):
-    """Fields of both embedding routes."""
+    """Body fields that /api/embed and /api/embeddings share."""
 
     model: str | None = None
     stream: bool | None = None  # ignored: the answer is sent in one piece
@@ -133,7 +133,7 @@ class OllamaPooledBody(Struct, kw_only=True):
 
 
 class OllamaEmbedBody(OllamaPooledBody, kw_only=True):
-    """Body of /api/embed: one text or several. Without any, the model is only confirmed."""
+    """Body of /api/embed: one text or several. Without a text, no embedding is returned."""
 
     input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)] | None = None
     truncate: bool | None = None  # true by default

@@ -36,12 +36,12 @@ def own_name(service: Service, name: str | None) -> str | None:
 
 
 class OllamaModels(Endpoints):
-    """The routes that describe the model. Its files are read once, in a thread."""
+    """The routes that describe the model. The model's files are read once, in a thread."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._report: ModelReport | None = None
-        self._files = 0, ""  # size of the weights in bytes, time of the newest file
+        self._files = 0, ""  # size of the weights in bytes; modification time, in ISO format
 
     @get("/api/tags", answers.TagList)
     async def tags(self, _request: Request) -> Response:
@@ -94,7 +94,7 @@ class OllamaModels(Endpoints):
 
     @property
     def _capabilities(self) -> list[str]:
-        """The model's capabilities by Ollama's names, which clients select models by."""
+        """Ollama's names of the model's capabilities, by which clients select a model."""
         syntax, built = self.service.chat.syntax, self.service.llm.built
         tokenizer = self.service.llm.tokenizer
         has = {
@@ -131,8 +131,10 @@ class OllamaModels(Endpoints):
             self._report, self._files = await asyncio.to_thread(self._look)
 
     def _look(self) -> tuple[ModelReport | None, tuple[int, str]]:
-        """Read the headers of the files; None and size 0 in a front, which may not have the
-        files.
+        """Return a report of the model, the size of its files and the time of its folder.
+
+        A front, which passes requests on to replicas, may not have the files. Without them, the
+        report is None and the size is 0.
         """
         from ....core.model.report import inspect_model, weight_files  # imports torch
 

@@ -74,8 +74,9 @@ def template_options(body: OllamaBody) -> Mapping[str, object]:
 def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return the messages for the chat template.
 
-    Calls get ids, which some templates require and Ollama's API lacks. A tool's result gets the id
-    of the first unanswered call of its ``tool_name``, or of the first unanswered call.
+    Some templates require ids of calls, which Ollama's API lacks, so each call gets one. A result
+    gets the id of the first unanswered call of its tool. Without a ``tool_name``, it gets the id of
+    the first unanswered call of any tool.
     """
     waiting: deque[tuple[str, str]] = deque()  # name and id of calls without a result
     plains, number = [], 0
@@ -113,7 +114,7 @@ def _placed(images: Sequence[str] | None, text: str | None, where: str) -> Place
 
 
 def _answered(name: str | None, waiting: deque[tuple[str, str]]) -> dict[str, str]:
-    """Return name and id of the call that a result answers."""
+    """Return the name and the id of the call that a result answers."""
     found = next((each for each in waiting if name in (None, each[0])), None)
     if found is None:
         return {} if name is None else {"name": name}

@@ -42,7 +42,7 @@ NAMES = {
 
 
 class OllamaDialect(Dialect[B]):
-    """Checks, streams of JSON lines and the form of errors, shared by the generating routes."""
+    """The base of the generating routes: checks, streams of JSON lines, and error format."""
 
     names = NAMES
     error_form = ERRORS
@@ -61,7 +61,7 @@ class OllamaDialect(Dialect[B]):
             raise InvalidRequest(f'"{name}" does not support thinking', param="think")
 
     def decode(self, data: bytes) -> B:
-        """Decode a body. It is streamed unless ``stream`` is false. Raises `ApiError` 400."""
+        """Decode a body. A ``stream`` that was left out becomes true. Raises `ApiError` 400."""
         body = super().decode(data)
         if body.stream is None:
             body.stream = True
@@ -77,7 +77,7 @@ class OllamaChat(OllamaDialect[OllamaChatBody]):
     event = ChatPart
 
     async def open(self, body: OllamaChatBody) -> Reply:
-        """Render and submit. Without messages only confirm that the model is loaded."""
+        """Render and submit the messages. Without messages, report that the model is loaded."""
         writer = PartWriter(self.service, is_chat=True)
         chat = await self.service.apart(partial(read_chat, body))
         if not body.messages:
@@ -95,8 +95,9 @@ class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
     event = GeneratePart
 
     async def open(self, body: OllamaGenerateBody) -> Reply:
-        """Submit the prompt, rendered with the chat template unless ``raw`` or without a
-        template.
+        """Submit the prompt. It is rendered with the chat template, if any, unless ``raw`` is true.
+
+        Without a prompt, report that the model is loaded. Raises `InvalidRequest`.
         """
         writer, request_id = PartWriter(self.service, is_chat=False), f"ollama-{random_id()}"
         if not body.prompt:
@@ -119,7 +120,7 @@ class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
 
 
 class OllamaPooled(Dialect[P]):
-    """Checks and the form of errors, shared by both embedding routes."""
+    """The base of the embedding routes: checks and error format."""
 
     error_form = ERRORS
 
@@ -134,7 +135,7 @@ class OllamaPooled(Dialect[P]):
     def prompts(
         self, texts: Sequence[str], body: P, *, name: str, is_cut: bool, dimensions: int | None
     ) -> PooledPrompts:
-        """Return the texts to embed. ``name``: their field, for errors. Raises `InvalidRequest`."""
+        """Return the prompts of texts from the field ``name``. Raises `InvalidRequest`."""
         params = pool_params(
             cache_salt=None if body.options is None else body.options.cache_salt,
             deadline=None if body.deadline_ms is None else body.deadline_ms / 1000,

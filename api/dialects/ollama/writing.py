@@ -1,4 +1,4 @@
-"""Encode answers in Ollama's form: JSON lines, the last one with counts and durations."""
+"""Encode answers as Ollama's JSON lines, of which the last one has counts and durations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PartWriter(AnswerWriter[RunningAnswer]):
     def part(
         self, content: str = "", thinking: str = "", calls: list[AnsweredCall] | None = None
     ) -> AnswerPart:
-        """Return a part with the additions of a step."""
+        """Return an answer line with this content, reasoning and calls."""
         model, created_at = self._service.model, now()
         if not self._is_chat:
             return GeneratePart(
@@ -50,15 +50,13 @@ class PartWriter(AnswerWriter[RunningAnswer]):
         return ChatPart(model=model, created_at=created_at, message=message)
 
     def loaded(self) -> Reply:
-        """Return the answer to a body without a prompt, which only confirms that the model is
-        loaded.
-        """
+        """Return the answer to a body without a prompt: the model is loaded."""
         part = self.part()
         part.done, part.done_reason = True, "load"
         return ReadyReply(part, [line(part)])
 
     def finish(self, part: AnswerPart, reason: str, usage: Usage) -> AnswerPart:
-        """Add the finish reason, the counts and the durations of the last part."""
+        """Add the finish reason, the counts and the durations to the last line, and return it."""
         first = usage.time_to_first_token
         part.done = True
         part.done_reason = "length" if reason in ("length", "abort") else "stop"
@@ -71,7 +69,7 @@ class PartWriter(AnswerWriter[RunningAnswer]):
         return part
 
     def take(self, delta: TextDelta) -> list[AnsweredCall]:
-        """Return the calls that a step completes."""
+        """Add the output of one step, and return the calls that it completes."""
         self._reason = delta.finish_reason or ""
         calls = [
             AnsweredCall(function=AnsweredFunction(name=each.name, arguments=each.arguments))
@@ -91,14 +89,14 @@ class PartWriter(AnswerWriter[RunningAnswer]):
         yield line(self.finish(self.part(), self._reason, answer.usage))
 
     def whole(self, answer: RunningAnswer) -> AnswerPart:
-        """Return the whole answer as one part."""
+        """Return the whole answer as one body."""
         content, thinking = self._segments.joined("text"), self._segments.joined("reasoning")
         whole = self.part(content, thinking, self._calls)
         return self.finish(whole, self._reason, answer.usage)
 
 
 def line(part: object) -> bytes:
-    """Return one line of a stream."""
+    """Encode one line of a stream."""
     return encode(part) + b"\n"
 
 

@@ -23,7 +23,7 @@ class PromptDetails(Struct, kw_only=True):
     loaded_tokens: int  # cached tokens that were loaded from a tier outside the KV pool
     cache_write_tokens: int
     image_tokens: int | UnsetType = UNSET  # only for prompts with images
-    spliced_tokens: int  # original ids of earlier answers, not encoded from text
+    spliced_tokens: int  # taken from the ids of earlier answers, not encoded from text
     normalized: list[str] | UnsetType = UNSET  # --normalize rules that changed the prompt
 
 
@@ -120,7 +120,7 @@ class CustomBody(Struct, kw_only=True):
 
 
 class CallBody(Struct, kw_only=True):
-    """A tool call; in a chunk, an addition to one, with an ``index``.
+    """A tool call; in a chunk, the next part of one, with an ``index``.
 
     Clients concatenate all fields, so only the first chunk of a call has id, type and name.
     """
@@ -133,19 +133,19 @@ class CallBody(Struct, kw_only=True):
 
 
 class MessageBody(Struct, kw_only=True):
-    """A message."""
+    """The message of an answer."""
 
     role: str = "assistant"
     content: str | None
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallBody] | UnsetType = UNSET
-    # if requested: the ids that render the message when sent back
+    # if requested: token ids to send back with the message in the next request
     token_ids: list[int] | UnsetType = UNSET
 
 
 class DeltaBody(Struct, kw_only=True):
-    """The addition of a chunk to a message."""
+    """The text, reasoning and calls that a chunk adds to a message."""
 
     role: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
@@ -157,7 +157,7 @@ class DeltaBody(Struct, kw_only=True):
 
 
 class ChatChoiceBody(Struct, kw_only=True):
-    """One of the n answers."""
+    """One of the ``n`` answers to a conversation."""
 
     index: int
     message: MessageBody
@@ -168,7 +168,7 @@ class ChatChoiceBody(Struct, kw_only=True):
 
 
 class ChunkChoiceBody(Struct, kw_only=True):
-    """The addition of a step to one of the n answers."""
+    """The part of one of the ``n`` answers that a chunk adds."""
 
     index: int
     delta: DeltaBody
@@ -180,7 +180,7 @@ class ChunkChoiceBody(Struct, kw_only=True):
 
 
 class TextChoiceBody(Struct, kw_only=True):
-    """One completion of a text, or the addition of a step to it."""
+    """One completion of a text; in an event, only the new part of it."""
 
     index: int
     text: str
@@ -192,7 +192,7 @@ class TextChoiceBody(Struct, kw_only=True):
 
 
 class AnswerHead(Struct, kw_only=True):
-    """Fields of every answer and every chunk."""
+    """Fields that every answer and every chunk have."""
 
     id: str
     object: str
@@ -221,7 +221,7 @@ class ChunkBody(AnswerHead, kw_only=True):
 
 
 class TextBody(AnswerHead, kw_only=True):
-    """Answer of /v1/completions, and one event of it when it is streamed."""
+    """Answer of /v1/completions, or one event of a streamed answer."""
 
     choices: list[TextChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET

@@ -1,4 +1,4 @@
-"""OPENAI: the routes of OpenAI's API, and others in its form."""
+"""OPENAI: the routes of OpenAI's API, and other routes with the same error format."""
 
 from __future__ import annotations
 

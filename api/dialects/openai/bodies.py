@@ -66,7 +66,7 @@ class ImageUrl(Struct):
 
 
 class NamedImage(ImageUrl, kw_only=True):
-    """An image whose field in the body differs from its position in the messages."""
+    """An image. Errors name its field ``param`` in the body, instead of its place in a message."""
 
     param: str
 
@@ -81,7 +81,7 @@ class FileFields(Struct):
 class ContentPart(Struct):
     """A part of a message: a text, an image, a file or a refusal.
 
-    Other types are left out, except audio and video of the user, which are an error.
+    Audio and video from the user are rejected. Parts of any other type are ignored.
     """
 
     known_kinds: ClassVar[frozenset[str]] = frozenset({"text", "refusal", "image_url", "file"})
@@ -102,30 +102,31 @@ class Message(Struct, kw_only=True):
     tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None  # the older form of ``tool_calls``
     reasoning_content: str | None = None
-    token_ids: TokenIds | None = None  # extension: token ids of an answer, which render it
+    # extension: token ids of an answer, which are rendered in place of its text
+    token_ids: TokenIds | None = None
 
 
 class NamedMessage(Message, kw_only=True):
-    """A message whose path in the body differs from its index."""
+    """A message. Errors name its ``path`` in the body, instead of its index."""
 
     path: str
 
 
 class KeptMessage(NamedMessage, kw_only=True):
-    """A stored answer. Its token ids are rendered if the template reproduces them."""
+    """A stored answer. Its token ids replace its text if the chat template allows that."""
 
     kept_ids: list[int] | None = None
 
 
 class ThinkingSwitch(Struct, kw_only=True):
-    """``thinking`` in the form of DeepSeek and GLM."""
+    """``thinking``, as in the APIs of DeepSeek and GLM."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Absent = None
 
 
 class Reasoning(Struct, kw_only=True):
-    """``reasoning`` in the form of OpenRouter and SGLang."""
+    """``reasoning``, as in the APIs of OpenRouter and SGLang."""
 
     effort: str | None = None
     enabled: bool | None = None
@@ -159,7 +160,7 @@ class CompletionRequest(OpenAISampling, kw_only=True):
     """Body of /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: Count | None = None  # 0 with echo: compute the prompt only
+    max_tokens: Count | None = None  # with ``echo``, 0 means to compute only the prompt
     max_completion_tokens: Annotated[Count | None, SameAs("max_tokens")] = None
     prediction: Prediction | Guess | None = None  # an extension
     echo: bool | None = None

@@ -84,7 +84,7 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
         return [self.opening(index), *self.write(ending)]
 
     def choice(self, choice: Choice) -> ChatChoiceBody:
-        """Return a choice in the answer's form."""
+        """Return a choice as the body encodes it."""
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
         message = MessageBody(content=choice.text)
         if choice.reasoning:

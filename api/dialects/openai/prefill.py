@@ -29,12 +29,16 @@ NO_ROOM = "the KV pages of earlier prompts are still waiting to be read by other
 
 
 def transfer_of(body: OpenAISampling, *, num_prompts: int = 1) -> Mapping[str, Any] | None:
-    """Return the ``kv_transfer_params`` of a body; None if it has several prompts or no prefill."""
+    """Return the ``kv_transfer_params`` of a body; None if they do not apply.
+
+    They do not apply to several prompts, to a prompt that is only cached, and to a stream of a
+    prompt for another server, since a stream cannot return the new parameters.
+    """
     params = body.kv_transfer_params
     if params is None or num_prompts != 1 or is_prewarm(body):
         return None
     if body.stream and params.get("do_remote_decode"):
-        return None  # a stream cannot return the parameters
+        return None  # a stream cannot return the new parameters
     return params
 
 
@@ -43,9 +47,9 @@ async def handing_over(
     transfer: Mapping[str, Any] | None,
     open_reply: Callable[[], Awaitable[AnswerReply[Any]]],
 ) -> Reply:
-    """Open a reply. The answer of a prompt for another server gets transfer parameters.
+    """Open a reply. If another server continues the prompt, the answer has ``kv_transfer_params``.
 
-    Raises the errors of ``open_reply``, and 503 if no prompt can be computed for others now.
+    Raises the errors of ``open_reply``, and `ApiError` 503 while no such prompt can be accepted.
     """
     transfers = service.llm.built.transfers
     if transfers is None or not transfers.is_prefill(transfer):
@@ -57,14 +61,14 @@ async def handing_over(
 
 
 class PrefillReply(Reply):
-    """The answer to a prompt for another server, which tells where to read its KV."""
+    """The answer to a prompt that another server continues. It names where to read the KV pages."""
 
     def __init__(self, reply: AnswerReply[Any], transfers: TransferParams) -> None:
         self._reply, self._transfers = reply, transfers
         self._is_answered = False
 
     async def whole(self) -> object:
-        """Return the answer with transfer parameters."""
+        """Return the answer, with the ``kv_transfer_params`` for the other server."""
         with _as_unavailable():
             body = await self._reply.whole()
         if isinstance(body, Struct):
@@ -73,11 +77,11 @@ class PrefillReply(Reply):
         return body
 
     def events(self) -> AsyncGenerator[bytes]:
-        """Yield the events, without transfer parameters."""
+        """Yield the events, which have no ``kv_transfer_params``."""
         return self._reply.events()
 
     def close(self) -> None:
-        """Abort the request if it runs. Free its pages unless the answer announced them."""
+        """Abort the request if it runs. Free its KV pages unless the answer has named them."""
         self._reply.close()
         if not self._is_answered:
             self._transfers.drop(self._reply.request)

@@ -109,7 +109,7 @@ def refuse(body: CompletionRequest) -> None:
 
 
 def completion_params(body: CompletionRequest) -> SamplingParams:
-    """Return the sampling parameters of a body. Nothing is generated for an echo alone."""
+    """Return the sampling parameters. With ``echo`` and ``max_tokens`` 0, no token is generated."""
     is_alone = body.max_tokens == 0 and (bool(body.echo) or is_prewarm(body))
     return sampling_params(
         body,
@@ -168,8 +168,8 @@ def thinking_options(
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """Return messages for the chat template: content as one text, the role developer as system.
 
-    Leading system messages are merged, as many templates accept only one. Images are replaced by
-    marks.
+    Leading system messages are merged, as many templates accept only one. An image is replaced by a
+    placeholder in the text.
     """
     return one_system(
         [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -184,9 +184,9 @@ def plain_chat(
     cache_salt: str | None = None,
     template: Mapping[str, Any] = NO_OPTIONS,
 ) -> ChatInput:
-    """Return a conversation that is only rendered.
+    """Return a conversation that is rendered, but not answered.
 
-    ``opens``: end with the opening of an answer. ``template``: other template options.
+    ``opens``: end with the generation prompt. ``template``: other options of the chat template.
     """
     return ChatInput(
         messages=plain_messages(messages),
@@ -211,9 +211,9 @@ def tokenized_chat(body: TokenizeRequest, messages: list[Message]) -> ChatInput:
 
 
 def read_handles(messages: list[Message]) -> list[Handle]:
-    """Return the token ids of messages, with indices that match `plain_messages`.
+    """Return the token ids of messages, each with the index of its message in `plain_messages`.
 
-    Raises `InvalidRequest` for ids of a message that is not the assistant's.
+    Raises `InvalidRequest` for token ids of a message whose role is not assistant.
     """
     # Leading system messages are merged.
     shift = max(0, num_system(message.role for message in messages) - 1)
@@ -234,7 +234,7 @@ def read_handles(messages: list[Message]) -> list[Handle]:
 
 
 def read_paths(messages: list[Message]) -> list[str]:
-    """Return the messages' paths in the body, with indices that match `plain_messages`."""
+    """Return the path in the body of each message that `plain_messages` returns."""
     shift = max(0, num_system(message.role for message in messages) - 1)
     paths = [_path(message, index) for index, message in enumerate(messages)]
     return [*paths[:1], *paths[shift + 1 :]]
@@ -259,9 +259,9 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
 
 
 def read_images(messages: list[Message]) -> list[ImageSource]:
-    """Return the images of a conversation, in the order of their marks.
+    """Return the images of a conversation, in the order of their placeholders.
 
-    Raises the errors of `plain_messages`.
+    Raises `InvalidRequest`, like `plain_messages`.
     """
     return [
         image

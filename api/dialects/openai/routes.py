@@ -71,7 +71,7 @@ class ChatRoute(Dialect[ChatRequest]):
         return chat
 
     def rename(self, error: InvalidRequest, body: ChatRequest) -> None:
-        """Rename json_schema to response_format if the schema came from there."""
+        """Rename the field json_schema in an error to response_format if the body has that."""
         if error.param == "json_schema" and body.response_format is not None:
             error.param = "response_format"
 
@@ -131,7 +131,10 @@ class CompletionsRoute(Dialect[CompletionRequest]):
     async def read(
         self, body: CompletionRequest
     ) -> tuple[SamplingParams, list[Prompt], list[str] | None]:
-        """Return parameters, prompts and, with ``echo``, their texts. Raises `InvalidRequest`."""
+        """Return the parameters, the prompts and, with ``echo``, the text of each prompt.
+
+        Raises `InvalidRequest`.
+        """
         refuse(body)
         params, prompts = completion_params(body), read_prompts(body.prompt)
         self.service.check_room(len(prompts), params.n)

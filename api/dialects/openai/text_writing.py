@@ -18,7 +18,7 @@ from .writing import Head, Writer, finite, reason_body, token_name
 
 
 def echo_ids(tokenizer: Tokenizer, token_ids: Sequence[int], added_ids: Sequence[int]) -> str:
-    """Return the text of a prompt of token ids, without the special tokens that encoding adds."""
+    """Return the text of prompt token ids, without special tokens ``added_ids`` at the start."""
     count = len(added_ids)
     start = count if list(token_ids[:count]) == list(added_ids) else 0
     return tokenizer.decode(token_ids[start:], skip_special_tokens=False)
@@ -45,7 +45,8 @@ def echo_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], echoed: str) ->
 class LegacyLogprobs:
     """The four parallel lists of OpenAI's older log-probabilities. Offsets are in characters.
 
-    With ``echoed``, the text of the choice begins with the prompt, and the lists with its tokens.
+    With ``echoed``, the text of the choice begins with the prompt, and the lists begin with the
+    tokens of the prompt.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class LegacyLogprobs:
         self._offset = len(echoed or "")
 
     def body(self, entries: Sequence[TokenLogprob | None]) -> TextLogprobs:
-        """Return the lists for the next tokens. An entry None stands for the prompt's first
-        token.
+        """Return the lists for the next tokens, one entry per token.
+
+        A None in ``entries`` stands for the first prompt token, which has no log-probability.
         """
         ids = [self._first_id if each is None else each.token_id for each in entries]
         return TextLogprobs(
@@ -94,9 +96,7 @@ class TextReply(AnswerReply[Answers]):
 
 
 class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
-    """Encodes the answers to all prompts of a body. ``echoed``: the prompts' texts, with
-    ``echo``.
-    """
+    """Encodes the answers to all prompts of a body. ``echoed``: the texts to echo, if any."""
 
     whole_kind = chunk_kind = "text_completion"
     whole_type = chunk_type = TextBody

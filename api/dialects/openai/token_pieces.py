@@ -21,13 +21,14 @@ class TokenPieces:
     The texts in the channels "reasoning" and "content" add up to these parts of the answer. A call
     is reported as the model wrote it, in the channel "tool". A token without visible text (a mark,
     an end token, a part of a character) has the text "". The source of the target model's own
-    tokens is "". It is None if the text is the rest of a token that an earlier piece reported.
+    tokens is "". The source is None if the text is the rest of a token that an earlier piece
+    reported.
     """
 
     def __init__(self, tokenizer: Tokenizer, thinking: Thinking | None) -> None:
         self._tokenizer = tokenizer
         marks = ("", "") if thinking is None else (thinking.begin, thinking.end)
-        self._marks = {"reasoning": marks[0], "content": marks[1]}  # mark before each channel
+        self._marks = {"reasoning": marks[0], "content": marks[1]}  # mark that begins each channel
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._raw = ""  # text of tokens not reported yet
         # number of characters and source per token
@@ -44,7 +45,7 @@ class TokenPieces:
             self._tokens.append((len(text), source))
 
     def read(self, delta: TextDelta) -> list[TokenPiece]:
-        """Return the pieces for the additions of a delta."""
+        """Return the pieces for the text of a delta."""
         pieces = []
         if delta.reasoning:
             pieces += self._read(delta.reasoning, "reasoning")
@@ -67,12 +68,12 @@ class TokenPieces:
         return self._take(at, is_shown=False) + self._take(len(text))
 
     def _find(self, text: str, mark: str) -> int:
-        """Return the index of a text after the mark, if the mark is there; -1 if it is missing."""
+        """Return the index of a text, searched after the mark if there is one; -1 if not found."""
         at = self._raw.find(mark)
         return self._raw.find(text, at + len(mark) if at >= 0 else 0)
 
     def _take(self, count: int, *, is_shown: bool = True) -> list[TokenPiece]:
-        """Return the tokens of the next ``count`` characters, and following tokens without text."""
+        """Return the tokens of ``count`` characters, and the tokens without text after them."""
         pieces: list[TokenPiece] = []
         while self._tokens and (count or not self._tokens[0][0]):
             length, source = self._tokens.popleft()

@@ -46,7 +46,7 @@ class Head:
 
     @property
     def id(self) -> str:
-        """Id of the answer, and of its request in the engine."""
+        """The id of the answer, which is also the id of its request in the engine."""
         return f"{self.prefix}-{self.key}"
 
     def fields(self, kind: str) -> dict[str, Any]:
@@ -86,12 +86,12 @@ def usage_body(usage: Usage) -> UsageBody:
 
 
 def metrics_body(usage: Usage, depth: object) -> MetricsBody | UnsetType:
-    """Return ``metrics`` of one answer; UNSET without drafts. ``depth``: draft depth, if fixed."""
+    """Return ``metrics`` of an answer; UNSET without drafts. ``depth``: draft depth if fixed."""
     steps = usage.draft_steps
     if not steps:
         return UNSET
     by_accepted = dict(usage.steps_by_accepted)
-    # excludes steps without a draft
+    # Steps without a draft are not counted.
     by_accepted[0] = by_accepted.get(0, 0) - (usage.verify_steps - steps)
     most = max(by_accepted, default=0)
     if isinstance(depth, int):
@@ -110,7 +110,7 @@ def metrics_body(usage: Usage, depth: object) -> MetricsBody | UnsetType:
 
 
 def reason_body(reason: str) -> str:
-    """Return OpenAI's ``finish_reason`` for ours: "abort", as after a deadline, becomes "length".
+    """Return OpenAI's ``finish_reason``: "abort", the reason after a deadline, becomes "length".
 
     Clients accept only OpenAI's values; ``stop_reason`` still reports "deadline".
     """
@@ -153,7 +153,7 @@ def finite(logprob: float) -> float:
 
 
 class Counted(RunningAnswer, Protocol):
-    """An answer of several choices."""
+    """An answer that reports its number of choices."""
 
     @property
     def num_choices(self) -> int:
@@ -166,8 +166,9 @@ D = TypeVar("D", bound=Struct)
 
 
 class Writer(AnswerWriter[A], Generic[A, C, D]):
-    """Encodes the answer ``A`` to one request, with choices ``C`` in one body or ``D`` in
-    chunks.
+    """Encodes the answer to one request, as one body or in chunks.
+
+    Type parameters: the answer ``A``, a choice ``C`` of a body, a choice ``D`` of a chunk.
     """
 
     whole_kind: ClassVar[str]
@@ -183,11 +184,11 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         # whether every chunk has a usage
         self._tells_usage = bool(options and options.continuous_usage_stats)
         self._usage_so_far: Callable[[], Usage] = Usage
-        self._num_told = 0  # tokens in the chunks so far
+        self._num_told = 0  # number of tokens sent so far
         given = body.speculation
         self._depth = service.llm.built.settings.get("speculation") if given is None else given
         self._explains = bool(body.explain_cache)
-        self.prompt_ids: Sequence[str] = [head.id]  # request ids of its prompts
+        self.prompt_ids: Sequence[str] = [head.id]  # request ids of the prompts
 
     def refuse_aborted(self, reason: str, num_tokens: int) -> None:
         """Raise `ApiError` if the answer was aborted by a shutdown or before its first token."""
@@ -211,11 +212,11 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         return metrics_body(usage, self._depth) if num_answers == 1 else UNSET
 
     def follow(self, usage: Callable[[], Usage]) -> None:
-        """Use ``usage`` to read the present usage for chunks."""
+        """Set the function that returns the usage so far, which chunks may report."""
         self._usage_so_far = usage
 
     def tell(self, delta: TextDelta) -> None:
-        """Count the tokens of a delta as sent with the next chunk."""
+        """Add the tokens of a delta to the number of tokens sent so far."""
         self._num_told += len(delta.token_ids)
 
     def chunk(self, choice: D) -> bytes:
@@ -223,7 +224,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         return self.event([choice])
 
     def event(self, choices: list[D], **more: object) -> bytes:
-        """Return a chunk with some choices. ``more``: its other fields."""
+        """Return a chunk with these choices. ``more``: other fields of the chunk."""
         usage = None
         if self._tells_usage:  # counts the tokens sent; the engine may have computed more
             usage = usage_body(replace(self._usage_so_far(), completion_tokens=self._num_told))

@@ -20,7 +20,7 @@ class PooledUsage(Struct, kw_only=True):
 
 
 class EmbeddingBody(Struct, kw_only=True):
-    """The vector of one input, of length 1. In base64 it is little-endian float32 by default."""
+    """The unit vector of one input. In base64 it is little-endian float32 by default."""
 
     object: str = "embedding"
     index: int

@@ -37,7 +37,7 @@ def read_inputs(body: EmbeddingsRequest) -> list[Prompt]:
 
 
 class Texts(NamedTuple):
-    """Texts of a body, and the name of their field."""
+    """Texts of a body, and the name of the field that holds them."""
 
     texts: list[str]
     param: str
@@ -65,9 +65,9 @@ def read_pairs(body: ScoreRequest) -> tuple[Texts, Texts]:
 
 
 def _one_of(body: ScoreRequest, name: str, other: str) -> Texts:
-    """Return the texts of the one field of two that is given, and its name.
+    """Return the texts of the field ``name`` or of its alias ``other``, and which of them is given.
 
-    Raises `InvalidRequest` if none or both are given, or the field is empty.
+    Raises `InvalidRequest` if neither or both are given, or if the given field is empty.
     """
     given = [each for each in (name, other) if getattr(body, each) is not None]
     if not given:

@@ -55,10 +55,10 @@ def _vector_json(index: int, pooled: Pooled, body: EmbeddingsRequest) -> bytes:
 
 
 def _vector_bytes(vector: NDArray[np.float32], body: EmbeddingsRequest) -> bytes:
-    """Return the numbers in the requested type and byte order."""
+    """Return the bytes of a vector in the requested number type and byte order."""
     endianness = body.endianness or "little"
     order = {"little": "<", "big": ">"}[sys.byteorder if endianness == "native" else endianness]
-    if body.embed_dtype == "bfloat16":  # the upper half of a float32, rounded to even
+    if body.embed_dtype == "bfloat16":  # bfloat16 is the upper half of a float32, rounded to even
         bits = vector.view(np.uint32)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
         return rounded.astype(f"{order}u2").tobytes()

@@ -38,7 +38,7 @@ ContentPart = OutputText | ReasoningText
 
 
 class MessageItem(Struct, tag="message", kw_only=True):
-    """The text of an answer. Its part is present once it is complete."""
+    """The text of an answer. ``content`` is empty until the text is complete."""
 
     id: str
     status: Status
@@ -67,7 +67,7 @@ class FunctionCallItem(Struct, tag="function_call", kw_only=True):
 
 
 class CustomCallItem(Struct, tag="custom_tool_call", kw_only=True):
-    """A call of a custom tool."""
+    """A custom tool call."""
 
     id: str
     status: Status
@@ -107,9 +107,9 @@ class ResponseUsage(Struct, kw_only=True):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
-    closed_early: bool  # see chat completions
-    moves: int  # see chat completions
-    evicted_tokens: int | UnsetType = UNSET  # see chat completions
+    closed_early: bool  # structured output was ended early to fit the token limit
+    moves: int  # times the request moved to another replica because its own was lost
+    evicted_tokens: int | UnsetType = UNSET  # answer tokens whose KV was evicted (--kv-evict)
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if requested and known
 
@@ -205,7 +205,7 @@ class InputTokens(Struct, kw_only=True):
 
 
 class Event(Struct, kw_only=True):
-    """The sequence number of an event in its stream, from 0. Set by the writer."""
+    """An event of a stream. The writer sets its sequence number, which counts from 0."""
 
     sequence_number: int = 0
 
@@ -217,11 +217,11 @@ class ResponseEvent(Event, kw_only=True):
 
 
 class ResponseCreated(ResponseEvent, tag="response.created"):
-    """The first event."""
+    """The first event of a stream."""
 
 
 class ResponseInProgress(ResponseEvent, tag="response.in_progress"):
-    """The second event."""
+    """The second event of a stream."""
 
 
 class ResponseCompleted(ResponseEvent, tag="response.completed"):
@@ -243,88 +243,88 @@ class OutputEvent(Event, kw_only=True):
 
 
 class ItemAdded(OutputEvent, tag="response.output_item.added", kw_only=True):
-    """An item begins."""
+    """The event that begins an output item."""
 
     item: OutputItem
 
 
 class ItemDone(OutputEvent, tag="response.output_item.done", kw_only=True):
-    """An item is complete."""
+    """The event with a complete output item."""
 
     item: OutputItem
 
 
 class ItemEvent(OutputEvent, kw_only=True):
-    """An event inside an output item."""
+    """An event about the content of an output item."""
 
     item_id: str
 
 
 class PartEvent(ItemEvent, kw_only=True):
-    """An event inside the single content part of an item."""
+    """An event about the content part of an item, which has only one."""
 
     content_index: int = 0
 
 
 class PartAdded(PartEvent, tag="response.content_part.added", kw_only=True):
-    """The part begins."""
+    """The event that begins a content part."""
 
     part: ContentPart
 
 
 class PartDone(PartEvent, tag="response.content_part.done", kw_only=True):
-    """The part is complete."""
+    """The event with a complete content part."""
 
     part: ContentPart
 
 
 class OutputTextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
-    """More text of a message."""
+    """The event with the next text of a message."""
 
     delta: str
     logprobs: list[TokenInfo]
 
 
 class OutputTextDone(PartEvent, tag="response.output_text.done", kw_only=True):
-    """The whole text of a message."""
+    """The event with the whole text of a message."""
 
     text: str
     logprobs: list[TokenInfo]
 
 
 class ReasoningTextDelta(PartEvent, tag="response.reasoning_text.delta", kw_only=True):
-    """More reasoning."""
+    """The event with the next text of the reasoning."""
 
     delta: str
 
 
 class ReasoningTextDone(PartEvent, tag="response.reasoning_text.done", kw_only=True):
-    """The whole reasoning."""
+    """The event with the whole reasoning."""
 
     text: str
 
 
 class ArgumentsDelta(ItemEvent, tag="response.function_call_arguments.delta", kw_only=True):
-    """More of the arguments of a call."""
+    """The event with the next part of the arguments of a function call."""
 
     delta: str
 
 
 class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done", kw_only=True):
-    """The whole arguments of a call."""
+    """The event with the whole arguments of a function call."""
 
     arguments: str
     name: str
 
 
 class InputDelta(ItemEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
-    """The next part of the input of a custom tool's call."""
+    """The event with the next part of the input of a custom tool call."""
 
     delta: str
 
 
 class InputDone(ItemEvent, tag="response.custom_tool_call_input.done", kw_only=True):
-    """The whole input of a custom tool's call."""
+    """The event that ends the input of a custom tool call."""
 
     input: str
 

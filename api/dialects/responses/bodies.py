@@ -31,7 +31,7 @@ class CustomFormat(Struct, kw_only=True, omit_defaults=True):
 
 
 class FlatTool(Struct, kw_only=True):
-    """An entry of ``tools``: a function, a custom tool, a namespace of them, or the tool search.
+    """An entry of ``tools``: a function, a custom tool, a namespace of tools, or the tool search.
 
     Other types are tools of a provider and are ignored.
     """
@@ -50,7 +50,7 @@ class FlatTool(Struct, kw_only=True):
 
 
 class ItemPart(Struct, kw_only=True, omit_defaults=True):
-    """A part of a message, a tool output or reasoning. `items` reads the fields of each type."""
+    """A part of a message, a tool output or reasoning. ``type`` decides which field it has."""
 
     known_kinds: ClassVar[frozenset[str]] = frozenset(
         {*TEXT_PARTS, "refusal", "input_image", "input_file"}
@@ -120,7 +120,7 @@ class ToolName(Struct, kw_only=True):
 
 
 class FlatChoice(Struct, kw_only=True, omit_defaults=True):
-    """``tool_choice`` that names one function or lists allowed ones."""
+    """``tool_choice`` that names one function or lists the allowed tools."""
 
     type: str
     name: str | None = None
@@ -130,7 +130,7 @@ class FlatChoice(Struct, kw_only=True, omit_defaults=True):
 
 
 class TextFormat(Struct, kw_only=True, omit_defaults=True):
-    """``text.format``: like `ResponseFormat` of chat completions, without nesting."""
+    """``text.format``: the output format. A JSON schema and its name are fields of this object."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None

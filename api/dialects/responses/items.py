@@ -46,7 +46,7 @@ def _resolved(item: Item, path: str, lookup: Lookup) -> Item:
 
 
 def kept_items(items: Sequence[Item]) -> list[Item]:
-    """Return the items as they are listed: with an id, a status and parts."""
+    """Return the items as clients list them: each has an id and a status, and content in parts."""
     return [_kept(item) for item in items]
 
 
@@ -83,7 +83,7 @@ class _Thread:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._reasoning: list[str] = []  # reasoning that belongs to the next message
-        self._open: Message | None = None  # the assistant's message that calls may still join
+        self._open: Message | None = None  # the assistant's message that may still get calls
         self._ids: list[int] | None = None  # token ids of a stored answer, until its message begins
         self._kept: KeptMessage | None = None  # the message that holds these ids
 
@@ -129,7 +129,7 @@ class _Thread:
             self._close(NamedMessage(role=role, content=_content(content, where), path=path))
 
     def _add_call(self, item: Item, path: str) -> None:
-        """Append a call. Calls other than functions are named after their type."""
+        """Append a call. Calls other than function calls are named after their type."""
         kind = (item.type or "").removesuffix("_call")
         name = item.name or (_needed(item, "name", path) if kind == "function" else kind)
         call_id = item.call_id or item.id or f"call_{len(self.messages)}"
@@ -157,7 +157,7 @@ class _Thread:
             kept_ids=self._ids,
             path=path,
         )
-        if self._kept is not None:  # an answer of two messages: its ids fit neither of them
+        if self._kept is not None:  # the answer has two messages, so its ids fit neither
             self._kept.kept_ids = None
         self._close(message)
         self._ids, self._kept = None, message
@@ -196,7 +196,7 @@ def _of_agent(item: Item, path: str) -> Message:
 
 
 def _reasoning_text(item: Item, path: str) -> str:
-    """Return the reasoning of an item, or else its summary."""
+    """Return the reasoning of an item; without reasoning, its summary."""
     return _text(item.content or item.summary or [], f"{path}.content")
 
 

@@ -51,7 +51,7 @@ Spell = Callable[[Sequence[TokenLogprob]], list[TokenInfo]]
 class ItemBuilder:
     """An output item that is being built. Its events come between `opening` and `closing`.
 
-    Events are encoded later, so each holds a copy of the item at that time.
+    Events are encoded later, so each holds a copy of the item as it is when the event is made.
     """
 
     index: int  # index in the output
@@ -65,11 +65,11 @@ class ItemBuilder:
         return str(self.written)
 
     def item(self) -> OutputItem:
-        """Return the item in its present state."""
+        """Return the item as generated so far."""
         raise NotImplementedError
 
     def add(self, text: str) -> list[Event]:
-        """Append the text of a step, and return the events."""
+        """Append the text of a step and return its events."""
         raise NotImplementedError
 
     def opening(self) -> list[Event]:
@@ -92,14 +92,14 @@ class ItemBuilder:
 
 @dataclass(slots=True, kw_only=True)
 class TextBuilder(ItemBuilder):
-    """An item with one part of text, which is added when it is complete."""
+    """An item with one content part of text. The item contains the part once it is complete."""
 
     def part(self, text: str) -> ContentPart:
-        """Return the content part with this text."""
+        """Return a content part with this text."""
         raise NotImplementedError
 
     def opening(self) -> list[Event]:
-        """Return the events of an empty item and an empty part."""
+        """Return the events that begin an empty item and its empty content part."""
         added = super(TextBuilder, self).opening()
         return [*added, PartAdded(**self._place, part=self.part(""))]
 
@@ -115,12 +115,12 @@ class ReasoningBuilder(TextBuilder):
         return ReasoningText(text=text)
 
     def item(self) -> ReasoningItem:
-        """Return the item in its present state."""
+        """Return the item as generated so far."""
         content = [] if self.status == "in_progress" else [self.part(self.text)]
         return ReasoningItem(id=self.id, status=self.status, content=content)
 
     def add(self, text: str) -> list[Event]:
-        """Append the reasoning of a step, and return the events."""
+        """Append the reasoning of a step and return its events."""
         self.written.add(text)
         return [ReasoningTextDelta(**self._place, delta=text)]
 
@@ -141,12 +141,12 @@ class MessageBuilder(TextBuilder):
         return OutputText(text=text, logprobs=list(self.logprobs))
 
     def item(self) -> MessageItem:
-        """Return the item in its present state."""
+        """Return the item as generated so far."""
         content = [] if self.status == "in_progress" else [self.part(self.text)]
         return MessageItem(id=self.id, status=self.status, content=content)
 
     def add(self, text: str, logprobs: Sequence[TokenInfo] = ()) -> list[Event]:
-        """Append the text of a step and its log-probabilities, and return the events."""
+        """Append the text and the log-probabilities of a step, and return its events."""
         self.written.add(text)
         self.logprobs += logprobs
         return [OutputTextDelta(**self._place, delta=text, logprobs=list(logprobs))]
@@ -158,7 +158,7 @@ class MessageBuilder(TextBuilder):
 
 @dataclass(slots=True, kw_only=True)
 class CallBuilder(ItemBuilder):
-    """A function call item. Its text is the arguments."""
+    """A function call item. Its text is the JSON text of the arguments."""
 
     call_id: str
     name: str
@@ -166,11 +166,11 @@ class CallBuilder(ItemBuilder):
     id: str = field(default_factory=lambda: f"fc_{random_id()}")
 
     def item(self) -> OutputItem:
-        """Return the item in its present state."""
+        """Return the item as generated so far."""
         return FunctionCallItem(arguments=self.text, **self._named)
 
     def add(self, text: str) -> list[Event]:
-        """Append the arguments of a step, and return the events."""
+        """Append the arguments of a step and return its events."""
         self.written.add(text)
         return [ArgumentsDelta(**self._place, delta=text)]
 
@@ -190,18 +190,18 @@ class CallBuilder(ItemBuilder):
 
 @dataclass(slots=True, kw_only=True)
 class CustomCallBuilder(CallBuilder):
-    """A call of a custom tool. Its input is the argument ``input`` that the model writes."""
+    """A custom tool call. Its input is the argument ``input`` that the model generates."""
 
     id: str = field(default_factory=lambda: f"ctc_{random_id()}")
     _input: InputReader = field(default_factory=InputReader)
 
     def item(self) -> OutputItem:
-        """Return the item in its present state."""
+        """Return the item as generated so far."""
         given = "" if self.status == "in_progress" else self._input.whole()
         return CustomCallItem(input=given, **self._named)
 
     def add(self, text: str) -> list[Event]:
-        """Append the arguments of a step, and return the events of the input in them."""
+        """Append the arguments of a step, and return the events of the input that they contain."""
         self.written.add(text)
         return self._grown(self._input.add(text))
 
@@ -220,7 +220,7 @@ class SearchCallBuilder(CallBuilder):
     id: str = field(default_factory=lambda: f"tsc_{random_id()}")
 
     def item(self) -> OutputItem:
-        """Return the item in its present state."""
+        """Return the item as generated so far."""
         given = {} if self.status == "in_progress" else plain_arguments(self.text)
         arguments = given if isinstance(given, dict) else {"query": self.text}
         named = self._named
@@ -245,7 +245,7 @@ BUILDERS: Mapping[str, type[CallBuilder]] = {
 
 
 class Output:
-    """Builds the output items, one per segment."""
+    """Builds the output items: one per segment of reasoning, of text, or of a call."""
 
     def __init__(self, spell: Spell, served: Mapping[str, ServedTool] = NO_TOOLS) -> None:
         self._segments = Segments()
@@ -260,7 +260,7 @@ class Output:
         return [builder.item() for builder in self._builders]
 
     def add(self, delta: TextDelta) -> list[Event]:
-        """Return the events of a step."""
+        """Add the output of one step and return its events."""
         if delta.reasoning:
             # All tokens of the step that ends the reasoning count, since its end is not known
             # exactly.
@@ -268,7 +268,7 @@ class Output:
         return self._events(self._segments.take(delta))
 
     def end(self, *, is_whole: bool) -> list[Event]:
-        """Return the events of the end. An answer without text and calls gets an empty message."""
+        """Return the last events. An answer without text and calls gets an empty message."""
         return self._events(self._segments.end(is_whole=is_whole, needs_text=is_whole))
 
     def _events(self, changes: Sequence[Change]) -> list[Event]:

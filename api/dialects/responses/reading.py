@@ -40,7 +40,7 @@ def make_chat_input(
 
 
 def rename(error: InvalidRequest, body: ResponsesRequest) -> None:
-    """Rename the field in an error to the body's field."""
+    """Replace the parameter name in an error by the name of the field in the body."""
     error.param = _name(error.param, body)
 
 

@@ -40,7 +40,7 @@ def response_store(service: Service) -> ResponseStore:
 
 
 class ResponsesDialect(Dialect[ResponsesRequest]):
-    """Decoding, checks and field names, shared by the routes."""
+    """The base of the generating routes: decoding, checks and field names."""
 
     body = ResponsesRequest
 
@@ -54,7 +54,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         check_n(body)
 
     def rename(self, error: InvalidRequest, body: ResponsesRequest) -> None:
-        """Rename the field in an error to the body's field."""
+        """Replace the parameter name in an error by the name of the field in the body."""
         rename(error, body)
 
     async def read_chat(

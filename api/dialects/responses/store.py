@@ -1,4 +1,4 @@
-"""Stored responses: kept in memory, limited in time and size, so that clients can continue them."""
+"""Responses kept in memory for clients to continue them, limited in time and in total size."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Kept:
         return _decode_items(self.inputs) + _decode_items(self.outputs)
 
     def turn(self) -> list[Item]:
-        """Return input and output items. The first output item holds the answer's token ids."""
+        """Return the input and output items. The first output item holds the answer's token ids."""
         outputs = _decode_items(self.outputs)
         if outputs and self.answer_ids:
             ids = array("i", self.answer_ids).tolist()
@@ -99,7 +99,7 @@ class ResponseStore:
         """Store a response with its input items. O(items of its conversation).
 
         An input item whose id already occurs in the conversation gets a new id. ``answer_ids``:
-        token ids of the output, if they can be rendered in its place.
+        token ids of the output, if they can be rendered in place of its text.
         """
         response_id, previous_id = response.id, response.previous_response_id
         inputs = _renamed(inputs, self._item_ids(owner, previous_id))
@@ -122,7 +122,7 @@ class ResponseStore:
         self._shrink()
 
     def get(self, owner: Owner, response_id: str) -> Raw | None:
-        """Return the response as it was sent, None if it is unknown."""
+        """Return the response as it was sent; None if it is unknown."""
         self._expire()
         found = self._kept.get((owner, response_id))
         return None if found is None else Raw(found.response)
@@ -168,7 +168,7 @@ class ResponseStore:
         return items + _decode_items(last.inputs)
 
     def item(self, owner: Owner, item_id: str) -> Item | None:
-        """Return an item of any stored turn, None if it is unknown."""
+        """Return an item of any stored turn; None if it is unknown."""
         self._expire()
         response_id = self._places.get((owner, item_id))
         if response_id is None:

@@ -33,7 +33,7 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")
 
 
 class ServedTool(NamedTuple):
-    """A tool as the model sees it and as the client knows it."""
+    """A tool for the model, and the type, name and namespace that the client gave it."""
 
     tool: Tool
     kind: Kind
@@ -54,7 +54,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def served_tools(body: ResponsesRequest) -> list[FlatTool]:
-    """Return the supported entries of ``tools``. Agents also send tools of their provider."""
+    """Return the supported entries of ``tools``. Agents also send tools that a provider runs."""
     return [tool for tool in body.tools or () if _flattened([tool])]
 
 

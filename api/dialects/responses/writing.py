@@ -1,4 +1,4 @@
-"""Writes the answer to one request: the response object and the events of its stream."""
+"""ResponseWriter: the response object for one request and the events of its stream."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ PLAIN_TEXT = TextFormat(type="text")
 class ResponseWriter(AnswerWriter[ChatAnswer]):
     """One response, from its creation to its end.
 
-    ``keep`` is called before the last event, with the complete response and with the ids of the
-    whole answer, if they can be rendered in its place.
+    ``keep`` is called before the last event, with the complete response and the token ids of the
+    answer; without ids if they cannot be rendered in place of its text.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
 
     @property
     def id(self) -> str:
-        """Id of the response, and of its request in the engine."""
+        """The id of the response, which is also the id of its request in the engine."""
         return self._begun.id
 
     def begun(self) -> bytes:
@@ -81,7 +81,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         return b"".join(self._encoded([kind(response=self._begun) for kind in kinds]))
 
     def take(self, delta: TextDelta) -> list[Event]:
-        """Return the events of a step."""
+        """Add the output of one step and return its events."""
         self._last = delta
         events = self._output.add(delta)
         if delta.finish_reason is not None:
@@ -89,7 +89,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         return events
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
-        """Yield the events of a step, numbered from 0."""
+        """Yield the encoded events of one step."""
         return self._encoded(self.take(delta))
 
     def end(self, answer: ChatAnswer) -> Iterator[bytes]:
@@ -113,7 +113,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         return ReadyReply(response, [self.begun(), *self.ended(response)])
 
     def failed(self, answer: ChatAnswer, error: ResponseError) -> Iterator[bytes]:
-        """Yield the event of a response that failed."""
+        """Yield the event that ends the stream of a failed response."""
         self._output.end(is_whole=False)
         return self.ended(replace(self._ended("failed", answer.usage), error=error))
 
@@ -147,7 +147,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
 
     @property
     def _is_whole(self) -> bool:
-        """Whether the model ended the answer, not a limit or the deadline."""
+        """Whether the model ended the answer, rather than a limit or the deadline."""
         return self._last.finish_reason in {"stop", "tool_calls"}
 
     def _spell(self, logprobs: Sequence[TokenLogprob]) -> list[TokenInfo]:
@@ -226,7 +226,7 @@ def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
 
 
 def response_error(error: Exception) -> ResponseError:
-    """Return ``error`` of a response. Its code is one of OpenAI's values."""
+    """Return the ``error`` of a response, with one of OpenAI's error codes."""
     answer: ApiError = to_api_error(error)
     if answer.status == 500:
         logger.error("a stream failed", exc_info=error)

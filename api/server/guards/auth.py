@@ -15,7 +15,7 @@ from ...types.request_context import CONTEXT, NOBODY, caller_of, header
 from ..error_forms import error_response
 from .foreign_pages import PAGE_FILES, PAGE_PATHS, foreign_page
 
-# load balancers must see that a server lives, even if it is full
+# load balancers must see that a server is alive, even if it is full
 OPEN_PATHS = frozenset({"/health"})
 IS_SPARE = "is_spare"  # key in a scope's state: the connection exceeds the limit
 OPERATOR_PREFIX = "/debug/"
@@ -27,7 +27,7 @@ FIELD_BYTES = 4  # bytes of a header field besides name and value: ": " and CRLF
 
 
 class AuthMiddleware:
-    """Rejects callers without an API key and web pages of other origins. Records the caller.
+    """Rejects callers without an API key and web pages of other origins. Records each caller.
 
     Every path requires the key unless it is in ``OPEN_PATHS``. The path is read from the scope,
     since the Host header can be forged.
@@ -113,7 +113,7 @@ class AuthMiddleware:
 
 
 def _not_json(scope: Scope) -> ApiError | None:
-    """Return a 415 error for a body of another type, which pages can send without a preflight."""
+    """Return a 415 error for a type other than JSON, which pages can send without a preflight."""
     given = header(scope, b"content-type").partition(";")[0].strip().lower()
     if scope["method"] != "POST" or given in ("", JSON) or given.endswith("+json"):
         return None
@@ -124,7 +124,7 @@ def _not_json(scope: Scope) -> ApiError | None:
 
 
 def needs_admin_key(what: str) -> ApiError:
-    """Return a 403 error for actions that affect all callers."""
+    """Return a 403 error: the action ``what`` affects all callers."""
     message = f"{what} needs an admin key (--admin-key)"
     return ApiError(403, message, kind="permission_error", code="admin_key_needed")
 

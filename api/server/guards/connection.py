@@ -24,8 +24,8 @@ from .auth import IS_SPARE
 logger = logging.getLogger(__name__)
 NUM_OTHER_FILES = 128  # open files of the process besides connections
 NUM_SPARE = 64  # connections above the limit that get a 503; further ones are dropped
-SPARE_SECONDS = 1.0  # time for such a connection to send its request
-DRAIN_BYTES = 64 * 2**20  # bytes of an unread body to discard
+SPARE_SECONDS = 1.0  # time limit for a connection above the limit to send its request
+DRAIN_BYTES = 64 * 2**20  # maximum number of discarded bytes of an unread body
 # time for a rejected client to read the answer, which closing at once would discard
 LINGER_SECONDS = 2.0
 _ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?(?P<host>[^/?#@]*)", re.IGNORECASE)
@@ -45,12 +45,12 @@ class QuickSends(h11.Connection):
     _header = b""  # headers held back for their body
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Return the next event, with requests in `origin_form`."""
+        """Return the next event. The target of a request is converted by `origin_form`."""
         event = super().next_event()
         return origin_form(event) if isinstance(event, h11.Request) else event
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override] # deprecated ones
-        """Return the bytes of an event, after headers that were held back."""
+        """Return the bytes of an event, preceded by any headers that were held back."""
         if isinstance(event, h11.Data) and event.data:
             is_chunked = isinstance(self._writer, ChunkedWriter)
             if is_chunked and self.our_state is h11.SEND_BODY:
@@ -65,10 +65,10 @@ class QuickSends(h11.Connection):
 
 
 def origin_form(request: h11.Request) -> h11.Request:
-    """Return the request with only a path as its target, if the target names the server too.
+    """Return the request with a path as its target. An absolute URL is split into host and path.
 
-    Clients send such targets to proxies, and servers must accept them. The server name replaces the
-    Host header, as HTTP requires, so all layers see the same name and path.
+    Clients send URLs as targets to proxies, and servers must accept them. The host of the URL
+    replaces the Host header, as HTTP requires, so all layers see the same name and path.
     """
     found = _ABSOLUTE.match(request.target)
     if found is None:
@@ -86,10 +86,11 @@ def origin_form(request: h11.Request) -> h11.Request:
 
 
 class Connection(H11Protocol):
-    """A connection with time limits for headers, bodies and reading, and a limit on their number.
+    """A connection with time limits for headers, bodies and reading.
 
-    It aborts slow clients: ``close`` would wait until the client has read the buffer. An abort
-    counts as a disconnect and aborts the client's requests.
+    Connections beyond the limit on their number get a 503 or are dropped. The connection of a slow
+    client is aborted: ``close`` would wait until the client has read the buffer. An abort counts as
+    a disconnect, which aborts the client's requests.
     """
 
     limits: ClassVar[Limits] = Limits()
@@ -109,7 +110,6 @@ class Connection(H11Protocol):
         self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
         # A larger buffer would count up to 64 KiB of unread data as written, as TLS still does. Not
         # 0, since TLS would then pause with nothing to write.
-        # Not 0: TLS would then pause with nothing to write.
         transport.set_write_buffer_limits(high=1, low=0)
         num_beyond = len(self.connections) - self.limits.max_connections
         if num_beyond > NUM_SPARE:
@@ -127,7 +127,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     async def _refuse_spare(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request with 503, since the server is full; health checks are served."""
+        """Answer one request: health checks are served, others get 503 as the server is full."""
         scope["headers"] = [*scope["headers"], (b"connection", b"close")]
         scope["state"][IS_SPARE] = True
         await self.config.loaded_app(scope, receive, send)
@@ -166,7 +166,7 @@ class Connection(H11Protocol):
             self._body_timer = self.loop.call_later(self.limits.body_seconds, self._end_body)
 
     def _end_body(self) -> None:
-        """Answer 408, or close the connection if an answer has begun."""
+        """Answer 408 since the body is late; if an answer has begun, only close the connection."""
         seconds = self.limits.named("body_seconds")
         self._refuse(ApiError(408, f"the body did not arrive within {seconds} seconds"))
 
@@ -206,7 +206,7 @@ class Connection(H11Protocol):
         return is_sending and self.cycle.response_complete
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's message is not used
-        """Answer invalid HTTP with a JSON error. Nothing after it is read."""
+        """Answer invalid HTTP with a JSON error. Data that follows is not read."""
         error = sys.exception()  # uvicorn calls this method in an exception handler
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
             refusal = ApiError(431, f"the request headers are longer than {self._max_header()}")
@@ -217,7 +217,7 @@ class Connection(H11Protocol):
         self._refuse(refusal)
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Send an error and close; only close if an answer has begun."""
+        """Send an error and close the connection; if an answer has begun, only close it."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -241,9 +241,7 @@ class Connection(H11Protocol):
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _broken_off(self, refusal: ApiError) -> Response:
-        """Return the answer to a request whose body is invalid HTTP, and record it in the
-        context.
-        """
+        """Return the error response to a request that ended early, and record the error."""
         scope = cast("Scope", self.scope)
         scope["state"][BROKEN_OFF] = refusal
         # Run outside the current context, which may belong to the previous request.
@@ -259,7 +257,7 @@ class Connection(H11Protocol):
         self._header_timer = self.loop.call_later(seconds, self._end_header)
 
     def _end_header(self) -> None:
-        """Answer 408 if a request has begun; close a silent connection."""
+        """Answer 408 if a part of the headers has arrived; else close the connection."""
         self._header_timer = None
         if not self.conn.trailing_data[0]:
             self.transport.abort()
@@ -297,7 +295,7 @@ class Connection(H11Protocol):
         self._write_timer = self.loop.call_later(seconds, self._check_reading, size)
 
     def _check_reading(self, size_before: int) -> None:
-        """Close if the client has read nothing since the last check; slow readers are served."""
+        """Close the connection if the client has read nothing since the last check."""
         if self.transport.get_write_buffer_size() < size_before:
             self._expect_reading()
             return

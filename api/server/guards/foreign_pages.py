@@ -25,7 +25,7 @@ OTHER_SITES = ("cross-site", "same-site")  # another port of this machine counts
 
 
 def foreign_page(scope: Scope, settings: Settings) -> ApiError | None:
-    """Return a 403 error for a request from a page of another origin, None if it is allowed.
+    """Return a 403 error for a request from a page of another origin; None if it is allowed.
 
     Only for servers without API keys.
     """
@@ -55,7 +55,7 @@ def foreign_page(scope: Scope, settings: Settings) -> ApiError | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or IP address is a loopback one."""
+    """Whether a host name or IP address belongs to the loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

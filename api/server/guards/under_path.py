@@ -1,4 +1,4 @@
-"""``--root-path``: the application below a path of its proxy."""
+"""``--root-path``: the path under which a reverse proxy serves the application."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
 
 
 def log_request(request: RequestContext, seconds: float) -> None:
-    """Log a finished request in one line; probes only at level debug."""
+    """Log a finished request in one line. Health checks and scrapes: only at level debug."""
     level = logging.DEBUG if request.is_probe else logging.INFO
     if logger.isEnabledFor(level):
         fields = {
@@ -96,7 +96,7 @@ def log_request(request: RequestContext, seconds: float) -> None:
 
 
 def _cost(answers: Sequence[EngineAnswer]) -> dict[str, object]:
-    """Return tokens and times of a request's generations; empty if none was started."""
+    """Return the token counts and times of a request's generations; empty if there are none."""
     started = [answer for answer in answers if answer.finish_reasons]
     if not started:
         return {}

@@ -119,7 +119,7 @@ def identify(scope: Scope) -> str:
 
 
 def _names(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Return the header fields with the request's id."""
+    """Return the response headers that carry the request's id."""
     request_id = identify(scope).encode("latin-1")
     fields = [(b"x-request-id", request_id)]
     if (name := api_of(scope).id_header) is not None:

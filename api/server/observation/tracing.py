@@ -52,7 +52,7 @@ def operation_of(request: Request, http: RequestContext | None) -> str:
 
 
 def asked_of(request: Request) -> dict[str, Value]:
-    """Return the numeric parameters of a request as attributes."""
+    """Return the numeric parameters of a request as span attributes."""
     params = request.sampling.params
     asked: dict[str, Value | None] = {
         "gen_ai.provider.name": "foretoken",
@@ -69,13 +69,13 @@ def asked_of(request: Request) -> dict[str, Value]:
 
 
 def _fitting(params: TokenSamplingParams) -> int | None:
-    """Return the caller's seed if it fits OTLP's signed 64-bit integers."""
+    """Return the caller's seed; None if it does not fit into OTLP's signed 64-bit integers."""
     seed = params.seed if isinstance(params, SamplingParams) else None
     return seed if seed is not None and seed < 2**63 else None
 
 
 def cost_of(request: Request, delta: Delta) -> dict[str, Value]:
-    """Return usage and finish reason as attributes."""
+    """Return the usage and the finish reason of a request as span attributes."""
     usage = request.usage
     cost: dict[str, Value] = {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -94,7 +94,7 @@ def cost_of(request: Request, delta: Delta) -> dict[str, Value]:
 
 
 def decoding_of(request: Request, seconds: Mapping[str, float]) -> dict[str, Value]:
-    """Return the counts and times of all decoding steps of a request as attributes.
+    """Return the counts and times of all decoding steps of a request as span attributes.
 
     Concurrent requests share the steps, so their times include work for other requests.
     """
@@ -112,8 +112,8 @@ def decoding_of(request: Request, seconds: Mapping[str, float]) -> dict[str, Val
 def otlp_provider(endpoint: str | None) -> TracerProvider:
     """Return a provider that exports spans in batches, from a thread of its own.
 
-    ``endpoint``: address of the collector, with or without the path of traces; None: from
-    OTEL_EXPORTER_*.
+    ``endpoint``: the address of the collector, with or without its path ``/v1/traces``; None: the
+    OTEL_EXPORTER_* variables set it.
     """
     if endpoint is not None and not endpoint.rstrip("/").endswith(TRACES_PATH):
         endpoint = endpoint.rstrip("/") + TRACES_PATH
@@ -126,7 +126,7 @@ def otlp_provider(endpoint: str | None) -> TracerProvider:
 
 
 def _timeout() -> float | None:
-    """Return the seconds to send a batch; None if the environment sets it.
+    """Return the time limit for sending a batch, in seconds; None if the environment sets it.
 
     The default is short, since the exit of the process waits for the last batch.
     """
@@ -158,7 +158,7 @@ class _Live:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def at(self, seconds: float) -> int:
-        """Return the wall-clock time in nanoseconds."""
+        """Convert seconds on the engine's clock to nanoseconds of wall-clock time."""
         return self.offset + int(seconds * NANO)
 
     def take_part(
@@ -241,7 +241,7 @@ class Telemetry(EngineObserver):
     # -- the engine -----------------------------------------------------------------------------
 
     def begin(self, request: Request, now: float) -> None:
-        """Start the span of an accepted request, below the span of its HTTP request."""
+        """Start the span of an accepted request, as a child of the span of its HTTP request."""
         http = CONTEXT.get()
         operation = operation_of(request, http)
         offset = time.time_ns() - int(now * NANO)
@@ -259,7 +259,7 @@ class Telemetry(EngineObserver):
     def observe_step(
         self, plan: StepPlan, output: StepOutput, *, began: float, ended: float
     ) -> None:
-        """Add a step to its requests' spans, and trace it if sampling selects it."""
+        """Add a step to the spans of its requests. Trace the step itself if sampling selects it."""
         if self._live:
             for scheduled in plan.requests:
                 live = self._live.get(scheduled.request_id)

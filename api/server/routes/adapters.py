@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters at runtime."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: change adapters at runtime."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class AdapterRoutes(Endpoints):
         errors=(403, 404, 408, 413, 503),
     )
     async def unload(self, request: Request) -> Response:
-        """Unload a LoRA adapter after its running requests; new requests for it get 404."""
+        """Unload a LoRA adapter after its running requests end. New requests for it get 404."""
         body = decode_unload(await self._read(request, "unloading an adapter"))
         try:
             async with self.service.wanted(request.receive):

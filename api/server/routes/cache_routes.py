@@ -23,7 +23,7 @@ from .protocol import CacheBody, Flushed
 
 
 class FlushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of /cache/flush. Without fields it flushes everything, so unknown ones are rejected.
+    """Body of /cache/flush. Without fields it flushes everything, so unknown fields are rejected.
 
     ``prefix``: text, token ids or messages, cached under ``cache_salt`` or without a salt.
     """
@@ -37,11 +37,11 @@ decode_flush = decoder(FlushRequest)
 
 
 class CacheRoutes(Endpoints):
-    """Cache routes for operators and tenants."""
+    """Routes that inspect and flush the prefix cache."""
 
     @get("/cache", CacheBody, query=SALTED, errors=(403,), is_operators=True)
     async def show(self, request: Request) -> Response:
-        """Return occupancy, causes of cache misses, and the pins of ``cache_salt``."""
+        """Return the occupancy of the cache, the causes of cache misses, and the pins of a salt."""
         salt = request.query_params.get("cache_salt")
         _check_salt(salt)
         llm = self.service.llm
@@ -55,7 +55,7 @@ class CacheRoutes(Endpoints):
         errors=(403, 408, 413, 503),
     )
     async def flush(self, request: Request) -> Response:
-        """Drop cached prefixes: of one salt, below one prefix, or all."""
+        """Drop all cached prefixes, those with a salt, or those that begin with ``prefix``."""
         data = await self.service.read_bytes(request)
         body = decode_flush(data) if data.strip() else FlushRequest()
         _check_salt(body.cache_salt)
@@ -79,7 +79,7 @@ class CacheRoutes(Endpoints):
         return JsonResponse(Flushed(flushed_pages=dropped))
 
     def _flush_history(self, *salts: str | None) -> None:
-        """Forget the token ids of answers under these salts, or all without arguments."""
+        """Forget the token ids of answers under these salts; without a salt, of all answers."""
         if self.service.chat.history is not None:
             self.service.chat.history.flush(*salts)
 
@@ -116,7 +116,7 @@ class CacheRoutes(Endpoints):
     def _explain(self, response_id: str, previous_id: str | None, salt: str | None) -> Explanation:
         llm = self.service.llm
         prompt = llm.prompts.find(response_id)
-        # the error does not reveal which one it is
+        # the error does not reveal whether the prompt exists
         if prompt is None or prompt.owner != owner_of(salt):
             raise _unknown(response_id, "response_id")
         found = llm.explain(response_id, previous_id=previous_id)

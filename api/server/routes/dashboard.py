@@ -28,11 +28,11 @@ from ...types.results import Body
 EVENTS = "text/event-stream"
 PERIOD_SECONDS = 1.0
 STEPS_SECONDS = 0.25  # interval between events with the latest steps
-MAX_STEPS = 256  # per event
+MAX_STEPS = 256  # maximum number of steps per event
 
 
 class Watched(EngineObserver):
-    """The latest steps and finished requests. Belongs to the event loop."""
+    """The latest steps and finished requests. Used only in the thread of the event loop."""
 
     def __init__(self) -> None:
         self.num_steps = 0  # steps with tokens, of all replicas
@@ -100,7 +100,7 @@ class Dashboard(Endpoints):
 
     @classmethod
     def is_served(cls, settings: Settings) -> bool:
-        """Return False with ``--no-ui``."""
+        """Whether the live page is served; not with ``--no-ui``."""
         return settings.ui
 
     @get("/ui/events", media=EVENTS, errors=(403,), is_operators=True)

@@ -1,8 +1,8 @@
 """GET /openapi.json: the routes and the types of their bodies, generated from the code.
 
-The schemas are derived from the structs that each route decodes and encodes. A route without a
-struct has a free body. The tables below describe checks beyond the types; tests/fuzz compares the
-document with the server.
+The schemas are derived from the structs that each route decodes and encodes. The body of a route
+without a struct may be any JSON object. The tables below describe checks beyond the types;
+tests/fuzz compares the document with the server.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ STATUSES: Mapping[int, str] = {  # without the errors of the connection, which p
 }
 UNLOCKED = (400, 431, 500)
 ALWAYS = (*UNLOCKED, 401)
-RETRIED = frozenset({409, 429, 503})  # have a retry-after header
+RETRIED = frozenset({409, 429, 503})  # answers with these statuses have a retry-after header
 
 
 def one_of(schema: Schema, names: tuple[str, str]) -> None:
-    """Add to a schema that exactly one of two fields is present."""
+    """Add to a schema the rule that exactly one of two fields must be present."""
     something, nothing = {"not": {"type": "null"}}, {"type": "null"}
     schema["oneOf"] = [
         {"required": [one], "properties": {one: something, other: nothing}}
@@ -176,7 +176,7 @@ class _Shapes:
                 one_of(self.components[name], pair)
 
     def of(self, struct: object) -> Body:
-        """Return a reference to the schema of a struct; for a free body, an object schema."""
+        """Return a reference to the schema of a struct; for `Free`, the schema of any object."""
         return self._refs.get(struct, {"type": "object"})
 
 

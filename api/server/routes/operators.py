@@ -55,7 +55,7 @@ class OperatorRoutes(Endpoints):
 
     @get("/replicas", protocol.ReplicaList, errors=(403,), is_operators=True)
     async def replicas(self, _request: Request) -> Response:
-        """Return the replicas with their load; empty if this process computes."""
+        """Return the replicas with their load; empty if the model runs in this process."""
         return JsonResponse(self.service.llm.replicas())
 
     @post(

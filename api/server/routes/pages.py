@@ -66,12 +66,12 @@ class PagePartFiles(PageFiles):
     """The files without the HTML pages, whose relative links work only at their own routes."""
 
     def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
-        """Return path and status of a file; the status is None if it does not exist."""
+        """Return the path and the stat result of a file; ``("", None)`` if it is not served."""
         return super().lookup_path(path) if Path(path).suffix != ".html" else ("", None)
 
 
 class Pages(Endpoints):
-    """The live page, the API viewer, and the live page's names for parts of the engine."""
+    """The live page, the API viewer, and the display names that the live page uses."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -79,7 +79,7 @@ class Pages(Endpoints):
 
     @classmethod
     def is_served(cls, settings: Settings) -> bool:
-        """Return False with ``--no-ui``."""
+        """Whether the pages are served; not with ``--no-ui``."""
         return settings.ui
 
     @property

@@ -66,7 +66,7 @@ class ModelList(Struct, kw_only=True):
 
 
 def model_page(models: Sequence[Model], query: Mapping[str, str]) -> ModelList:
-    """Return the page that a query asks for in Anthropic's form; all models without a query.
+    """Return a page of models for the query parameters of Anthropic's API; by default all models.
 
     Raises `InvalidRequest` for an invalid limit or an unknown id.
     """
@@ -190,7 +190,7 @@ class ReplicaChange(Struct, kw_only=True, forbid_unknown_fields=True, omit_defau
 
 
 class ReplicaList(Struct, kw_only=True):
-    """Answer of GET /replicas; empty if the server itself computes."""
+    """Answer of GET /replicas; empty if the model runs in the server itself."""
 
     replicas: list[Replica]
 
@@ -231,7 +231,7 @@ class ModelInfo(ModelFacts, kw_only=True):
 class ServerInfo(ModelFacts, kw_only=True):
     """Answer of /server_info: the model, its sampling defaults, and the effective settings.
 
-    ``settings``: the engine's options, automatic ones with the chosen values, without paths.
+    ``settings``: the engine's options except paths, with the values chosen for automatic options.
     ``limits``: limits on connections and requests.
     """
 
