@@ -14,7 +14,7 @@ from .records import RecordedRequest, engine_facts, kernels_of, record_of
 
 
 class RequestRecorder(Recorder[RecordedRequest]):
-    """Records all that determines the tokens of an answer, including the prompt."""
+    """Records everything that determines the tokens of each answer, including the prompt."""
 
     option = "record_requests"
 
