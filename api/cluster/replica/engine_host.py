@@ -1,4 +1,4 @@
-"""EngineHost: a replica, which joins a front and, after its loss, the next one at its address."""
+"""EngineHost: a replica; when it loses its front, it joins the next front at that address."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STOPPED, FAILED = "the replica is stopping", "the engine failed"
 
 
 class RefusedError(ForetokenError):
-    """The front refuses this replica."""
+    """Raised if the front refuses this replica."""
 
 
 class EngineHost:
@@ -65,7 +65,7 @@ class EngineHost:
         self._session: FrontSession | None = None
         self._stopped = asyncio.Event()
         self._refusal: str | None = None  # last logged refusal by a later front
-        self._has_warned = False  # whether a front without an answer was logged
+        self._has_warned = False  # whether `_warn_unheard` has logged
 
     @property
     def engine(self) -> LocalEngine:
@@ -160,7 +160,7 @@ class EngineHost:
         logger.info("the front at %s %s", self._address, news)
 
     def _warn_unheard(self, reason: str) -> None:
-        """Log once why no front has accepted this replica."""
+        """Log once why no front has accepted this replica yet."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
