@@ -21,13 +21,13 @@ class CodeState:
 
     @property
     def is_block(self) -> bool:
-        """Whether the next character, neither a backtick nor a tilde, is between fences."""
+        """Whether the next character, unless it is a backtick or tilde, is between fences."""
         self._end_run("")
         return bool(self._fence)
 
     @property
     def is_code(self) -> bool:
-        """Whether the next character, neither a backtick nor a tilde, is code."""
+        """Whether the next character, unless it is a backtick or tilde, is code."""
         return self.is_block or bool(self._num_ticks)
 
     def add(self, text: str) -> None:
