@@ -94,7 +94,7 @@ class Painter:
 
 
 class Style(NamedTuple):
-    """Options for what is shown besides the text of an answer."""
+    """Options for further output, such as the statistics of an answer."""
 
     colours: Palette | None = None  # colours of draft sources
     has_stats: bool = False  # whether to print statistics

@@ -74,7 +74,7 @@ class LiveRequest:
 
     @property
     def may_be_prefilled(self) -> bool:
-        """Whether the prompt may be computed by a replica that does not generate the answer."""
+        """Whether a prefill replica may compute the prompt for the replica of the answer."""
         request, sampling = self.request, self.request.sampling
         is_plain = sampling.pooling is None and sampling.params.prompt_logprobs is None
         is_new = not (self.was_prefilled or request.num_output)

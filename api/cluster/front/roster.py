@@ -81,7 +81,7 @@ class Roster:
 
     @property
     def missing(self) -> str | None:
-        """The reason why no request can be sent to a replica yet, or None."""
+        """The reason why no request can be sent to a replica now, or None."""
         if not self.complete.is_set():
             return f"waiting for replicas: {len(self.links)} of {self._wanted} are connected"
         return None if self.links else NO_REPLICA

@@ -84,7 +84,10 @@ class Tags:
         return _stem(self.parameter) if self.function else self.parameter
 
     def name_in(self, written: str) -> str | None:
-        """Return the name in an opening tag; "" for an empty name, None without a name."""
+        """Return the name in an opening tag.
+
+        Returns "" for an empty name, and None if the tag has no name.
+        """
         if not self.function:
             return _bare(written)
         found = _ATTRIBUTE.fullmatch(written)
