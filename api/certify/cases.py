@@ -10,7 +10,7 @@ from typing import Any
 from ..types.sampling_params import SamplingParams
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-LEAST_TOKENS, MOST_TOKENS = 4, 24  # per answer
+LEAST_TOKENS, MOST_TOKENS = 4, 24  # limits of an answer
 CODE = '''def mean(values):
     """Return the mean of the values."""
     if not values:

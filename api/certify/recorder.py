@@ -19,7 +19,7 @@ class RequestRecorder(Recorder[RecordedRequest]):
     option = "record_requests"
 
     def name(self, model: str, settings: Mapping[str, Any], *, exact: bool) -> None:
-        """Set the model's path, the engine's settings and its exactness for all records."""
+        """Set the model's path, the engine's settings, and whether it is exact, for all records."""
         self._facts = {
             "model": model,
             "options": engine_facts(settings),

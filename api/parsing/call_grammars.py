@@ -57,7 +57,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """Calls that are the whole answer, if it begins like a call."""
+    """Calls without marks: an answer that begins like a call consists of calls alone."""
 
     beginnings: tuple[str, ...]
     block: Block

@@ -21,7 +21,7 @@ from ..clock import BEGAN
 
 PATIENCE = 2.0  # seconds
 TICK = 0.1  # seconds
-LINE_SECONDS = 10.0  # interval between lines of a computation that cannot be overwritten
+LINE_SECONDS = 10.0  # interval between progress lines that cannot be overwritten
 WIDTH = 24  # width of the bar in characters
 CLEAR = "\r\x1b[K"  # clears the line
 

@@ -84,10 +84,10 @@ class EngineHost:
         await self.engine.start()
 
     async def run(self) -> None:
-        """Serve until `stop`. If the front is gone, connect again until there is one.
+        """Serve until `stop` is called. If the connection to the front is lost, connect again.
 
-        Raises `RefusedError` if the first front refuses this replica, or if a front that has
-        accepted it refuses it later. If another front refuses it, the replica keeps its model and
+        Raises `RefusedError` if the first front refuses this replica, or if a front refuses it
+        after accepting it. If a later front refuses it at once, the replica keeps its model and
         cache and tries again: the refusal may be a mistake.
         """
         while not self._stopped.is_set():

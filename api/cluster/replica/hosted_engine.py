@@ -193,7 +193,8 @@ class HostedEngine:
     async def fetch(self, submit: Submit, offer: PageOffer) -> None:
         """Read the pages of a prompt that another replica still computes.
 
-        Raises `WireError`, and the errors of compiling a grammar; the caller then ends the offer.
+        Raises `WireError`, and the errors of compiling a grammar; the caller must then call
+        `end_offer`.
         """
         request = (await self.make(submit)).request
         self.hand_over(submit, request, offer)

@@ -116,7 +116,7 @@ class Step(_Message, tag="step", frozen=True, kw_only=True):
     """
 
     deltas: list[tuple[str, Delta]] = []  # each with the id of its request
-    usages: dict[str, Usage] = {}  # `usage_form`
+    usages: dict[str, Usage] = {}  # encoded by `usage_form`
     handed: dict[str, bytes] = {}  # held prompts, as JSON of `TransferParams.write`
     load: Load
     pages: list[PageNews] = []
@@ -141,16 +141,16 @@ class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     """
 
     request_id: str
-    prompt: bytes  # `ids_form`
-    output: bytes = b""  # `ids_form`
-    params: dict[str, Any]  # `params_form`
+    prompt: bytes  # encoded by `ids_form`
+    output: bytes = b""  # encoded by `ids_form`
+    params: dict[str, Any]  # encoded by `params_form`
     seed: Seed
     bad_words_ids: tuple[tuple[TokenId, ...], ...] = ()
     shown_ids: frozenset[TokenId] = (
         frozenset()
     )  # special tokens that the text shows, for stop strings
     limit: Count | None = None  # output tokens within which structured output is completed
-    prediction: bytes | None = None  # `ids_form`
+    prediction: bytes | None = None  # encoded by `ids_form`
     tenant: str | None = None
     pooling: Pooling | None = None  # None: the request generates tokens
     cache: CacheOptions = DEFAULT_CACHE
@@ -193,7 +193,7 @@ class FlushCache(_Question, tag="flush", frozen=True, kw_only=True):
 class FlushPrefix(_Question, tag="flush_prefix", frozen=True, kw_only=True):
     """Calls `ServingEngine.flush_prefix`."""
 
-    tokens: bytes  # `ids_form`
+    tokens: bytes  # encoded by `ids_form`
     namespace: str | None = None
 
 
@@ -227,7 +227,7 @@ class LoadAdapter(_Question, tag="load_adapter", frozen=True, kw_only=True):
     name: str
     number: Count
     path: str
-    below: str | None = None  # `AdapterFolder.below`
+    below: str | None = None  # the value of `AdapterFolder.below`
 
 
 class UnloadAdapter(_Question, tag="unload_adapter", frozen=True, kw_only=True):
@@ -329,7 +329,7 @@ class _Handed(Struct):
     """The fields of a prompt in `Step.handed` that a front reads."""
 
     remote_request_id: str
-    remote_block_ids: list[Count] = []  # held pages
+    remote_block_ids: list[Count] = []  # ids of the held pages
 
 
 _handed = msgspec.json.Decoder(_Handed)

@@ -49,7 +49,10 @@ def cluster_key() -> str | None:
 
 
 def check_address(address: str, key: str | None, *, param: str = "front") -> None:
-    """Raise `InvalidRequest` unless ``address`` is tcp://HOST:PORT, on loopback or with a key."""
+    """Raise `InvalidRequest` unless replicas can connect to ``address``.
+
+    It must have the form tcp://HOST:PORT, and a key is required unless HOST is a loopback address.
+    """
     scheme, separator, rest = address.partition("://")
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not (separator and colon and host) or not _is_port(port):

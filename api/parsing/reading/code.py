@@ -17,7 +17,7 @@ class CodeState:
         self._may_be_inline = False  # this line begins with the fence, which may be inline code
         self._num_ticks = 0  # number of backticks that opened inline code in this line
         self._run = ""  # backticks or tildes at the end of the text
-        self._begins_line = False  # whether that run begins a line
+        self._begins_line = False  # whether `_run` begins a line
 
     @property
     def is_block(self) -> bool:

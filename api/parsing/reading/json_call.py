@@ -54,7 +54,7 @@ class JsonCall:
     def _members(self) -> Reading[None]:
         source = self._source
         yield from source.expect("{")
-        while (yield from source.literal("{")):  # doubled, as escaped in format strings
+        while (yield from source.literal("{")):  # models double it, as in format strings
             pass
         yield from source.white()
         while not (yield from source.literal("}")):
