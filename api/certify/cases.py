@@ -1,4 +1,4 @@
-"""The requests of a certificate: all kinds of parameters, over several kinds of texts."""
+"""The requests of a certificate: all kinds of sampling parameters, and several kinds of text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ..types.sampling_params import SamplingParams
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-LEAST_TOKENS, MOST_TOKENS = 4, 24  # per answer
+LEAST_TOKENS, MOST_TOKENS = 4, 24  # limits of an answer
 CODE = '''def mean(values):
     """Return the mean of the values."""
     if not values:
@@ -77,11 +77,11 @@ class Case:
 def make_cases(
     texts: Sequence[Sequence[int]], number: int, vocab_size: int, adapters: Sequence[str] = ()
 ) -> list[Case]:
-    """Return ``number`` requests of all kinds in turn, always the same for the same arguments.
+    """Return ``number`` reproducible requests, which cycle through `KINDS`.
 
-    ``texts`` are the token ids of `TEXTS`. Most prompts are excerpts from them, and a few are
-    random token ids; every third prompt begins with a long prefix that such prompts share. Each
-    request uses one of ``adapters``, by name, or none.
+    ``texts`` are the token ids of `TEXTS`. Most prompts are excerpts from them, and some are random
+    token ids. Every third prompt begins with the same long prefix. Each request uses one of
+    ``adapters``, given by name, or none.
     """
     shared = [token for text in texts for token in text][:160]
     return [_case(index, texts, shared, vocab_size, adapters) for index in range(number)]

@@ -1,9 +1,10 @@
-"""Certificate: the same requests under all conditions, compared token by token.
+"""Certificate: the answers to the same requests under many conditions, compared by token.
 
-The reference answer comes from plain decoding: the request alone in its batch, without drafts and
-without the prefix cache. The certificate lists the conditions that cannot be set up, with the
-reason (the model has no draft head, say), and the conditions that were set up but did not occur
-(nothing was preempted, say).
+A condition is an engine with certain options, such as a drafter. The reference answer comes from
+plain decoding: the request alone in its batch, without drafts and without the prefix cache. The
+certificate also lists the conditions that cannot be set up, with the reason (for example, the model
+has no draft head), and the conditions that were set up but did not occur (for example, no request
+was preempted).
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ DISK = "1GiB"  # the size of the folder that the restarted engine reads
 
 
 class PassReport(Struct, kw_only=True):
-    """One pass over all requests; all counts are tokens, except requests and preemptions."""
+    """The results of one pass over all requests.
+
+    ``proposed_by_source`` counts draft tokens.
+    """
 
     name: str
     requests: int
@@ -64,11 +68,11 @@ class PassReport(Struct, kw_only=True):
 
 
 class Difference(Struct, kw_only=True):
-    """The first difference: the request, the condition and the answer.
+    """The first answer that differs from its reference, and the condition that produced it.
 
-    ``position`` is the index of the first token that differs, in choice ``choice``. ``batch`` is
-    the number of concurrent requests. ``request`` is the request's record, with the reference's
-    tokens.
+    ``position`` is the index of the first differing token in choice ``choice``. ``batch`` is the
+    number of concurrent requests. ``request`` records the request with the tokens of the reference
+    answer.
     """
 
     condition: str
@@ -120,7 +124,7 @@ class _Answered(Struct):
 
 
 class _Ran(NamedTuple):
-    """An answer under one condition, with its usage and the number of concurrent requests."""
+    """An answer under one condition, its usage, and the number of concurrent requests."""
 
     answered: _Answered
     usage: Usage
@@ -147,8 +151,8 @@ class Certifier:
     """Makes a `Certificate` for a model, with ``number`` requests.
 
     ``options`` are options of `EngineConfig` and apply to every condition. Without a
-    ``kv_cache_dtype`` among them, "auto" and "int8" are tested. ``only`` selects the passes whose
-    names contain it. ``tell`` is called with each line of progress.
+    ``kv_cache_dtype`` among them, "auto" and "int8" are tested. ``only``: run only the passes whose
+    names contain this text. ``tell``: called with each line of progress.
     """
 
     def __init__(
@@ -224,7 +228,7 @@ class Certifier:
         )
 
     def _wanted(self, condition: Condition) -> Sequence[State]:
-        """Return the passes of a condition that ``only`` selects."""
+        """Return the passes of a condition that the certifier's ``only`` selects by name."""
         only = self._only or ""
         return [each for each in condition.passes if only in condition.name(each)]
 
@@ -258,7 +262,7 @@ class Certifier:
         self._cases = make_cases(texts, self._number, llm.built.vocab_size, adapters)
 
     async def _refer(self, llm: AsyncLLM, kv: str) -> None:
-        """Compute the reference answers, one request at a time; drop refused requests."""
+        """Compute the reference answers one by one; leave out requests that the model refuses."""
         self._tell(f"{kv}: reference, {len(self._cases)} requests one by one")
         self._expected, kept = {}, []
         for case in self._cases:
@@ -275,7 +279,11 @@ class Certifier:
         self.found.kinds = _counted(case.kind for case in kept)
 
     async def _pass_all(self, condition: Condition, wanted: Sequence[State]) -> None:
-        """Run the passes of one condition, after a restart if the condition has one."""
+        """Run the passes of one condition.
+
+        If the condition has ``restarts``, another engine first fills the folder that this one
+        reads.
+        """
         with tempfile.TemporaryDirectory(prefix="foretoken-certify-") as folder:
             disk = {"kv_disk": f"{folder}:{DISK}"} if condition.restarts else {}
             options = {**condition.options, **disk}
@@ -290,7 +298,7 @@ class Certifier:
     async def _pass(
         self, llm: AsyncLLM, condition: Condition, state: State, *, counts: bool
     ) -> None:
-        """Run one pass; compare and report it if ``counts``."""
+        """Run one pass; if ``counts``, compare its answers and add its report to the results."""
         name = condition.name(state)
         since = time.monotonic()
         report = PassReport(
@@ -357,7 +365,10 @@ class Certifier:
         return [found[place] for place in range(len(self._cases))]
 
     async def _ask(self, llm: AsyncLLM, case: Case, cache: CacheOptions, batch: int) -> _Ran:
-        """Return one answer; every fourth request has a prediction that is nearly right."""
+        """Return the answer to one request.
+
+        Every fourth request has a prediction, which differs slightly from the expected answer.
+        """
         guess = _guess(self._expected[case.index].tokens[0]) if case.index % 4 == 3 else None
         preemptions: list[int] = []
         try:
@@ -408,7 +419,10 @@ def _counted(kinds: Iterator[str]) -> dict[str, int]:
 
 
 def _groups(number: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield each batch size with the indices of its requests; each size gets all kinds."""
+    """Yield each batch size with the indices of the requests that run in such batches.
+
+    The indices are interleaved, so that each size gets requests of all kinds.
+    """
     owners = [batch for batch, share in zip(BATCHES, SHARES, strict=True) for _ in range(share)]
     for batch in BATCHES:
         yield batch, [at for at in range(number) if owners[at % len(owners)] == batch]
@@ -438,14 +452,14 @@ def _answered(done: Completion) -> _Answered:
 
 
 def _guess(tokens: Sequence[int]) -> list[int]:
-    """Return the tokens with one repeated and one left out."""
+    """Return a wrong prediction of the tokens: one is repeated, and one is left out."""
     return [*tokens[:3], *tokens[2:6], *tokens[7:]]
 
 
 def _compare(expected: _Answered, found: _Answered) -> tuple[int, tuple[int, int] | None]:
-    """Return the number of differing tokens, and the choice and position of the first.
+    """Return the number of differing tokens, and the choice and index of the first one.
 
-    A different finish reason counts as one token.
+    A different finish reason counts as one token. If ``found`` is an error, all tokens differ.
     """
     if found.error:
         return max(1, sum(map(len, expected.tokens))), (0, 0)

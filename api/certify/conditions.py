@@ -1,4 +1,4 @@
-"""The conditions of a certificate: engines, and the passes of all requests through each."""
+"""The conditions of a certificate: engine options, and the passes to run with each of them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ CACHE: Mapping[State, CacheOptions] = {
 class Condition:
     """The options of an engine, and the passes to run on it.
 
-    A cold pass reads nothing from the prefix cache but fills it, so the cached pass that follows
-    finds all prompts there. Drafters learn nothing from a cold pass. In a repeated pass, which
-    follows the cached pass, the look-up drafters know each answer. With ``restarts`` a first engine
-    fills a folder and a second engine reads it.
+    A cold pass writes to the prefix cache but does not read it, so the cached pass that follows
+    finds all prompts there. Drafters learn nothing from a cold pass. A repeated pass follows the
+    cached pass: drafters that look up earlier text now know each answer. With ``restarts``, one
+    engine fills a folder on disk, and a second engine reads it.
     """
 
     drafter: str
@@ -48,7 +48,10 @@ class Condition:
 
 
 def reference_options(options: Mapping[str, Any], kv: str) -> dict[str, Any]:
-    """Return the options for plain decoding: no drafts, exact in any batch unless set."""
+    """Return the engine options for plain decoding without drafts.
+
+    Unless ``options`` says otherwise, answers do not depend on the batch (``exact`` is "batch").
+    """
     pool = {} if "kv_memory" in options or "kv_tokens" in options else {"kv_tokens": POOL_TOKENS}
     own = {"kv_cache_dtype": kv, "draft": "none", "speculation": "off"}
     return {"exact": "batch", "max_running": max(BATCHES)} | pool | dict(options) | own
@@ -59,9 +62,9 @@ def conditions(
 ) -> Iterator[Condition]:
     """Yield all conditions for a data type of the KV cache.
 
-    ``own_draft`` is the draft model that belongs to the target. ``longest`` is the length in tokens
-    of the longest request. ``page_size`` is used in the pass with preemptions, whose pool has room
-    for the longest request and one page more.
+    ``own_draft``: the draft model that belongs to the target, or None. ``longest``: number of
+    tokens of the longest request, including its answer. ``page_size``: tokens per page in the pass
+    with preemptions, whose KV pool has one page more than the longest request needs.
     """
     plain = reference_options(options, kv)
     given, asked = options.get("draft"), options.get("speculation", DEPTH)

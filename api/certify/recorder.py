@@ -14,12 +14,12 @@ from .records import RecordedRequest, engine_facts, kernels_of, record_of
 
 
 class RequestRecorder(Recorder[RecordedRequest]):
-    """Records all that determines the tokens of an answer, including the prompt."""
+    """Records everything that determines the tokens of each answer, including the prompt."""
 
     option = "record_requests"
 
     def name(self, model: str, settings: Mapping[str, Any], *, exact: bool) -> None:
-        """Set the model's path, the engine's settings and its exactness for all records."""
+        """Set the model's path, the engine's settings, and whether it is exact, for all records."""
         self._facts = {
             "model": model,
             "options": engine_facts(settings),

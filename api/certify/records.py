@@ -31,10 +31,10 @@ OPTIONS = (
 class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
     """One answer: its prompt, parameters and seed, and the tokens that were served.
 
-    ``params`` has the fields of `SamplingParams` that differ from the defaults, ``options`` the
-    `OPTIONS` of `EngineConfig`. ``closes`` says that structured output had to be complete within
-    ``max_tokens``. ``shown`` are the special tokens that can match stop strings. ``kernels`` names
-    the kernels; the same kernels give the same bits.
+    ``params``: fields of `SamplingParams` that differ from the defaults. ``options``: options of
+    `EngineConfig` that may change a token (`OPTIONS`). ``closes``: whether structured output had to
+    be complete within ``max_tokens``. ``shown``: special tokens that can match stop strings.
+    ``kernels``: names of the kernels; equal kernels give equal bits.
     """
 
     id: str
@@ -63,9 +63,9 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
 
 
 def plain_params(params: Any) -> dict[str, Any]:  # noqa: ANN401 - of any request
-    """Return the fields that determine tokens, in JSON's types.
+    """Return the fields that determine tokens, as JSON values.
 
-    Fields in `RECOMMENDED` are always included, because their defaults depend on the model.
+    Fields whose default depends on the model (`RECOMMENDED`) are always included.
     """
     found: dict[str, Any] = {}
     for each in fields(params):
@@ -73,7 +73,7 @@ def plain_params(params: Any) -> dict[str, Any]:  # noqa: ANN401 - of any reques
         if each.name in NO_EFFECT:
             continue
         if each.name in RECOMMENDED:  # another server may have another default for the field
-            found[each.name] = value + 0  # a plain number
+            found[each.name] = value + 0  # makes a subclass of a number a plain one
         elif value != each.default:
             found[each.name] = list(value) if isinstance(value, tuple) else value
     return found
@@ -82,7 +82,7 @@ def plain_params(params: Any) -> dict[str, Any]:  # noqa: ANN401 - of any reques
 def record_of(request: Request, **about: Any) -> RecordedRequest:  # noqa: ANN401 - its fields
     """Return the record of a request that has ended.
 
-    ``about`` are fields on the model and on the end of the answer.
+    ``about``: fields of the record that describe the model and the end of the answer.
     """
     sampling, prompt_len = request.sampling, request.prompt_len
     return RecordedRequest(
@@ -98,7 +98,7 @@ def record_of(request: Request, **about: Any) -> RecordedRequest:  # noqa: ANN40
 
 
 def engine_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `OPTIONS` that an engine's settings contain."""
+    """Return the settings of an engine that are in `OPTIONS` and have a value."""
     return {name: settings[name] for name in OPTIONS if settings.get(name) is not None}
 
 

@@ -15,7 +15,11 @@ from .records import RecordedRequest, kernels_of
 
 
 class Replayed(Struct, kw_only=True):
-    """The new answer; ``position`` is the index of the first token that differs, or None."""
+    """An answer that was computed again from a record.
+
+    ``position``: index of the first token that differs from the record; None if the answers are
+    equal.
+    """
 
     text: str
     tokens: list[int]
@@ -30,7 +34,7 @@ async def replay(
 ) -> Replayed:
     """Compute a recorded request on a new engine.
 
-    ``options`` and ``model`` replace the record's own.
+    ``model`` and ``options``, where given, replace the values in the record.
     """
     asked = {**record.options, **options}
     llm = AsyncLLM(model or record.model, **asked)

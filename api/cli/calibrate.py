@@ -20,10 +20,10 @@ TEXT_TOKENS = 4096  # maximum number of tokens of one text
 
 
 def calibrate(model: str | None, data: Path, out: Path) -> int:
-    """Measure, write the file and print a summary. Return the exit status.
+    """Measure a model's queries, write the statistics to ``out`` and print a summary.
 
-    Raises `InvalidRequest` for data without text, an unwritable file and an unsupported model,
-    `ForetokenError` if writing fails, and the errors of loading.
+    Returns the exit status. Raises `InvalidRequest` for data without text, an unwritable file and
+    an unsupported model, `ForetokenError` if writing fails, and the errors of loading the model.
     """
     check_out(out)
     texts = read_texts(data)

@@ -56,7 +56,11 @@ def add_replay_flags(parser: Parser) -> None:
 
 
 def certify(parsed: argparse.Namespace) -> int:
-    """Write the certificate. Return 0 if all tokens agree, 1 if one differs, 3 if not exact."""
+    """Make a certificate, write it to files, and return the exit status.
+
+    The status is 0 if all tokens are equal, 1 if any differ, and 3 if the model is not exact, so
+    that its answers may depend on the batch.
+    """
     model, options = given_options(parsed, KINDS)
     from ..certify.certificate import Certifier
     from ..certify.report import markdown, verdict
@@ -103,9 +107,10 @@ def _write(path: Path, found: Certificate, text: str) -> None:
 
 
 def replay(parsed: argparse.Namespace) -> int:
-    """Print a recorded answer as it is computed now. Return 0 for the same tokens, 1 for others.
+    """Compute a recorded answer again, print it, and return the exit status.
 
-    Return 3 for other tokens of a model that is or was not exact.
+    The status is 0 if the answers are equal and 1 if they differ. It is 3 if they differ and the
+    model is not exact, or was not exact when the answer was recorded.
     """
     model, options = given_options(parsed, KINDS)
     from ..certify.records import find_record

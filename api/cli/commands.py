@@ -33,7 +33,10 @@ EPILOG = (
 
 
 class Command(NamedTuple):
-    """A command. Code is referenced as MODULE:NAME, with a module of this folder."""
+    """A command of ``foretoken``.
+
+    ``run``, ``add`` and ``settings`` name code of this package as MODULE:NAME.
+    """
 
     name: str
     help: str
@@ -264,7 +267,7 @@ def parse(args: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser(needed: Collection[str] = BY_NAME) -> Parser:
-    """Return the parser of all commands. Only commands in ``needed`` get their arguments."""
+    """Return a parser that knows all commands, but only the arguments of those in ``needed``."""
     parser = Parser(prog="foretoken", description="LLM inference with speculative decoding")
     parser.add_argument("--version", action="version", version=f"foretoken {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
@@ -288,13 +291,13 @@ def _split(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _load(name: str) -> Any:  # noqa: ANN401 - a function, or dataclasses
-    """Import and return a name of the command table."""
+    """Import a module of this package and return its attribute; ``name`` is MODULE:NAME."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(f".{module}", __package__), attribute)
 
 
 def _drop_output() -> None:
-    """Discard buffered output, which would raise again at exit."""
+    """Send stdout to the null device, so that flushing its buffer at exit cannot fail."""
     with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 

@@ -55,7 +55,7 @@ SAMPLING_FLAGS = tuple(settings_of(SamplingParams))
 
 
 def add_model(parser: Parser) -> None:
-    """Add MODEL. If it is missing, it sets no value, so that --model keeps its own."""
+    """Add the positional argument MODEL. If it is absent, the value of --model is kept."""
     model = settings_of(Chosen)["model"]
     parser.set_defaults(model=None)
     parser.add_argument(
@@ -69,7 +69,7 @@ def add_model(parser: Parser) -> None:
 
 
 class _Place(argparse.Action):
-    """Stores MODEL. It must not differ from a --model before or after it."""
+    """Stores the positional MODEL, which must equal the value of --model if both are given."""
 
     def __call__(
         self,
@@ -84,7 +84,7 @@ class _Place(argparse.Action):
 
 
 class Given:
-    """The settings of one command, by flag, variable and file.
+    """The settings given to one command by flags, environment variables and a file.
 
     `make` reads only the settings of its dataclass; values for other commands are ignored.
     """
@@ -104,7 +104,7 @@ class Given:
         self._file = {} if self._path is None else self._read_file(self._path)
 
     def options(self, kind: type) -> dict[str, Any]:
-        """Return the given values of a dataclass by field."""
+        """Return the given settings of a dataclass by field name."""
         found = ((each.field, self._value(each)) for each in settings_of(kind).values())
         return {field: value for field, value in found if value is not None}
 
@@ -123,8 +123,9 @@ class Given:
             raise InvalidRequest(f"{source}: {error}", param=error.param) from None
 
     def warn_of_unknown_variables(self) -> None:
-        """Log the variables that have the prefix but are not settings, since they may be
-        misspelt.
+        """Log environment variables that begin with `PREFIX` but are no settings.
+
+        They may be misspelt settings.
         """
         known = [*self._known, "config", *READ_ELSEWHERE]
         names = sorted(name for name in os.environ if name.startswith(PREFIX))
@@ -137,7 +138,7 @@ class Given:
             logger.warning("ignoring unknown environment variables: %s", ", ".join(unknown))
 
     def _value(self, each: Setting) -> Any:  # noqa: ANN401 - of any setting
-        """Return the value from the first source that has one; None without any."""
+        """Return a setting's value from the first source that has one, or None."""
         flag, variable = getattr(self._parsed, each.name, None), _variable(each.name)
         if flag is not None:
             return tuple(flag) if each.is_list else flag
@@ -218,5 +219,5 @@ def _variable(name: str) -> str:
 
 
 def _is_kubernetes(variable: str) -> bool:
-    """Whether Kubernetes has set the variable, for a Service named foretoken."""
+    """Whether Kubernetes has set this variable, for a Service named foretoken."""
     return variable == _variable("port") and os.environ[variable].startswith(KUBERNETES)

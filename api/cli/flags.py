@@ -36,10 +36,10 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def takes_late(self, argument: str, parsed: argparse.Namespace) -> bool:
-        """Assign an argument after flags to an empty optional positional. Return whether one was
-        left.
+        """Assign a leftover argument to an unfilled positional; return whether there was one.
 
-        argparse assigns all positionals at the first one and leaves optional ones empty.
+        argparse matches all positionals when it meets the first, so one that follows a flag is left
+        over.
         """
         if argument.startswith("-"):
             return False
@@ -116,7 +116,7 @@ def help_of(each: Setting) -> str:
 
 
 def _reading(each: Setting) -> dict[str, Any]:
-    """Return the keyword arguments for argparse."""
+    """Return the arguments of ``add_argument`` that describe the value of a setting's flag."""
     if each.is_switch:
         return {"action": "store_const", "const": each.read("1")}
     action = "extend" if each.is_list else "store"
@@ -134,7 +134,10 @@ def _reader(each: Setting) -> Callable[[str], object]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the most similar name for an error message, "" without one."""
+    """Return a hint for an error message that names the most similar name.
+
+    Returns "" if no name is similar.
+    """
     found = get_close_matches(name, [*known], 1)
     return f" (did you mean {found[0]}?)" if found and found[0] != name else ""
 

@@ -37,8 +37,7 @@ ENOUGH = 32768  # tokens of context for an agent's first prompts and some turns
 END_SECONDS = 10.0  # time limit for a client or a new server to end
 LOOK_SECONDS = 0.1  # interval between attempts to connect to a new server
 HOST = "127.0.0.1"  # address of a new server
-# text format, since the last line of the log is shown on failure
-OWN_FLAGS = (f"--host={HOST}", "--log-format=text")
+OWN_FLAGS = (f"--host={HOST}", "--log-format=text")  # the log's last line is shown on failure
 
 
 class Server(NamedTuple):
@@ -51,7 +50,10 @@ class Server(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The command of a client, variables to set, and variables to unset."""
+    """The command that starts a client, and changes to its environment.
+
+    ``variables`` are set, and the variables named in ``without`` are unset.
+    """
 
     command: list[str]
     variables: dict[str, str]
@@ -76,7 +78,7 @@ def _claude(server: Server) -> Started:
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": server.model,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    if server.context is not None:  # by default it assumes a million tokens
+    if server.context is not None:  # the client would assume a million tokens
         variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(server.context)
     return Started(["claude"], variables, ("ANTHROPIC_API_KEY",))
 
@@ -121,7 +123,7 @@ AGENTS = {
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the client and the flags of ``foretoken launch``, except the model."""
+    """Add the client argument and the flags of ``foretoken launch``, except the model."""
     parser.add_argument("agent", choices=tuple(AGENTS), help="client to start")
     parser.add_argument(
         "--url", metavar="URL", help=f"server to use ({URL} if one runs there, else a new one)"
@@ -208,9 +210,9 @@ def _ending_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _server(parsed: argparse.Namespace, given: Given, key: str | None) -> Iterator[Server]:
-    """Return the running server, or a new one for a MODEL or without a running server.
+    """Yield the running server, or start one: for a MODEL or engine flags, or if none runs.
 
-    Raises `ForetokenError`.
+    Raises `ForetokenError` if no server can be used.
     """
     flags = _flags(parsed)
     wants_own = parsed.model is not None or bool(flags)
@@ -265,7 +267,7 @@ def _flags(parsed: argparse.Namespace) -> list[str]:
 
 
 def _written(each: Setting, value: object) -> list[str]:
-    """Return a flag with its value, or repeated for each of its values."""
+    """Return a flag with its value as arguments; a list becomes one argument per value."""
     if each.is_switch:
         return [each.flag]
     if isinstance(value, list):

@@ -109,9 +109,9 @@ def _check(model: str) -> int:
 
 
 def _name(parsed: argparse.Namespace) -> str:
-    """Return the model with its revision.
+    """Return the model's name with its revision.
 
-    Raises `InvalidRequest` for a revision of a model that is not from the hub.
+    Raises `InvalidRequest` if a revision is given for a model that is not from the hub.
     """
     from ..build import hub
 

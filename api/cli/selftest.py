@@ -35,7 +35,7 @@ from ..types.sampling_params import SamplingParams
 
 DTYPES = (torch.float32, torch.bfloat16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # limits of relative errors
-KV_LIMITS = {torch.float32: 2e-3, torch.bfloat16: 1e-2}  # scaled KV is rounded more coarsely
+KV_LIMITS = {torch.float32: 2e-3, torch.bfloat16: 1e-2}  # limits for a scaled KV cache
 KINDS: tuple[tuple[Quantize, torch.dtype, float], ...] = (
     ("none", torch.float32, 1e-5),
     ("none", torch.bfloat16, 1e-2),
@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def passes(self) -> bool:
-        """Whether the error is within the limit; NaN is not."""
+        """Whether the error is within the limit; an error of NaN is not."""
         return self.error <= self.limit
 
 
@@ -143,9 +143,9 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, _Operation]]:
 
 
 def _batch() -> RaggedBatch:
-    """Return a batch with a prompt, a verification of five rows and a decode step.
+    """Return a batch of a prompt, of five rows to verify, and of a decode step.
 
-    Its pages are scattered over the pool.
+    The pages of its three sequences are scattered over the pool.
     """
     pages = array("q", torch.randperm(40).tolist())
     return build_batch(
@@ -202,7 +202,7 @@ def _compare_linears(library: NativeLibrary) -> Iterator[Comparison]:
 
 
 def _compare_choices(ops: Ops) -> Iterator[Comparison]:
-    """Compare the tokens drawn from a large vocabulary; the error is the fraction that differs."""
+    """Compare tokens sampled from a large vocabulary; the error is the share that differs."""
     logits = 3 * torch.randn(24, 32_000)
     for name, params in CHOICES.items():
         rows = [
@@ -247,7 +247,7 @@ def _time(library: NativeLibrary, packed: list[NativeLinear], x: Tensor) -> floa
 
 
 def _time_each(call: Callable[[_Weight], object], weights: Sequence[_Weight]) -> float:
-    """Return the mean seconds of a call over all weights."""
+    """Return the mean seconds of one call, over calls with each of the weights."""
 
     def all_of_them() -> None:
         for each in weights:
@@ -268,10 +268,11 @@ def _print_kinds(library: NativeLibrary) -> None:
 
 
 def time_kinds(library: NativeLibrary, num_rows: int) -> dict[str, float]:
-    """Return the seconds of a bfloat16 linear: native bf16 and float32 products, and torch's.
+    """Return the seconds that each kernel takes for a bfloat16 linear.
 
-    The kinds are timed one after the other with more weights than the caches hold. Torch gets the
-    rows to which its backend pads a batch.
+    The kernels are native ones, with bf16 and with float32 products, and torch's. Each is timed
+    with more weights than the CPU caches hold. For torch, the rows are padded as its backend pads
+    them.
     """
     weight, torch_ops = torch.randn(_OUT, _IN).bfloat16(), TorchOps()
     copies = range(max(1, _TIMED_BYTES // weight.nbytes))

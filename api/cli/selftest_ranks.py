@@ -76,7 +76,7 @@ def _compare(path: Path, size: int, threads: int) -> int:
 
 
 def _logits(decoder: Decoder) -> tuple[Tensor, Tensor]:
-    """Return the logits of a prompt, and its last row's logits computed beside another sequence."""
+    """Return a prompt's logits, and its last token's logits in a batch with another prompt."""
     pages = array("q", range(8))
     pool = decoder.make_pool(16, page_size=_PAGE_SIZE)
     tokens = array("q", _PROMPT)

@@ -58,9 +58,11 @@ def serve(parsed: argparse.Namespace) -> int:
 def _front_client(
     parsed: argparse.Namespace, model: str | None, front: FrontOptions, options: dict[str, Any]
 ) -> EngineClient:
-    """Return the engine client of a front. Variables and the file may hold replicas' options.
+    """Return the engine client of a front.
 
-    Raises `InvalidRequest` for an engine flag, an invalid address, or without the extra.
+    Without --ray, engine options that only replicas use are refused as flags, and ignored in
+    variables and the file. Raises `InvalidRequest` for such a flag, an invalid address, or if the
+    extra ``events`` is not installed.
     """
     for name in () if front.ray else engine_options(parsed):
         if name not in FRONT_ENGINE_OPTIONS:
@@ -84,7 +86,8 @@ def _front_client(
 def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any]) -> Launcher:
     """Return the launcher that starts replicas with these engine options on Ray.
 
-    Raises `InvalidRequest` without the extra, and for a cluster that cannot reach the front.
+    Raises `InvalidRequest` if the extra ``ray`` is not installed, for the option ``kv_transfer``,
+    and if a Ray cluster is joined without an address of the front that it can reach.
     """
     from ..cluster import ray_environment
 
@@ -126,7 +129,7 @@ def replica(parsed: argparse.Namespace) -> int:
 def _dialling(front: str) -> Callable[[], FrontLink]:
     """Check a front's address. Return a function that connects to it.
 
-    Raises `InvalidRequest` for an invalid address, or without the extra.
+    Raises `InvalidRequest` for an invalid address, or if the extra ``events`` is not installed.
     """
     try:
         from ..cluster.wire.transport import ReplicaSocket, check_address, cluster_key

@@ -211,7 +211,7 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _begun(init: str | None) -> str:
-    """Return the kinds of drafts with this default of ``--init``, as a text."""
+    """Return the kinds of drafts for which ``init`` is the default of ``--init``, as a text."""
     from ...draft.training.new_drafts import TRAINED
 
     return " and ".join(name for name, kind in TRAINED.items() if kind.init == init)

@@ -18,12 +18,15 @@ QUIET_SECONDS = 30.0  # duration of a low load before a replica is removed
 
 
 class LauncherError(ForetokenError):
-    """Replicas cannot be started or changed."""
+    """Raised if replicas cannot be started or changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlan:
-    """The wanted replicas: their number, their model and each one's resources."""
+    """The wanted replicas: their number, their model, and the resources of each.
+
+    ``options`` are the engine options of the replicas.
+    """
 
     model: str | None
     front: str  # address that replicas connect to
@@ -32,7 +35,7 @@ class ReplicaPlan:
     cpus: float
     gpus: float
     quiet_seconds: float  # duration of a low load before a replica is removed
-    options: Mapping[str, Any] = field(default_factory=dict)  # engine options
+    options: Mapping[str, Any] = field(default_factory=dict)
     # Number of shares of a disk, one more than the most replicas: a new replica may start before
     # the one that it replaces has released its share. None without a disk.
     num_shares: int | None = None
@@ -44,7 +47,7 @@ class ReplicaPlan:
 
     @property
     def version(self) -> str:
-        """Digest that is equal for plans with equal replicas, which the cluster then keeps."""
+        """Digest of the replicas' model, front and options; replicas are kept while it is equal."""
         alike = (self.model, self.front, sorted(self.options.items()), self.num_shares)
         return blake2b(repr(alike).encode(), digest_size=8).hexdigest()
 
@@ -55,10 +58,10 @@ def num_cpus() -> int:
 
 
 def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) -> ReplicaPlan:
-    """Return the plan for the flags of a front, whose address is still "".
+    """Return the plan for the flags of a front; its address ``front`` is still empty.
 
-    Without ``replica_cpus`` or ``threads``, this machine's CPUs are divided among the replicas. A
-    replica has as many threads as CPUs unless ``threads`` is given.
+    If neither ``replica_cpus`` nor ``threads`` is given, this machine's CPUs are divided among the
+    replicas. A replica has as many threads as CPUs unless ``threads`` is given.
     """
     least, most = front.bounds
     threads, num_ranks = options.get("threads"), options.get("tp", 1)
@@ -85,7 +88,7 @@ class Cluster(Protocol):
     """Starts the replicas of a plan. Calls block; all raise `LauncherError`."""
 
     def open(self, plan: ReplicaPlan) -> None:
-        """Prepare to start replicas, or refuse a plan for which resources are missing."""
+        """Prepare to start replicas; refuse a plan that needs more resources than there are."""
 
     def deploy(self, plan: ReplicaPlan) -> None:
         """Request the replicas of a plan, in place of an earlier plan's."""
@@ -98,7 +101,7 @@ class Cluster(Protocol):
 
 
 class PlannedReplicas:
-    """The `Launcher` that keeps a plan's number of replicas. Belongs to one event loop."""
+    """The `Launcher` that starts a plan's replicas on a `Cluster`. Belongs to one event loop."""
 
     def __init__(self, plan: ReplicaPlan, cluster: Cluster) -> None:
         self.plan = plan
@@ -107,7 +110,7 @@ class PlannedReplicas:
         self._is_closed = False
 
     async def start(self, address: str) -> None:
-        """Request replicas that connect to ``address``. Raises `LauncherError`."""
+        """Begin to start replicas, which connect to ``address``. Raises `LauncherError`."""
         await asyncio.to_thread(self._cluster.open, self.plan)
         _take_signals_back()
         self.plan = replace(self.plan, front=address)
@@ -149,9 +152,10 @@ class PlannedReplicas:
 
 
 def _take_signals_back() -> None:
-    """Set Python's handlers of SIGTERM and SIGINT again.
+    """Reinstall Python's handlers of SIGTERM and SIGINT.
 
-    Ray installs its own in C when it starts, unknown to Python; they would abort the process.
+    When Ray starts, it installs handlers in C, which Python does not know and which would abort the
+    process.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -50,7 +50,7 @@ NO_RAY_WILL_RESTART = (
 
 
 class RayError(LauncherError):
-    """Ray cannot start or has too few resources for the replicas."""
+    """Raised if Ray cannot start, or has too few resources for the replicas."""
 
 
 class Replica:
@@ -105,7 +105,7 @@ class Replica:
 
 
 class Scaling:
-    """Ray's autoscaling policy: the number of replicas by their loads."""
+    """The autoscaling policy for Ray, which chooses the number of replicas by their loads."""
 
     def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
         self._quiet_seconds = quiet_seconds
@@ -170,8 +170,8 @@ def application(plan: ReplicaPlan) -> serve.Application:
 class RayCluster:
     """The `Cluster` of a front on Ray Serve.
 
-    ``owns_ray``: start a Ray and end it with `close`; else join the Ray at ``RAY_ADDRESS``, from
-    which `close` only deletes the application.
+    ``owns_ray``: `open` starts Ray, and `close` stops it. Otherwise `open` joins the running Ray at
+    ``RAY_ADDRESS``, and `close` only deletes the application.
     """
 
     def __init__(self, *, owns_ray: bool) -> None:
@@ -197,7 +197,7 @@ class RayCluster:
             raise RayError(f"Ray cannot start: {_first_line(error)}") from error
 
     def _ray_options(self, plan: ReplicaPlan) -> dict[str, Any]:
-        """Return the arguments of `ray.init`, and make the folder of an own Ray."""
+        """Return the arguments of `ray.init`; if Ray is to be started, make its folder."""
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         if self._owns_ray:
             self._folder = Path(tempfile.mkdtemp(prefix="foretoken-ray-"))
@@ -217,7 +217,7 @@ class RayCluster:
         return options
 
     def _require_room(self, plan: ReplicaPlan) -> None:
-        """Raise `RayError` if Ray has too few resources for the plan, which would wait forever."""
+        """Raise `RayError` if the plan needs more resources than Ray has, and would never start."""
         there = ray.cluster_resources()
         if self._owns_ray:
             there["CPU"] = num_cpus()
@@ -243,7 +243,7 @@ class RayCluster:
             raise RayError(f"Ray rejected the replicas: {_first_line(error)}") from error
 
     def failure(self) -> str | None:
-        """Return why Ray cannot start the replicas, also if Ray is gone, or None."""
+        """Return why Ray cannot start replicas (Ray itself may have ended), or None."""
         status = None
         if _is_reachable(self._head):
             with suppress(Exception):
@@ -257,7 +257,7 @@ class RayCluster:
         return _last_line(message) or status.status.value
 
     def close(self) -> None:
-        """Delete the application if Ray's head is reachable, and stop an own Ray."""
+        """Delete the application if Ray's head is reachable; stop Ray if `open` started it."""
         if self._has_serve and _is_reachable(self._head):
             try:
                 serve.delete(APP, _blocking=True)

@@ -7,16 +7,16 @@ import secrets
 
 RAY_ADDRESS = "RAY_ADDRESS"
 GIVE_UP_SECONDS = "RAY_gcs_rpc_server_reconnect_timeout_s"
-NOWHERE = ("", "local")  # values of RAY_ADDRESS for which no Ray is joined
+NOWHERE = ("", "local")  # values of RAY_ADDRESS that name no running Ray
 
 
 def is_joined() -> bool:
-    """Whether ``RAY_ADDRESS`` names a running Ray to join."""
+    """Whether ``RAY_ADDRESS`` names a running Ray cluster to join."""
     return os.environ.get(RAY_ADDRESS, "") not in NOWHERE
 
 
 def prepare() -> None:
-    """Set the variables for starting or joining a Ray."""
+    """Set the environment variables for starting Ray or joining a Ray cluster."""
     # By default a process ends one minute after the loss of the head. Replicas must go on serving.
     os.environ[GIVE_UP_SECONDS] = str(10**8)
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
@@ -30,7 +30,7 @@ def prepare() -> None:
 def _close() -> None:
     """Require a random token from every client of the Ray that is about to start.
 
-    Its processes listen on every interface, whatever address they are given.
+    Ray's processes listen on every network interface, even if they are given one address.
     """
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

@@ -1,8 +1,8 @@
-"""Scaling: the number of replicas by their usage. No clock: callers pass the time.
+"""Scaling: the number of replicas for a given usage. Callers pass the time.
 
-A replica is added when mean usage exceeds `FULL`, or when requests wait; one is removed only if the
-others would then stay below `CALM`. Because of the gap between the two limits, a constant load
-never adds and removes replicas alternately.
+A replica is added when the mean usage exceeds `FULL`, or when requests wait. One is removed only if
+the mean usage of the others would then stay below `CALM`. Because of the gap between the two
+limits, a constant load never adds and removes replicas alternately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Wanted(NamedTuple):
 def replica_load(load: Load, max_running: int) -> ReplicaLoad:
     """Return the load of a replica that runs at most ``max_running`` requests at once.
 
-    Usage is the greater of the used shares of KV pool and ``max_running``.
+    Its usage is the used share of the KV pool or of ``max_running``, whichever is greater.
     """
     return ReplicaLoad(max(load.kv_usage, load.running / max_running), load.waiting)
 
@@ -51,11 +51,12 @@ def want(
 ) -> Wanted:
     """Return the wanted number of replicas, from ``least`` to ``most``.
 
-    ``loads``: loads of the serving replicas. ``current``: wanted number so far, starting replicas
-    included. ``calm_since``: the value that the last call returned, None at first. All replicas
-    that the usage requires are added at once, and one more than serve if requests wait. One replica
-    at a time is removed, after ``quiet_seconds`` in which one fewer was enough. Raises ValueError
-    unless ``least`` is at least 1 and not above ``most``.
+    ``loads``: loads of the replicas that serve. ``current``: the number wanted so far, including
+    replicas that are still starting. ``calm_since``: the value that the last call returned, or None
+    at first. All replicas that the usage requires are added at once; if requests wait, at least one
+    more than serve now is wanted. Replicas are removed one at a time, each after ``quiet_seconds``
+    in which one fewer would have been enough. Raises ValueError unless ``least`` is at least 1 and
+    not above ``most``.
     """
     if not 1 <= least <= most:
         raise ValueError(
@@ -74,8 +75,8 @@ def want(
 
 
 def _num_needed(loads: Sequence[ReplicaLoad], current: int) -> int:
-    needed = ceil(round(sum(each.usage for each in loads) / FULL, 9))  # 2.1 / 0.7 is 3
-    if sum(each.waiting for each in loads) >= 1:  # with a mean below 1 requests wait only at times
+    needed = ceil(round(sum(each.usage for each in loads) / FULL, 9))  # floats: 2.1 / 0.7 > 3
+    if sum(each.waiting for each in loads) >= 1:  # less than 1: they wait only at times
         needed = max(needed, min(len(loads), current) + 1)
     return needed
 

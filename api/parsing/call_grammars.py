@@ -57,7 +57,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """Calls that are the whole answer, if it begins like a call."""
+    """Calls without marks: an answer that begins like a call consists of calls alone."""
 
     beginnings: tuple[str, ...]
     block: Block
@@ -73,9 +73,9 @@ class Bare:
 
 
 def several(one: str, between: str = "", *, parallel: bool) -> str:
-    """Return the rule for one call or, if ``parallel``, up to `MAX_CALLS` with ``between`` between.
+    """Return the rule for one call or, if ``parallel``, for up to `MAX_CALLS` calls.
 
-    ``one``: the rule for one call.
+    ``one``: the rule for one call. ``between``: the text between two calls.
     """
     if not parallel:
         return one
@@ -84,7 +84,10 @@ def several(one: str, between: str = "", *, parallel: bool) -> str:
 
 
 def between(before: str, after: str) -> Callable[[Tool], str]:
-    """Return a writer of arguments between two texts; ``%s`` in ``before`` is the tool's name."""
+    """Return a function that writes a tool's rule: its arguments between two texts.
+
+    ``%s`` in ``before`` stands for the tool's name.
+    """
 
     def written(tool: Tool) -> str:
         begin = lark_text(before.replace("%s", tool.name))
@@ -94,5 +97,5 @@ def between(before: str, after: str) -> Callable[[Tool], str]:
 
 
 def behind_name(mark: str) -> Callable[[Tool], str]:
-    """Return a writer of the name, a mark and the arguments."""
+    """Return a function that writes a tool's rule: its name, a mark and its arguments."""
     return lambda tool: f"{lark_text(tool.name)} {mark} {arguments(tool)}"

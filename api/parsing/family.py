@@ -25,13 +25,12 @@ def as_they_are(messages: Messages) -> Messages:
 class Family:
     """One format of tool calls.
 
-    ``marks`` are delimiters that may be single tokens. ``clues`` are texts that identify the
-    format's chat templates: all must occur in the template; an empty tuple matches no template.
-    ``beginnings`` are the texts that begin a call. ``grammar`` returns the grammar for a template
-    and a vocabulary, because versions of a format differ. ``read`` reads an answer that may contain
-    calls. ``reads_thoughts`` says that ``read`` also separates reasoning, with or without tools.
-    ``prepare`` changes earlier messages to the ids or the form of reasoning that the chat template
-    expects.
+    ``marks``: delimiters that may be single tokens. ``clues``: texts that all occur in the format's
+    chat templates; an empty tuple matches no template. ``beginnings``: the ways in which a call
+    begins. ``grammar``: returns the grammar for a chat template and a vocabulary, because versions
+    of a format differ. ``read``: reads an answer that may contain calls. ``reads_thoughts``:
+    whether ``read`` also separates reasoning from other text, with or without tools. ``prepare``:
+    changes the call ids or the reasoning of earlier messages as the chat template requires.
     """
 
     marks: tuple[str, ...]

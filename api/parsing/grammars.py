@@ -1,4 +1,4 @@
-"""Grammars for answers as Lark text in llguidance's dialect, and rules for tools' arguments."""
+"""Grammars for answers, in llguidance's dialect of Lark, and rules for tools' arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _REGEX_PART = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 class Lark:
-    """The rules of a grammar. ``vocab``: token ids of marks; such marks are matched as tokens."""
+    """The rules of a grammar.
+
+    ``vocab``: the ids of marks that are single tokens, which are then matched as tokens.
+    """
 
     def __init__(self, vocab: Mapping[str, int]) -> None:
         self._vocab = vocab
@@ -59,8 +62,8 @@ class Lark:
     ) -> str:
         """Return a rule for any text up to and including the first mark.
 
-        ``through``: special tokens that the text may contain; it contains no others. ``marks``:
-        other marks that the text must not contain, if marks are tokens.
+        If the mark is a single token, ``through`` are the only special tokens that the text may
+        contain, and ``marks`` are further marks that it must not contain.
         """
         token_id = self._vocab.get(mark)
         if token_id is not None:
@@ -77,7 +80,7 @@ class Lark:
         return self.rule(name, f"/(?:{_regex(pattern)}){_quoted(mark)}/", options="[lazy]")
 
     def lazily(self, mark: str, name: str) -> str:
-        """Return a rule for one mark that matches even if other text may begin like the mark."""
+        """Return a rule that matches a mark as soon as it is complete."""
         return self.rule(name, self.mark(mark), options="" if mark in self._vocab else "[lazy]")
 
     def breaks(self) -> str:
@@ -85,7 +88,7 @@ class Lark:
         return self.rule("BREAKS", LINE_BREAKS)
 
     def without(self, mark: str, name: str) -> str:
-        """Return a rule for text without the mark, not even spelt by other tokens."""
+        """Return a rule for text that does not contain the mark, however it is tokenized."""
         return self.without_any((mark,), name)
 
     def without_any(self, marks: Iterable[str], name: str) -> str:
@@ -93,7 +96,7 @@ class Lark:
         return self._all_but(name, f"(?s:.*)({'|'.join(map(_quoted, marks))})(?s:.*)")
 
     def not_beginning(self, marks: Iterable[str], name: str) -> str:
-        """Return a rule for text that does not begin with a mark, leading white space ignored."""
+        """Return a rule for text that does not begin with a mark, even after white space."""
         return self._all_but(name, rf"\s*({'|'.join(map(_quoted, marks))})(?s:.*)")
 
     def _all_but(self, name: str, pattern: str) -> str:
@@ -147,9 +150,9 @@ def takes_any(tool: Tool) -> bool:
 
 
 def value(schema: Mapping[str, Any], *, strict: bool, of: str = "") -> str:
-    """Return a rule for JSON of a schema. Raises `InvalidRequest`.
+    """Return a rule for JSON that a schema allows. Raises `InvalidRequest`.
 
-    ``of``: the tool and argument that the schema belongs to, for errors.
+    ``of``: the tool and the argument that the schema belongs to, for error messages.
     """
     check_size("tools", schema)
     form = JSON_FORM if strict else LOOSE_FORM
@@ -190,8 +193,8 @@ _KEY = re.compile(r"\w+", re.ASCII)
 def listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str, *, comma: str = ", ") -> str:
     """Return a rule for members in order, separated by commas; optional ones may be left out.
 
-    ``members``: (rule, is required). The rule consists of two chains: ``first`` applies before the
-    first written member, ``rest`` after it.
+    ``members``: pairs (rule, is required). The rules ``first`` apply until a member has been
+    written, and the rules ``rest`` after it.
     """
     first = rest = lark.rule(f"{name}_end", '""')
     for index in reversed(range(len(members))):
@@ -217,7 +220,8 @@ def _check_text(tool: Tool, schema: Mapping[str, Any]) -> None:
 def properties_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
     """Return the schemas of a tool's arguments by name.
 
-    A schema with references has the definitions of the whole schema. Raises `InvalidRequest`.
+    If an argument's schema contains references, the definitions of the tool's schema are added to
+    it. Raises `InvalidRequest`.
     """
     schema = tool.parameters or {}
     if tool.strict and (found := [key for key in _ABOUT_WHOLE if key in schema]):

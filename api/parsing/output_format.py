@@ -83,7 +83,7 @@ class Syntax:
 
     @property
     def thought_marks(self) -> Thinking | None:
-        """The marks around a thought, also if the reader of calls separates thoughts."""
+        """The marks around a thought (harmony's if the reader of calls separates thoughts)."""
         return HARMONY_THINK if self._reads_thoughts else self.thinking
 
     def parser(
@@ -107,7 +107,7 @@ class Syntax:
         return thinking_parser(self.thinking, self.thinking.state(prompt_tail), parser)
 
     def shown_ids(self, *, tools: bool) -> frozenset[int]:
-        """Return the special tokens that are marks, which the text must contain for the parser.
+        """Return the ids of the special tokens that the text must contain for the parser.
 
         ``tools``: whether any tool may be called.
         """
@@ -125,11 +125,11 @@ class Syntax:
         choice: ToolChoice | None = None,
         prompt_tail: str = "",
     ) -> str | None:
-        """Return a grammar (Lark text in llguidance's flavour) for the whole answer.
+        """Return a grammar for the whole answer, in llguidance's dialect of Lark, or None.
 
-        It covers reasoning, tool calls, and the structured output of ``params``. None: ``params``
-        need no change. Otherwise the grammar replaces their json_schema, regex, grammar and choice:
-        ``replace(params, grammar=text, json_schema=None, regex=None, choice=None)``. Raises
+        The grammar covers reasoning, tool calls, and the structured output of ``params``. It
+        replaces their fields for structured output: ``replace(params, grammar=text,
+        json_schema=None, regex=None, choice=None)``. None: ``params`` can be used unchanged. Raises
         `InvalidRequest` for invalid tools or an invalid choice; schemas are checked when the
         grammar is compiled.
         """

@@ -29,7 +29,7 @@ class Content(Struct, frozen=True):
 
 
 class CallBegin(Struct, frozen=True):
-    """A tool call begins. Calls do not overlap: arguments belong to it until its end."""
+    """The beginning of a tool call. All arguments up to the next `CallEnd` belong to this call."""
 
     name: str
 
@@ -41,7 +41,7 @@ class CallArguments(Struct, frozen=True):
 
 
 class CallEnd(Struct, frozen=True):
-    """The call is complete."""
+    """The end of a complete tool call."""
 
 
 Event = Reasoning | Content | CallBegin | CallArguments | CallEnd
@@ -55,10 +55,10 @@ class OutputParser(Protocol):
     """
 
     def feed(self, text: str) -> Sequence[Event]:
-        """Add text and return the events that are certain; a possible start of a mark waits."""
+        """Add text and return the events that are certain; a possible mark is held back."""
 
     def end(self, *, is_cut: bool = False) -> Sequence[Event]:
-        """Return the last events: no text follows.
+        """Return the remaining events at the end of the text.
 
         ``is_cut``: a limit or a stop string ended the text, not the model. A call whose closing
         mark the model left out is complete; a call that was cut off has no `CallEnd`.
@@ -84,19 +84,22 @@ _WHITE = re.compile(r"\s+")
 
 
 class Malformed(Exception):  # noqa: N818 - the model made it, not the program
-    """The text is no call."""
+    """Raised by a reader if the text is not a call."""
 
 
 class Cut(Exception):  # noqa: N818
-    """The text ended inside a call or a value."""
+    """Raised by a reader if the text ends inside a call or a value."""
 
 
 class Ended(Cut):
-    """The text ended between two parts of a call or value, so only closing marks are missing."""
+    """Raised if the text ends between parts of a call or value: only closing marks are missing."""
 
 
 class Source:
-    """The buffer of text that has arrived and was not read yet."""
+    """The buffer of text that has arrived and was not read yet.
+
+    Offsets (``at``) count from the next unread character.
+    """
 
     def __init__(self) -> None:
         self.is_ended = False
@@ -156,7 +159,7 @@ class Source:
         return self._text[self._pos : self._pos + 1]
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Take and return a whole run of characters; ``pattern`` matches any part of one."""
+        """Take and return characters as long as ``pattern`` matches them."""
         pieces = []
         while True:
             pieces.append(self.match(pattern))
@@ -169,37 +172,37 @@ class Source:
         return (yield from self.run(_WHITE))
 
     def ahead(self, literal: str, at: int = 0) -> Reading[bool]:
-        """Whether ``literal`` is ``at`` characters from here; nothing is taken."""
+        """Whether ``literal`` is at offset ``at`` of the unread text; nothing is taken."""
         while not self.is_ended and self._begins(literal, at):
             yield None
         return self._text.startswith(literal, self._pos + at)
 
     def _begins(self, literal: str, at: int = 0) -> bool:
-        """Whether the available text from ``at`` is an incomplete beginning of ``literal``."""
+        """Whether the text available at offset ``at`` is only the beginning of ``literal``."""
         left = max(self._num_left - at, 0)
         return left < len(literal) and self._text.startswith(literal[:left], self._pos + at)
 
     def which(self, literals: Iterable[str], at: int = 0) -> Reading[str]:
-        """Return the literal that is ``at`` characters from here, or ""; nothing is taken."""
+        """Return the literal at offset ``at`` of the unread text; take nothing.
+
+        Returns "" if there is no such literal.
+        """
         for literal in literals:
             if (yield from self.ahead(literal, at)):
                 return literal
         return ""
 
     def char(self, at: int) -> Reading[str]:
-        """Return the character ``at`` characters from here, or "" after the end; take nothing."""
+        """Return the character at offset ``at`` of the unread text, or "" after the end."""
         yield from self.want(at + 1)
         return self._text[self._pos + at : self._pos + at + 1]
 
     def text(self, start: int, stop: int) -> str:
-        """Return the available text from ``start`` to ``stop``, counted from here; take nothing."""
+        """Return the available unread text between two offsets; take nothing."""
         return self._text[self._pos + start : self._pos + stop]
 
     def behind(self, pattern: re.Pattern[str], at: int) -> Reading[int]:
-        """Return the end of a run of characters that begins at ``at``; nothing is taken.
-
-        ``pattern`` matches any part of the run.
-        """
+        """Return the offset after the characters from ``at`` on that ``pattern`` matches."""
         while True:
             if found := pattern.match(self._text, self._pos + at):
                 at = found.end() - self._pos
@@ -208,7 +211,7 @@ class Source:
             yield None
 
     def behind_white(self, at: int = 0) -> Reading[int]:
-        """Return the end of white space that may begin at ``at``; nothing is taken."""
+        """Return the offset after any white space at offset ``at``; take nothing."""
         return (yield from self.behind(_WHITE, at))
 
     def literal(self, literal: str) -> Reading[bool]:
@@ -224,7 +227,7 @@ class Source:
             raise Cut if self._begins(literal) else Malformed
 
     def close(self, *marks: str) -> Reading[bool]:
-        """Take white space and one of ``marks``, also one that the end of the text cuts off.
+        """Take white space and one of ``marks``; at the end of the text also an incomplete mark.
 
         Returns False, and takes nothing, if other text comes.
         """
@@ -235,7 +238,7 @@ class Source:
         return bool(mark) or is_cut_off
 
     def comma(self) -> Reading[None]:
-        """Take any commas between two members, and white space around them."""
+        """Take all commas before the next member, and the white space around them."""
         yield from self.white()
         while (yield from self.literal(",")):
             yield from self.white()
@@ -308,7 +311,7 @@ class ReaderParser:
         return self._go_on()
 
     def end(self, *, is_cut: bool = False) -> Sequence[Event]:
-        """Return the last events: no text follows."""
+        """Return the remaining events at the end of the text."""
         self._source.is_ended, self._source.is_cut = True, is_cut
         return self._go_on()
 

@@ -22,7 +22,7 @@ class Thinking:
     label: str = ""
 
     def state(self, prompt_tail: str) -> ThinkingState:
-        """Return the state after a prompt: a thought is open, is closed, or may begin."""
+        """Return whether a prompt leaves a thought open or closed, or a thought may begin."""
         tail = prompt_tail.rstrip()
         if tail.endswith(self.begin + self.label):
             return ThinkingState.OPEN

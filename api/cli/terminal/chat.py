@@ -39,7 +39,7 @@ Ctrl-C            stop the answer"""
 
 
 class Partner(Protocol):
-    """Answers conversations: a local model or a server."""
+    """The model that answers a conversation: a local one or a server's."""
 
     name: str
     sampling: Mapping[str, Any]  # values of parameters that are left out, by name
@@ -47,9 +47,9 @@ class Partner(Protocol):
     async def answer(
         self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
     ) -> list[int] | None:
-        """Print an answer as it arrives, and append its text to ``texts`` even if it is cut short.
+        """Print an answer as it arrives, and append its text to ``texts`` even if interrupted.
 
-        Returns the token ids that can replace the answer in later prompts, if there are any.
+        Returns the token ids that can replace the answer in later prompts, or None.
         """
 
 
@@ -186,7 +186,7 @@ class Conversation:
         self._messages = [*messages, said]
 
     async def _ask(self, messages: list[dict[str, Any]], texts: list[str]) -> list[int] | None:
-        """Print an answer. Token ids that the template or another model rejects are left out."""
+        """Print an answer. If the token ids in messages are rejected, ask again without them."""
         try:
             return await self._partner.answer(messages, self._params, texts)
         except InvalidRequest as error:
@@ -243,7 +243,10 @@ class Conversation:
             print(each, self._in_force(each))
 
     def _in_force(self, name: str) -> str:
-        """Return the value of a parameter; if it is left out, the model's value if known."""
+        """Return the value of a parameter as text.
+
+        If it is not set, the text says that the model's default applies, with its value if known.
+        """
         value = getattr(self._params, name)
         if not isinstance(value, LeftOut):
             return dumps(value)
@@ -295,7 +298,7 @@ async def _read_line(prompt: str) -> str | None:
     It is read in a daemon thread, since an executor's thread would block the exit.
     """
     future: Future[str | None] = Future()
-    # a cancelled wait must not make setting the result an error
+    # otherwise `set_result` would fail after the waiting task was cancelled
     future.set_running_or_notify_cancel()
 
     def work() -> None:

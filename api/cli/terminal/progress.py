@@ -1,6 +1,7 @@
-"""Progress on stderr: of a load, as a bar on a terminal or one final line, and of a computation.
+"""Progress on stderr: of loading a model, and of a long computation.
 
-Nothing is printed in the first two seconds, so that quick commands only print their answer.
+While a model loads, a terminal shows a bar; a final line follows in any case. Nothing is printed in
+the first two seconds, so that quick commands print only their answer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..clock import BEGAN
 
 PATIENCE = 2.0  # seconds
 TICK = 0.1  # seconds
-LINE_SECONDS = 10.0  # interval between lines of a computation that cannot be overwritten
+LINE_SECONDS = 10.0  # interval between progress lines that cannot be overwritten
 WIDTH = 24  # width of the bar in characters
 CLEAR = "\r\x1b[K"  # clears the line
 
@@ -49,7 +50,10 @@ async def watch_loading(model: str | None, loading: Awaitable[None]) -> None:
 
 
 class _Watch:
-    """Shows the load of one model. ``is_local``: no download, which has its own progress bars."""
+    """Shows the progress of loading one model.
+
+    ``is_local``: the model needs no download; downloads show their own progress bars.
+    """
 
     def __init__(self, model: str, *, is_local: bool) -> None:
         self._model = model
@@ -129,7 +133,10 @@ def bar(share: float) -> str:
 
 
 def _is_rewritable() -> bool:
-    """Whether a line can be overwritten: on a terminal without other lines in between."""
+    """Whether a progress line can be overwritten.
+
+    It can on a terminal, unless log lines about the startup may come between.
+    """
     if sys.stderr is None or logging.getLogger(STARTUP).isEnabledFor(logging.DEBUG):
         return False
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

@@ -90,7 +90,7 @@ class ServerModel:
             printer.end()
         if self._style.has_stats:
             print(_cost_line(usage), file=sys.stderr)
-        return None if has_thoughts else token_ids  # the conversation does not keep reasoning
+        return None if has_thoughts else token_ids  # conversations keep no reasoning
 
     async def _events(
         self, path: str, body: Mapping[str, Any]
@@ -145,8 +145,8 @@ class ServerModel:
             why = (error.reason or str(error)).lower().replace("_", " ")
             raise ForetokenError(f"{self._url} does not accept TLS connections ({why})") from None
         except OSError as error:
-            # asyncio's strerror is only "Connect call failed" and the address
-            code = error.errno or 0  # negative for a name that was not found
+            # asyncio's text does not give the reason; the code of an unknown name is negative
+            code = error.errno or 0
             reason = os.strerror(code) if code > 0 else error.strerror or error
             message = f"{self._url} does not answer ({reason}): is `foretoken serve` running there?"
             raise ForetokenError(message) from None
@@ -155,7 +155,7 @@ class ServerModel:
 async def _received(http: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Yield the body of a response with status 200.
 
-    Raises `ForetokenError` with the message of any other response.
+    Raises `ForetokenError` with the server's error message for any other status.
     """
     status, failure = 0, b""
     while not isinstance(event := http.next_event(), h11.EndOfMessage):
@@ -193,12 +193,15 @@ def _given(params: SamplingParams) -> dict[str, Any]:
 
 
 def _message(error: object) -> str:
-    """Return the message of an error in OpenAI's form or another server's."""
+    """Return the message of an error object as in OpenAI's API; other values become text."""
     return str(error.get("message", error) if isinstance(error, Mapping) else error)
 
 
 def _failure(body: bytes, status: int) -> ForetokenError:
-    """Return the server's error; an `InvalidRequest` if it names a field."""
+    """Return the error that a response reports.
+
+    It is an `InvalidRequest` if the status is 400 and the response names a parameter.
+    """
     try:
         error = json.loads(body)["error"]
         message, param = str(error["message"]), error.get("param")

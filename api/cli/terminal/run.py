@@ -39,7 +39,7 @@ class Question:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation that it begins."""
+        """The first messages of the conversation that this question begins."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         if not self.images:
             return [*system, {"role": "user", "content": self.prompt}]
@@ -129,8 +129,9 @@ async def _answer(
 def read_words(parsed: argparse.Namespace) -> tuple[str | None, str | None]:
     """Return the model and the prompt, each None if it is missing.
 
-    A single word is the model if it can name one; after "--" it is the prompt. Exits with status 2
-    for more than two words, and for a prompt before the model.
+    A single argument is the model if it can name one and --model is not given; otherwise, and after
+    "--", it is the prompt. Exits with status 2 for more than two arguments, and if the first of two
+    does not name a model.
     """
     words, refuse = [*parsed.words, *parsed.rest], parsed.parser.error
     if len(words) > 2:
@@ -154,7 +155,7 @@ def read_words(parsed: argparse.Namespace) -> tuple[str | None, str | None]:
 def piped_text() -> str | None:
     """Return the text of standard input; None if it is a terminal or closed.
 
-    Raises `InvalidRequest` for other data than text, and for more than 64 MiB.
+    Raises `InvalidRequest` for data that is not text, and for more than 64 MiB.
     """
     if sys.stdin is None or sys.stdin.isatty():
         return None
@@ -174,7 +175,7 @@ def piped_text() -> str | None:
 
 
 def joined(piped: str, prompt: str, *, is_raw: bool) -> str:
-    """Return standard input followed by the prompt, as paragraphs; unchanged with --raw."""
+    """Return standard input and the prompt as two paragraphs, or unchanged if ``is_raw``."""
     if is_raw:
         return piped + prompt
     return "\n\n".join(part for part in (piped.strip("\r\n"), prompt) if part.strip())

@@ -59,8 +59,8 @@ class Palette:
 class Painter:
     """Colours one answer by adding escape codes; the text itself is unchanged.
 
-    The text may lag behind the tokens: ``push`` returns the characters that a token adds to the
-    text, and their number waits in a queue until the text is shown.
+    ``push`` decodes a token and returns the characters that it adds to the text. The text may
+    arrive later than its tokens: until then the number of each token's characters waits in a queue.
     """
 
     def __init__(self, palette: Palette, push: Callable[[int], str]) -> None:
@@ -94,7 +94,7 @@ class Painter:
 
 
 class Style(NamedTuple):
-    """Options for the output besides the text of an answer."""
+    """Options for further output, such as the statistics of an answer."""
 
     colours: Palette | None = None  # colours of draft sources
     has_stats: bool = False  # whether to print statistics
@@ -119,14 +119,17 @@ class Printer:
         self._shows_thoughts = _is_terminal(sys.stdout) and _is_terminal(sys.stderr)
 
     def think(self, text: str) -> None:
-        """Print a part of the reasoning, if it cannot be confused with the answer."""
+        """Print a part of the reasoning to stderr, if stdout and stderr are terminals."""
         if text and self._shows_thoughts:
             self._is_thinking = True
             grey = f"{GREY}{text}{RESET}" if wants_colour(sys.stderr) else text
             print(grey, end="", file=sys.stderr, flush=True)
 
     def write(self, text: str, painted: str = "") -> None:
-        """Print a part of the text. ``painted``: the part in colours."""
+        """Print a part of the text.
+
+        ``painted``: the part with colour codes, which is printed instead if it is not empty.
+        """
         if not text:
             return
         self._end_thoughts()
@@ -179,7 +182,7 @@ class LocalModel:
     ) -> list[int] | None:
         """Print the answer to a conversation and append its text to ``texts``.
 
-        Returns the token ids that can replace the message in a later prompt, None without any.
+        Returns the token ids that can replace the answer in later prompts, or None.
         """
         chat = ChatOptions(None, None).chat_input(messages, params)
         answer = await self._chats.open(chat, hands_out=True)

@@ -40,14 +40,15 @@ PREFILL_TOKENS = 256  # uncached prompt tokens from which a prefill replica comp
 
 
 class DeadReplicaError(WireError):
-    """A message shows that its replica no longer serves."""
+    """Raised if a message from a replica shows that the replica no longer serves."""
 
 
 class Dispatcher:
     """The live requests of a front, and the replica of each. Belongs to one event loop.
 
-    A request that lost its replica waits for one with room, but only ``failover_seconds`` while
-    there is no replica at all. A new request never waits: it is refused.
+    A request whose replica was lost waits until another has room. While no replica is connected, it
+    waits for at most ``failover_seconds``. A new request never waits: if no replica has room, it is
+    refused.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Dispatcher:
         self._failover_seconds, self._clock = failover_seconds, clock
         self._places: dict[str, ReplicaLink] = {}  # replica of each request that has one
         self._waiting: dict[str, LiveRequest] = {}  # requests without a replica
-        self._finished: deque[float] = deque(maxlen=NUM_TIMES)  # end times since the last pause
+        self._finished: deque[float] = deque(maxlen=NUM_TIMES)  # end times since `idle` was set
 
     def owed(self, link: ReplicaLink) -> int:
         """Return the number of tokens left to compute for a replica's requests."""
@@ -181,10 +182,10 @@ class Dispatcher:
     def _take_prefill(
         self, live: LiveRequest, delta: Delta, handed: bytes | None, now: float
     ) -> None:
-        """Process a delta of a prompt that is computed for another replica.
+        """Process a delta of a request whose prompt is computed for another replica.
 
-        When the prompt ends, in any way, the request goes to the other replica unless it was
-        aborted. Tokens are not read: the other replica draws the same ones.
+        After the last delta, the request goes to the replica that generates the answer, unless it
+        was aborted. Tokens in the delta are ignored: the other replica samples the same ones.
         """
         _check_lives(live, delta)
         if not delta.terminal:
@@ -207,9 +208,9 @@ class Dispatcher:
     # -- parts of prompts -----------------------------------------------------------------------
 
     def _take_part(self, live: LiveRequest, part: HeldPrompt, now: float) -> None:
-        """Let the replica of the answer read the pages of the prompt computed so far.
+        """Let the replica that will generate the answer read the prompt's pages computed so far.
 
-        It later finds these pages in its own cache, and reads only the missing ones.
+        It later finds these pages in its own prefix cache, and reads only the missing ones.
         """
         links = self._roster.links
         if live.reader is None and not live.is_aborted:
@@ -228,7 +229,7 @@ class Dispatcher:
             self._free(part)
 
     def _forget_reader(self, peer: bytes) -> None:
-        """Free the parts of prompts that a lost replica was to read."""
+        """Free the held parts of prompts that a lost replica would have read."""
         for live in self.live.values():
             if live.reader == peer:
                 live.reader = None
@@ -257,7 +258,7 @@ class Dispatcher:
             if not self._roster.send(link, submit):
                 continue
             if held is not None:
-                live.held = None  # usable once; the replica has its pages freed
+                live.held = None  # the replica frees the pages when it has read them
             self._drop_prompt(live)
             live.sent(now)
             self._note_place(live, link, choice)
@@ -278,9 +279,9 @@ class Dispatcher:
         self._router.begin(request_id, choice)
 
     def _place_prompt(self, live: LiveRequest, now: float) -> bool:
-        """Send the prompt of a request to a prefill replica; return False if that is not done.
+        """Send the prompt of a request to a prefill replica; return False if it was not sent.
 
-        The replica of the answer is chosen when the prompt has been computed.
+        The replica that generates the answer is chosen after the prompt has been computed.
         """
         links = self._roster.links
         for_prompts = {
@@ -318,7 +319,8 @@ class Dispatcher:
         links = self._roster.links
         full = {peer for peer, each in links.items() if not each.takes(live.request)}
         for_prompts = {peer for peer, each in links.items() if each.role == "prefill"}
-        if len(for_prompts) < len(links):  # prefill replicas alone compute whole requests
+        # Prefill replicas compute whole requests only if there are no other replicas.
+        if len(for_prompts) < len(links):
             full |= for_prompts
         unready = {peer for peer, each in links.items() if each.unready is not None}
         for excluded in (full | unready, full) if unready else (full,):
@@ -374,7 +376,7 @@ class Dispatcher:
         return full
 
     def _finish(self, live: LiveRequest, delta: Delta) -> None:
-        """End a request with a delta that the front makes."""
+        """End a request with a delta made by the front, not by a replica."""
         now = self._clock()
         live.request.usage.total_time = live.elapsed(now)
         if isinstance(delta.error, DeadlineExceeded):
@@ -404,7 +406,7 @@ class Dispatcher:
 
 
 def _check_lives(live: LiveRequest, delta: Delta) -> None:
-    """Raise `DeadReplicaError` for a delta that only a stopping engine sends."""
+    """Raise `DeadReplicaError` for a delta that an engine sends only when it stops."""
     if isinstance(delta.error, EngineDead):
         raise DeadReplicaError(f"its engine ended: {str(delta.error)[:MAX_REASON]!r}")
     is_abort = delta.finish_reason is FinishReason.ABORT and delta.stop_reason is None

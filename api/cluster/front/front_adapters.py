@@ -1,4 +1,4 @@
-"""FrontAdapters: the adapters that all replicas of a front load, at once or when they join."""
+"""FrontAdapters: the adapters of a front, which all present and future replicas load."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ LOAD_SECONDS = 300.0  # timeout for a replica to load an adapter
 
 
 class _Loaded(NamedTuple):
-    """An adapter that all replicas have or load when they join."""
+    """An adapter that all present replicas have loaded and later ones will load."""
 
     question: LoadAdapter
     digest: bytes  # digest of the adapter's files
 
 
 class FrontAdapters:
-    """An `AdapterLoader` that loads into replicas. Belongs to one event loop.
+    """An `AdapterLoader` that loads adapters into all replicas. Belongs to one event loop.
 
-    Each replica reads the same path and must find the same files there. A replica that joins later
-    and does not find them is lost. ``on_equipped`` is called when a new replica has all adapters.
+    Each replica reads the same path and must find the same files there; a replica that joins later
+    and does not find them is removed. ``on_equipped`` is called when a new replica has all
+    adapters.
     """
 
     def __init__(self, roster: Roster, on_equipped: Callable[[], None]) -> None:
@@ -49,8 +50,8 @@ class FrontAdapters:
     async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:
         """Let all replicas load an adapter.
 
-        Raises `Unavailable` without a replica, `ModelLoadError` if their files differ, and any
-        replica's error. After an error no replica has the adapter.
+        Raises `Unavailable` if no replica is connected, `ModelLoadError` if the replicas' files
+        differ, and the error of any replica. If it raises, no replica keeps the adapter.
         """
         question = _question(name, number, folder)
         try:
@@ -65,9 +66,9 @@ class FrontAdapters:
         return LoadedAdapter(remote, facts.rank, facts.num_bytes, facts.digest)
 
     async def _load_everywhere(self, question: LoadAdapter) -> dict[ReplicaLink, AdapterFacts]:
-        """Ask all replicas, those that join meanwhile included, to load an adapter.
+        """Ask all replicas, including any that join meanwhile, to load an adapter.
 
-        Raises `Unavailable`, `ModelLoadError`, and any replica's error.
+        Raises `Unavailable`, `ModelLoadError`, and the error of any replica.
         """
         asked: set[bytes] = set()
         found: dict[ReplicaLink, AdapterFacts] = {}
@@ -92,7 +93,7 @@ class FrontAdapters:
             await self._unload(remote.number)
 
     def equip(self, link: ReplicaLink) -> None:
-        """Let a new replica load the adapters of the others."""
+        """Let a new replica load the adapters that the other replicas have."""
         if self._loaded:
             task = asyncio.create_task(self._equip(link))
             self._equipping.add(task)

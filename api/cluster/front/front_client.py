@@ -33,7 +33,7 @@ class Launcher(Protocol):
     """Starts replicas, and changes their number."""
 
     async def start(self, address: str) -> None:
-        """Request replicas that connect to an address. Raises `ForetokenError`."""
+        """Begin to start replicas, which connect to ``address``. Raises `ForetokenError`."""
 
     async def failure(self) -> str | None:
         """Return why replicas cannot be started, or None."""
@@ -46,12 +46,12 @@ class Launcher(Protocol):
 
 
 class FrontClient(EngineClient):
-    """An `EngineClient` whose replicas, connected at ``front.front``, compute.
+    """An `EngineClient` whose engines are replicas that connect to ``front.front``.
 
-    ``model`` has the tokenizer and the chat template. `prepare` listens for replicas, `start` waits
-    for the first one, whose greeting describes the model. Raises `InvalidRequest` for an invalid
-    address, or for one that is open to other machines without a key. ``launcher`` starts the
-    replicas; None: they are started by other means.
+    ``model``: source of the tokenizer and the chat template. `prepare` listens for replicas, and
+    `start` waits for the first one, whose greeting describes the model. ``launcher`` starts the
+    replicas; if it is None, they are started by other means. Raises `InvalidRequest` for an invalid
+    address, or for one that other machines can reach while no cluster key is set.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FrontClient(EngineClient):
         launcher: Launcher | None = None,
         **options: Any,  # noqa: ANN401 - EngineConfig checks them
     ) -> None:
-        from ..wire.transport import check_address, cluster_key  # needs an extra
+        from ..wire.transport import check_address, cluster_key  # imports zmq, which is optional
 
         super().__init__(model, **options)
         self._address, self._key = front.front or ANY_PORT, cluster_key()
@@ -153,7 +153,7 @@ class FrontClient(EngineClient):
             raise
 
     def _end_tokens(self, built: Built[ServingEngine], tokenizer: Tokenizer) -> frozenset[int]:  # noqa: ARG002 - as the base's
-        """Return the replicas' end tokens: replicas end the answers."""
+        """Return the end tokens that the replicas use, since replicas decide where answers end."""
         return built.eos_token_ids
 
     async def _while_launching(self, launcher: Launcher, first: asyncio.Future[Hello]) -> None:

@@ -1,4 +1,4 @@
-"""FrontMetrics: a front's own counts, and its replicas' metrics with the label replica."""
+"""FrontMetrics: a front's own metrics, and its replicas' metrics with the label ``replica``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class ReplicaFamilies(Collector):
 class FrontMetrics:
     """The metrics of a front.
 
-    ``read`` returns (owed tokens, requests) by replica, ``fetch`` the texts of all replicas.
+    ``read`` returns for each replica the tokens left to compute and the number of requests.
+    ``fetch`` returns the metrics of all replicas as text.
     """
 
     def __init__(

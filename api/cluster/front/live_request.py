@@ -19,7 +19,7 @@ from ..wire.forms import usage_of
 from ..wire.messages import Drop
 
 logger = logging.getLogger(__name__)
-MAX_LOSSES = 3  # losses that end a request, which may be the cause of them
+MAX_LOSSES = 3  # losses after which a request is ended, since it may cause them
 K = TypeVar("K")
 
 
@@ -41,9 +41,9 @@ class LiveRequest:
         self.stream = TokenStream(request)
         self.num_losses = 0
         self.is_aborted = False
-        self.is_prefilling = False  # a replica computes its prompt for another one
+        self.is_prefilling = False  # a prefill replica computes its prompt
         self.was_prefilled = False  # prefill on another replica was tried; it is tried once
-        self.held: HeldPrompt | None = None  # its prompt's KV, until it is sent to a reader
+        self.held: HeldPrompt | None = None  # KV of the prompt, until another replica reads it
         self.reader: bytes | None = None  # peer that reads the prompt's KV as it is computed
         self.part: HeldPrompt | None = None  # the latest part of the prompt sent to the reader
         self.waits_since = now  # start of its wait for a replica
@@ -74,7 +74,7 @@ class LiveRequest:
 
     @property
     def may_be_prefilled(self) -> bool:
-        """Whether a replica other than the answer's may compute the prompt."""
+        """Whether a prefill replica may compute the prompt for the replica of the answer."""
         request, sampling = self.request, self.request.sampling
         is_plain = sampling.pooling is None and sampling.params.prompt_logprobs is None
         is_new = not (self.was_prefilled or request.num_output)
@@ -85,7 +85,7 @@ class LiveRequest:
         self._sent = now
 
     def lose(self, now: float) -> None:
-        """Record the loss of the replica, whose usage is kept and added to the next one's."""
+        """Record that the replica was lost; its usage is added to the next replica's."""
         self.num_losses += 1
         self.waits_since = now
         self._before = deepcopy(self.request.usage)
@@ -127,12 +127,16 @@ class LiveRequest:
                 on_token(token_id)
 
     def _set_usage(self, usage: Usage) -> None:
-        """Copy all fields into the request's usage object, which other objects refer to."""
+        """Copy ``usage`` into the request's usage object, which other objects refer to."""
         for each in fields(Usage):
             setattr(self.request.usage, each.name, getattr(usage, each.name))
 
     def _summed(self, run: Usage) -> Usage:
-        """Return the usage over all replicas; cache counts are of the run that made the prompt."""
+        """Return the usage summed over all replicas that served the request.
+
+        Cache counts and the queue time are not summed: they come from the replica that generated
+        the first token.
+        """
         before, first = self._before, self.request.usage
         run.prompt_tokens = self.request.prompt_len
         run.time_to_first_token, run.moves = first.time_to_first_token, 0
@@ -147,12 +151,15 @@ class LiveRequest:
         total.queue_time = whose.queue_time
         for each in (before, run):
             add_counts(total, each)
-        total.evicted_tokens = max(before.evicted_tokens, run.evicted_tokens)  # computed again
+        total.evicted_tokens = max(before.evicted_tokens, run.evicted_tokens)  # they overlap
         return total
 
 
 def _count(usage: Usage, delta: Delta) -> None:
-    """Add a step's counts, taken from its delta, until the replica sends its own. O(tokens)."""
+    """Add a step's counts to a usage, as far as its delta shows them. O(tokens).
+
+    The replica's own usage replaces them when it arrives.
+    """
     if not delta.token_ids:
         return
     num_accepted = len(delta.accepted_sources)

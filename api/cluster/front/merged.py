@@ -33,7 +33,10 @@ def merged_cache(page_size: int, bodies: Bodies) -> Body:
 
 
 def merged_overview(views: Mapping[int, Mapping[str, Any]]) -> Body:
-    """Return `ServingEngine.overview` over replicas by number, their trees side by side."""
+    """Return one `ServingEngine.overview` for all replicas, given by number.
+
+    The drawings of their prefix trees are placed side by side.
+    """
     bodies = list(views.values())
     body: Body = {name: _sum(bodies, name) for name in SUMMED_IN_OVERVIEW}
     body |= {name: _added(each.get(name, {}) for each in bodies) for name in COUNTS_IN_OVERVIEW}
@@ -55,7 +58,10 @@ def merged_overview(views: Mapping[int, Mapping[str, Any]]) -> Body:
 
 
 def merged_audit(audits: Mapping[int, Mapping[str, Any]]) -> Body:
-    """Return `ServingEngine.audit` over replicas by number; "ok" if all replicas are."""
+    """Return one `ServingEngine.audit` for all replicas, given by number.
+
+    "ok" is true only if it is true for every replica.
+    """
     bodies = list(audits.values())
     body: Body = {
         "ok": all(each.get("ok") is True for each in bodies),

@@ -30,8 +30,9 @@ async def ask_all(
 ) -> dict[ReplicaLink, T]:
     """Return the answers of ``links`` (default: all replicas) to a question.
 
-    ``read`` decodes an answer and raises its error. Replicas that are lost meanwhile are left out.
-    Raises a replica's error; with ``skips`` that replica is left out, too.
+    ``read`` decodes an answer, or raises the error that it contains. Replicas that are lost
+    meanwhile are left out. An error of a replica is raised; with ``skips`` the replica is left out
+    instead.
     """
     links = list(roster.links.values()) if links is None else links
     asked = [_ask(roster, each, question, seconds) for each in links]

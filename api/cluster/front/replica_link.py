@@ -24,9 +24,9 @@ NO_LOAD = Load(running=0, waiting=0, kv_usage=0.0)
 
 @dataclass(slots=True, eq=False)
 class ReplicaLink:
-    """The state of one replica, from its greeting to its loss.
+    """The front's state of one replica, from the replica's greeting to its loss.
 
-    ``requests`` are the requests that it serves now. `Dispatcher` writes them, this class the rest.
+    ``requests`` are the requests that the replica serves now; `Dispatcher` maintains them.
     """
 
     peer: bytes
@@ -38,7 +38,7 @@ class ReplicaLink:
     unready: str | None = None  # its own reason why it cannot take requests
     requests: dict[str, LiveRequest] = field(default_factory=dict)
     adapters: set[Adapter] = field(default_factory=set)  # adapters that it has loaded
-    num_served: int = 0  # requests that ended there
+    num_served: int = 0  # requests that ended at this replica
     num_silent_beats: int = 0  # beats that the front sent since its last message
     _ended: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_ENDED))
     _calls: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class ReplicaLink:
 
     @property
     def capacity(self) -> int:
-        """Number of requests that it accepts, running and waiting."""
+        """Number of requests that the replica accepts, running and waiting ones together."""
         return self.hello.max_running + self.hello.max_queued
 
     def takes(self, request: Request) -> bool:
-        """Whether the replica has room for another request and the request's adapter."""
+        """Whether the replica has room for another request, and has the request's adapter."""
         adapter = request.extras.adapter
         has_adapter = adapter is None or adapter in self.adapters
         return has_adapter and len(self.requests) < self.capacity
@@ -96,7 +96,7 @@ class ReplicaLink:
         return live
 
     def check_tokens(self, delta: Delta, live: LiveRequest) -> None:
-        """Raise `WireError` for a delta that no engine sends."""
+        """Raise `WireError` for impossible tokens, log-probabilities or pooled numbers."""
         num_tokens, vocab = len(delta.token_ids), self.hello.vocab_size
         logprobs = (*delta.logprobs, *delta.prompt_logprobs)
         if max((*delta.token_ids, *map(_highest, logprobs)), default=0) >= vocab:
@@ -111,7 +111,7 @@ class ReplicaLink:
         _check_pooled(delta, live, self.hello.pooling.dimensions)
 
     def forget(self, request_id: str) -> None:
-        """Remove a request; later deltas of it are ignored."""
+        """Remove a request; later deltas of this request are ignored."""
         if self.requests.pop(request_id, None) is not None:
             self._ended.append(request_id)
             self.num_served += 1
@@ -119,7 +119,7 @@ class ReplicaLink:
     # -- calls ----------------------------------------------------------------------------------
 
     def ask(self, question: Question) -> tuple[FromFront, asyncio.Future[Answer]]:
-        """Return a call with the question, and the future of its answer."""
+        """Return a message that asks a question, and the future of its answer."""
         call_id = self._num_calls = next(self._call_ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
@@ -129,7 +129,7 @@ class ReplicaLink:
     def answered(self, answer: Answer) -> None:
         """Pass an answer to its caller, or drop it if the caller no longer waits.
 
-        Raises `WireError` for an answer without a call.
+        Raises `WireError` for an answer to a call that was not made.
         """
         if answer.call_id > self._num_calls:
             raise WireError("it sent an answer to a call that was not made")

@@ -1,8 +1,8 @@
 """Replicas: the `ServingEngine` of a front, which sends requests to connected replicas.
 
-All text and all state of the API are in this process, so the loss of a replica ends no answer: a
-request with its output so far is like a preempted one, and another replica resumes it with the same
-tokens.
+All text and all state of the API are in this process, so the loss of a replica ends no answer:
+another replica resumes the request after its output so far, as after a preemption, and generates
+the same tokens.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ SHUTTING_DOWN, CLOSED = "the engine is shutting down", "the engine was closed"
 class Replicas:
     """A `ServingEngine` over the connected replicas. Belongs to one event loop.
 
-    ``wanted`` replicas must have connected before the first request is served; ``tokenizer`` is the
-    hash of the front's own. A request waits ``failover_seconds`` when no replica is left.
+    ``wanted`` replicas must have connected before the first request is served. ``tokenizer`` is the
+    hash of the front's own tokenizer. When no replica is left, a request waits for at most
+    ``failover_seconds``.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Replicas:
 
     @property
     def limits(self) -> RequestRoom:
-        """Numbers of requests that all replicas accept; without a replica the last numbers."""
+        """Numbers of requests that all replicas accept; if none is connected, the last numbers."""
         return self._roster.room
 
     @property
@@ -169,7 +170,7 @@ class Replicas:
         return self._dispatcher.submit(request, session_id() or request.tenant)
 
     def check(self, request: Request) -> None:
-        """Raise for a request that `submit` would refuse even with an empty queue.
+        """Raise an error for a request that `submit` would refuse even with an empty queue.
 
         Raises `PromptTooLong` and `InvalidRequest`.
         """
@@ -240,7 +241,7 @@ class Replicas:
             self.beat()
 
     def beat(self) -> None:
-        """Send a beat to all replicas, lose silent ones, and place waiting requests.
+        """Send a beat to all replicas, remove silent replicas, and place waiting requests.
 
         Called once per second.
         """
@@ -319,7 +320,7 @@ class Replicas:
         return sum((await ask_all(self._roster, question, number_of)).values())
 
     async def cache_info(self, namespace: str | None = None) -> Body:
-        """Return occupancy and hit counters, summed over all replicas and of each replica."""
+        """Return occupancy and hit counters of each replica, and their sums."""
         question = CacheInfo(namespace=namespace)
         found = await ask_all(self._roster, question, body_in, skips=True)
         each = [{"number": link.number, "pid": link.hello.pid, **found[link]} for link in found]
@@ -328,8 +329,8 @@ class Replicas:
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> Body:  # noqa: ARG002
         """Return counts and state merged over all replicas, and a row for each replica.
 
-        Requests have their replica's number. ``finished`` is ignored: each replica remembers its
-        own finished requests.
+        Each request has the number of its replica. ``finished`` is ignored: each replica remembers
+        its own finished requests.
         """
         found = await ask_all(self._roster, Overview(), body_in, skips=True)
         views = {link.number: body for link, body in found.items()}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NOT_RUNNING, NO_REPLICA = "the engine is not running", "no replica is connected"
-MAX_SILENT_BEATS = 3  # front's beats without a message: two of the replica's are then missing
+MAX_SILENT_BEATS = 3  # beats that the front sends to a silent replica before it is lost
 REFUSAL_SECONDS = 10.0  # interval in which a repeated refusal is not logged again
 TOLD_CAUSES = ("wrong", "died", "left")  # causes for which a replica is told the reason
 MODEL_FACTS = (
@@ -32,7 +32,7 @@ BITS_FACTS = ("kernels", "fingerprint", "exact")
 
 
 class UnfitError(WireError):
-    """This front refuses the replica."""
+    """Raised if the front refuses a replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class RequestRoom:
 class Roster:
     """The replicas of a front. Belongs to one event loop.
 
-    The front is complete once ``wanted`` replicas are connected; ``tokenizer`` is the hash of the
-    front's own. ``on_joined`` is called with an accepted replica, ``on_lost`` with a replica that
-    was removed from ``links`` and the cause, one of `CAUSES`.
+    The front is complete once ``wanted`` replicas are connected. ``tokenizer`` is the hash of the
+    front's own tokenizer. ``on_joined`` is called with each accepted replica. ``on_lost`` is called
+    with each replica that was removed from ``links``, and with the cause, one of `CAUSES`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Roster:
         on_lost: Callable[[ReplicaLink, str], None],
     ) -> None:
         self.links: dict[bytes, ReplicaLink] = {}  # by peer, in the order of arrival
-        self.room = RequestRoom(0, 0)  # without a replica the last one's room
+        self.room = RequestRoom(0, 0)  # the last known room if no replica is connected
         self.max_priority = math.inf
         self.num_joined = 0  # replicas accepted since the start
         self.complete = asyncio.Event()  # set once all wanted replicas were connected
@@ -81,7 +81,7 @@ class Roster:
 
     @property
     def missing(self) -> str | None:
-        """Reason why no request can be sent: too few replicas have connected; None if enough."""
+        """The reason why no request can be sent to a replica now, or None."""
         if not self.complete.is_set():
             return f"waiting for replicas: {len(self.links)} of {self._wanted} are connected"
         return None if self.links else NO_REPLICA
@@ -95,7 +95,7 @@ class Roster:
 
     def open(self, address: str, key: str | None) -> None:
         """Listen for replicas. Raises `InvalidRequest` for an unusable address."""
-        from ..wire.transport import FrontSocket  # needs an extra
+        from ..wire.transport import FrontSocket  # imports zmq, which is optional
 
         self._socket = FrontSocket(address, key, clock=self._clock)
 
@@ -108,14 +108,14 @@ class Roster:
         return await asyncio.shield(self.first)
 
     def send(self, link: ReplicaLink, message: FromFront) -> bool:
-        """Send to a replica; return False, and lose the replica, if it does not read."""
+        """Send a message to a replica. If it does not read, remove it and return False."""
         sent = self.socket.send(link.peer, message)
         if not sent:
             self.lose(link, "closed", "it does not read its messages")
         return sent
 
     def beat(self) -> None:
-        """Send a beat to all replicas, and lose the silent ones."""
+        """Send a beat to all replicas, and remove the silent ones."""
         for link in list(self.links.values()):
             link.num_silent_beats += 1
             if link.num_silent_beats >= MAX_SILENT_BEATS:
@@ -132,7 +132,7 @@ class Roster:
         logger.log(level, "%s is lost: %s; requests to move: %d", link, reason, len(link.requests))
         if cause in TOLD_CAUSES:
             self.socket.part(link.peer, Leaving(reason=reason))
-        elif cause == "silent":  # without a message, so that it connects again when it wakes up
+        elif cause == "silent":  # no message, so that it connects again later
             self.socket.part(link.peer)
         link.fail_calls()
         self._count_room()
@@ -153,7 +153,7 @@ class Roster:
     # -- connections ----------------------------------------------------------------------------
 
     def disconnected(self, peer: bytes) -> None:
-        """Lose the replica of a closed connection."""
+        """Remove the replica whose connection was closed."""
         if (link := self.links.get(peer)) is not None:
             self.lose(link, "closed", "its connection was closed")
 

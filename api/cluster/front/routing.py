@@ -21,7 +21,7 @@ from ....core.tiers.keys import chain_keys, root_key
 from ..wire.messages import KEY_BYTES
 
 SENT_SECONDS = 2.0  # time for which a sent prompt's pages count as stored
-ANSWER_TOKENS = 64  # least tokens that a request owes until its end, for its share of steps
+ANSWER_TOKENS = 64  # least tokens that a live request owes, since it takes part in steps
 MAX_OVER_MEAN = 1.25  # limit of a session's replica's owed tokens, relative to the mean
 R = TypeVar("R", bound=Hashable)
 
@@ -45,7 +45,7 @@ class Choice(Generic[R]):
 
 
 class _Seed(NamedTuple):
-    """Seed of page keys: replicas with equal seeds have equal keys for equal tokens."""
+    """The seed of page keys. Replicas with equal seeds have equal keys for equal tokens."""
 
     fingerprint: bytes | None  # None: the replica has no keys
     page_size: int
@@ -58,21 +58,21 @@ class _Replica(Generic[R]):
     name: R
     seed: _Seed
     pages: set[bytes] = field(default_factory=set)  # keys of the pages that it reports as stored
-    sent: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # key -> end, ascending
+    sent: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # end by key, ascending
     owed: int = 0  # tokens left to compute for its requests
     num_requests: int = 0
     last_turn: int = 0  # number of the last choice of this replica; 0: never chosen
     is_leaving: bool = False
 
     def mark_sent(self, keys: Iterable[bytes], end: float) -> None:
-        """Count pages as stored until ``end``. O(pages)."""
+        """Treat pages that a sent request will store as stored until ``end``. O(pages)."""
         for key in keys:
             if key not in self.pages:
                 self.sent[key] = end
                 self.sent.move_to_end(key)
 
     def forget_sent(self, now: float) -> None:
-        """Drop expired marks. O(1) for each of them."""
+        """Drop the pages of `mark_sent` whose end has passed. O(1) for each page."""
         while self.sent and next(iter(self.sent.values())) <= now:
             self.sent.popitem(last=False)
 
@@ -104,7 +104,7 @@ class _Keys:
 
 @dataclass(slots=True, eq=False)
 class _Offer(Generic[R]):
-    """A replica and a prompt's cache hit there. Counts are tokens."""
+    """A replica, and the part of a prompt that its cache has. Counts are tokens."""
 
     replica: _Replica[R]
     num_tokens: int  # prompt tokens
@@ -112,9 +112,9 @@ class _Offer(Generic[R]):
     hit_under_way: int = 0  # part of the hit that was just sent and is not reported as stored yet
 
     def has(self, key: bytes) -> bool:
-        """Whether the replica has the prompt's next page, stored or under way.
+        """Whether the replica has a page of the prompt, or is about to store it.
 
-        Counts a page that is under way.
+        A page that is about to be stored is added to ``hit_under_way``.
         """
         if key in self.replica.pages:
             return True
@@ -124,16 +124,17 @@ class _Offer(Generic[R]):
 
     @property
     def owed(self) -> int:
-        """Tokens that the request adds to the replica's owed ones."""
+        """Tokens that the request would add to the replica's owed tokens."""
         return max(self.num_tokens - self.hit, ANSWER_TOKENS)
 
     @property
     def rank_by_wait(self) -> tuple[int, ...]:
         """Sort key: tokens to compute until the prompt is computed, fewest first.
 
-        A prefix that is being computed there for another request does not count as others' work:
-        on any other replica this request would have to compute it. So requests that share a prefix
-        stay together until the rest of their owed tokens outweighs it.
+        A prefix of the prompt that the replica is computing for another request is subtracted from
+        its owed tokens: any other replica would have to compute it, too. Requests that share a
+        prefix therefore stay on one replica until its other work exceeds the tokens that the prefix
+        saves.
         """
         others = self.replica.owed - min(self.hit_under_way, self.replica.owed)
         return others + self.num_tokens - self.hit, *self._rank_by_turn
@@ -152,13 +153,13 @@ class _Offer(Generic[R]):
 class Router(Generic[R]):
     """Chooses replicas for requests, and counts each replica's owed tokens.
 
-    A request owes the tokens of its prompt that are not computed, and at least `ANSWER_TOKENS`
-    until its end. Messages about replicas that have not joined or have left, and about unknown
-    requests, are ignored: they may cross with the message by which a replica left.
+    A request owes the tokens of its prompt that are not computed yet, and at least `ANSWER_TOKENS`
+    until it ends. Messages about unknown requests, and about replicas that have not joined or have
+    left, are ignored: they may have been sent before the replica left.
     """
 
     def __init__(self, route: Route, *, fingerprint: bytes | None) -> None:
-        """Route by ``route``; ``fingerprint``: default for replicas that join without one."""
+        """Create a router; ``fingerprint`` is the default for replicas that join without one."""
         self._route = route
         self._fingerprint = fingerprint
         self._replicas: dict[R, _Replica[R]] = {}  # sorted by time of joining
@@ -170,8 +171,8 @@ class Router(Generic[R]):
     def join(self, replica: R, *, page_size: int, fingerprint: bytes | None) -> None:
         """Send requests to a replica from now on. Raises ValueError if it has joined already.
 
-        ``fingerprint`` and ``page_size`` (tokens) are its `PageKeys`'. Without a fingerprint no
-        token counts as cached there.
+        ``fingerprint`` and ``page_size`` (tokens) come from the replica's `PageKeys`. Without any
+        fingerprint, none of its tokens count as cached.
         """
         if replica in self._replicas:
             raise ValueError(f"the replica {replica!r} has already joined")
@@ -181,7 +182,8 @@ class Router(Generic[R]):
     def leave(self, replica: R) -> None:
         """Remove a replica that is gone.
 
-        Its requests' owed tokens count nowhere until `begin` moves them.
+        The owed tokens of its requests count at no replica until `begin` assigns the requests
+        again.
         """
         self._replicas.pop(replica, None)
 
@@ -232,12 +234,12 @@ class Router(Generic[R]):
     ) -> Choice[R] | None:
         """Return the replica for a request that is sent now, or None if all are excluded.
 
-        With ``is_sent`` false nothing is sent, and no state changes.
+        If ``is_sent`` is false, the request is not sent now, and no state changes.
 
-        ``tokens``: all tokens of the request, its output so far included. ``now``: seconds on a
-        monotonic clock. ``excluded``: replicas that cannot take the request. Its pages count as
-        stored at the replica for `SENT_SECONDS`. O(pages of the prompt) for each replica that has
-        them.
+        ``tokens``: all tokens of the request, including its output so far. ``now``: seconds on a
+        monotonic clock. ``excluded``: replicas that cannot take the request. The request's pages
+        count as stored at the chosen replica for `SENT_SECONDS`. O(pages of the prompt) for each
+        replica that has them.
         """
         offers = [
             _Offer(each, len(tokens))
@@ -259,9 +261,9 @@ class Router(Generic[R]):
         return Choice(best.replica.name, best.hit, best.owed, best.num_tokens)
 
     def begin(self, request_id: str, choice: Choice[R]) -> None:
-        """Count a request at the replica of its choice, and no longer at an earlier one.
+        """Count a request at the chosen replica, and no longer at an earlier replica.
 
-        Raises ValueError if the replica has left.
+        Raises ValueError if the chosen replica has left.
         """
         if (found := self._replicas.get(choice.replica)) is None:
             raise ValueError(f"unknown replica {choice.replica!r}")
@@ -271,9 +273,9 @@ class Router(Generic[R]):
         found.num_requests += 1
 
     def progress(self, request_id: str, num_computed: int) -> None:
-        """Record that the first ``num_computed`` of the tokens that were sent are computed.
+        """Record that the first ``num_computed`` tokens of a request are computed.
 
-        A first output token means that all are computed. O(1).
+        When the first output token arrives, all tokens that were sent are computed. O(1).
         """
         if (request := self._requests.get(request_id)) is not None:
             left = max(request.num_tokens - num_computed, ANSWER_TOKENS)
@@ -297,9 +299,10 @@ class Router(Generic[R]):
 
 
 def _find_pages(offers: list[_Offer[R]], keys: Iterable[bytes]) -> None:
-    """Count the hit of a prompt's leading pages at replicas with equal keys.
+    """Count the leading tokens of a prompt that each replica has in its cache.
 
-    The last token never counts: its logits must be computed.
+    All replicas in ``offers`` use ``keys``. The last token of the prompt never counts, because its
+    logits must be computed.
     """
     page_size, num_tokens = offers[0].replica.seed.page_size, offers[0].num_tokens
     for key in islice(keys, max(num_tokens - 1, 0) // page_size):
@@ -311,10 +314,10 @@ def _find_pages(offers: list[_Offer[R]], keys: Iterable[bytes]) -> None:
 
 
 def _of_session(offers: list[_Offer[R]], session: str) -> _Offer[R]:
-    """Return the session's replica, or the next one in its order that does not owe too much.
+    """Return the first replica in the session's order that does not owe too much.
 
-    The order is by rendezvous hashing: when a replica joins or leaves, only sessions that go to it
-    or were on it move. A replica owes too much if it owes more than `MAX_OVER_MEAN` times the mean
+    The order is by rendezvous hashing: when a replica joins or leaves, only the sessions that it
+    gains or loses move. A replica owes too much if it owes more than `MAX_OVER_MEAN` times the mean
     plus this request's tokens.
     """
 

@@ -1,4 +1,4 @@
-"""EngineHost: a replica, which joins a front and, after its loss, the next one at its address."""
+"""EngineHost: a replica; when it loses its front, it joins the next front at that address."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STOPPED, FAILED = "the replica is stopping", "the engine failed"
 
 
 class RefusedError(ForetokenError):
-    """The front refuses this replica."""
+    """Raised if the front refuses this replica."""
 
 
 class EngineHost:
@@ -65,7 +65,7 @@ class EngineHost:
         self._session: FrontSession | None = None
         self._stopped = asyncio.Event()
         self._refusal: str | None = None  # last logged refusal by a later front
-        self._has_warned = False  # whether a front without an answer was logged
+        self._has_warned = False  # whether `_warn_unheard` has logged
 
     @property
     def engine(self) -> LocalEngine:
@@ -84,10 +84,10 @@ class EngineHost:
         await self.engine.start()
 
     async def run(self) -> None:
-        """Serve until `stop`. If the front is gone, connect again until there is one.
+        """Serve until `stop` is called. If the connection to the front is lost, connect again.
 
-        Raises `RefusedError` if the first front refuses this replica, or if a front that has
-        accepted it refuses it later. If another front refuses it, the replica keeps its model and
+        Raises `RefusedError` if the first front refuses this replica, or if a front refuses it
+        after accepting it. If a later front refuses it at once, the replica keeps its model and
         cache and tries again: the refusal may be a mistake.
         """
         while not self._stopped.is_set():
@@ -160,7 +160,7 @@ class EngineHost:
         logger.info("the front at %s %s", self._address, news)
 
     def _warn_unheard(self, reason: str) -> None:
-        """Log once why no front has accepted this replica."""
+        """Log once why no front has accepted this replica yet."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

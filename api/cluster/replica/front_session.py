@@ -33,7 +33,7 @@ from .hosted_engine import HostedEngine, HostedRequest
 logger = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 MOST_SILENT = 2  # missing beats of a front that are tolerated
-MOST_UNHEARD = 30  # beats without a first message of the front, then it is connected to again
+MOST_UNHEARD = 30  # beats to wait for a front's first message before connecting again
 CANNOT_FETCH = "could not read the KV pages of a prompt"
 NEWS_SECONDS = 0.01  # time that page news wait to be sent together with deltas
 
@@ -55,7 +55,7 @@ class FrontLink(Protocol):
 
 
 class Ending(Enum):
-    """Kinds of ends of a connection."""
+    """The ways in which a connection can end."""
 
     LOST = "lost"  # the front closed it, was silent, or sent an invalid message
     REFUSED = "refused"  # the front refuses this replica
@@ -71,7 +71,10 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request from its message to its last delta. ``hosted``: set once the engine has it."""
+    """A request, from the front's message to the last delta.
+
+    ``hosted`` is None until the engine has the request.
+    """
 
     request_id: str  # the front's id
     task: asyncio.Task[None] | None = None
@@ -80,7 +83,7 @@ class _Live:
 
 
 class FrontSession:
-    """Serves the requests of a front over one connection; they end with it.
+    """Serves the requests of a front over one connection, until the connection ends.
 
     A front has accepted the replica once it has sent any message but `Leaving`.
     """
@@ -100,7 +103,7 @@ class FrontSession:
         self._left: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> Ended:
-        """Greet, and serve until the connection ends; then close it and abort all requests."""
+        """Send the greeting, and serve until the connection ends; then abort all requests."""
         self._greet()
         tasks: list[asyncio.Future[Ended]] = [
             self._left,  # first, because the front's reaction may have arrived already
@@ -175,7 +178,7 @@ class FrontSession:
             task.add_done_callback(partial(self._fetched, offer))
 
     def _fetched(self, offer: PageOffer, task: asyncio.Task[None]) -> None:
-        """End the offer if its pages were not read."""
+        """Let the other replica free the offered pages if they were not read."""
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
             self._hosted.end_offer(offer)
@@ -193,7 +196,7 @@ class FrontSession:
     # -- requests -------------------------------------------------------------------------------
 
     def _submit(self, message: Submit) -> None:
-        """Serve a request. An earlier one with its id is dropped: the front has forgotten it."""
+        """Serve a request. Drop an earlier one with its id, which the front has forgotten."""
         self._drop(self._live.pop(message.request_id, None))
         live = self._live[message.request_id] = _Live(message.request_id)
         try:
@@ -265,10 +268,10 @@ class FrontSession:
         self._send(Beat(load=self._hosted.load, unready=self._hosted.engine.readiness))
 
     async def _beat(self) -> Ended:
-        """Send beats, and count the front's missing ones.
+        """Send beats, and return when the front has been silent for too long.
 
-        A front that has sent no message gets no beats: if no process listens, they would be queued
-        and later be sent all at once.
+        Beats are sent only after the front's first message: without a listening process they would
+        be queued and later be sent all at once.
         """
         while not self._is_broken:
             await asyncio.sleep(BEAT_SECONDS)
@@ -281,7 +284,7 @@ class FrontSession:
         return Ended(Ending.LOST, "it does not read its messages")
 
     def _note(self, live: _Live, delta: Delta) -> None:
-        """Send a delta at the end of this turn of the loop."""
+        """Queue a delta; all deltas of one turn of the event loop are sent together."""
         hosted = live.hosted
         self._deltas.append((live.request_id, delta))
         if hosted is not None:

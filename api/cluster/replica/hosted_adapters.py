@@ -10,9 +10,9 @@ from ..wire.forms import WireError
 
 
 class HostedAdapters:
-    """Adapters by the number that the front gave them. Belongs to one event loop.
+    """A replica's adapters by the numbers that the front gave them. Belongs to one event loop.
 
-    The front counts their requests and flushes their cached prefixes.
+    The front counts the requests of each adapter and flushes its cached prefixes.
     """
 
     def __init__(self, loader: AdapterLoader | None) -> None:
@@ -31,7 +31,7 @@ class HostedAdapters:
         return loaded
 
     def find(self, number: int | None) -> ServedAdapter | None:
-        """Return the adapter with a number; None without one.
+        """Return the adapter with a number; None if ``number`` is None.
 
         Raises `WireError` for an adapter that is not loaded.
         """

@@ -59,7 +59,7 @@ class EngineLoad(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Number of requests that take part in steps."""
+        """Number of requests that the engine's steps compute."""
 
     @property
     def num_waiting(self) -> int:
@@ -78,7 +78,7 @@ class LocalEngine(ServingEngine, Protocol):
         """The engine's current load. Cheap."""
 
     def fetch(self, request: Request) -> None:
-        """Load the pages that a request is offered into the prefix cache; compute nothing."""
+        """Load the pages offered to a request into the prefix cache; compute nothing."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -93,10 +93,10 @@ class HostedRequest:
     num_parted: int = 0  # computed prompt tokens at the last attempt to hold a part
 
     def needs_usage(self, delta: Delta) -> bool:
-        """Whether the front needs the usage after this delta; counts the delta.
+        """Whether to send the request's usage with this delta. Counts the delta.
 
-        The front needs it with the first and the last delta, when ``closed_early`` changes, and
-        every `USAGE_PERIOD` deltas, in case a client leaves.
+        The usage is sent with the first and the last delta, when ``closed_early`` changes, and
+        every `USAGE_PERIOD` deltas, because the client may leave before the last one.
         """
         usage, constraint = self.request.usage, self.request.sampling.constraint
         if isinstance(constraint, GrammarMatcher):
@@ -109,7 +109,10 @@ class HostedRequest:
 
 @dataclass(kw_only=True, eq=False)
 class HostedEngine:
-    """An engine with its model's tokenizer and grammars. ``pages`` follows its cache."""
+    """An engine with its model's tokenizer and grammars.
+
+    ``pages`` logs the changes of the engine's prefix cache.
+    """
 
     built: Built[LocalEngine]
     tokenizer: Tokenizer
@@ -130,7 +133,7 @@ class HostedEngine:
 
     @cached_property
     def hello(self) -> Hello:
-        """The greeting. The front compares its tokenizer hash with its own."""
+        """The replica's greeting, whose tokenizer hash the front compares with its own."""
         return hello_of(self.built, tokenizer=self.tokenizer.fingerprint(), pid=os.getpid())
 
     @cached_property
@@ -179,7 +182,7 @@ class HostedEngine:
         return transfers.read(body_of(submit.transfer)).offer
 
     def hand_over(self, submit: Submit, request: Request, offer: PageOffer | None) -> None:
-        """Let the engine hold the prompt's pages, or read them from the replica that has them."""
+        """Let the engine hold the prompt's pages for another replica, or read them from one."""
         transfers = self.built.transfers
         if transfers is None:
             return
@@ -190,7 +193,8 @@ class HostedEngine:
     async def fetch(self, submit: Submit, offer: PageOffer) -> None:
         """Read the pages of a prompt that another replica still computes.
 
-        Raises `WireError`, and the errors of compiling a grammar; the caller then ends the offer.
+        Raises `WireError`, and the errors of compiling a grammar; the caller must then call
+        `end_offer`.
         """
         request = (await self.make(submit)).request
         self.hand_over(submit, request, offer)
@@ -198,10 +202,10 @@ class HostedEngine:
             self.engine.fetch(request)
 
     def part(self, hosted: HostedRequest) -> bytes | None:
-        """Hold the computed pages of a prompt; return the parameters for reading them, or None.
+        """Hold the prompt's pages computed so far; return the parameters for reading them.
 
-        Returns None if there are too few new tokens, if an earlier part is still being read, or
-        without room.
+        Returns None if there are too few new tokens, if an earlier part is still being read, or if
+        there is no room.
         """
         transfers, request = self.built.transfers, hosted.request
         is_worth_it = request.num_computed - hosted.num_parted >= PART_TOKENS
@@ -211,7 +215,7 @@ class HostedEngine:
             return None  # the whole prompt is about to be held
         if hosted.part is not None and transfers.is_held(hosted.part):
             return None  # the earlier part is still being read
-        hosted.num_parted = request.num_computed  # without room the next attempt comes later
+        hosted.num_parted = request.num_computed  # if there is no room, try again later
         hosted.part = transfers.hold_part(request)
         return None if hosted.part is None else body_form(transfers.write(request, hosted.part))
 
@@ -233,7 +237,7 @@ class HostedEngine:
         return body_form(transfers.write(request))
 
     def _check_goes_on(self, request: Request, params: SamplingParams) -> None:
-        """Raise `WireError` for an output that has ended: its next step would exceed a limit."""
+        """Raise `WireError` unless a further token may follow the request's output so far."""
         if request.sampling.pooling is not None:
             raise WireError("the request has an output but generates nothing")
         room = self.built.max_model_len - request.prompt_len
@@ -274,9 +278,9 @@ class HostedEngine:
 
 
 async def _stops(text: AnswerText, output: array[int]) -> bool:
-    """Read an output so far, and return whether a stop string ends it.
+    """Pass an output to ``text``, and return whether a stop string ends it.
 
-    Other tasks run in between.
+    Other tasks run after every `TOKENS_AT_ONCE` tokens.
     """
     for start in range(0, len(output), TOKENS_AT_ONCE):
         if _push_all(text, output[start : start + TOKENS_AT_ONCE]):

@@ -1,4 +1,4 @@
-"""PageLog: news for the front of pages that join or leave a replica's prefix cache."""
+"""PageLog: a log of the pages that join or leave a replica's prefix cache, for its front."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PageLog:
     def __init__(self, keys: PageKeys | None) -> None:
         self.on_news: Callable[[], None] = _nothing
         self._keys = keys
-        self._news: list[tuple[bool, list[bytes]]] = []  # stored or dropped, in order
+        self._news: list[tuple[bool, list[bytes]]] = []  # pairs (is stored, keys), in order
         if keys is not None:
             keys.add_observer(self)
 
@@ -41,7 +41,7 @@ class PageLog:
         return [page_news(is_stored=is_stored, keys=keys) for is_stored, keys in news]
 
     def take_all(self) -> Iterator[list[PageNews]]:
-        """Yield all pages in the cache as news, in parts; earlier news are discarded."""
+        """Yield news of all pages in the cache, in parts; discard news that were not taken."""
         self._news = []
         held = [] if self._keys is None else list(self._keys.cached())
         for start in range(0, len(held), PART_KEYS):

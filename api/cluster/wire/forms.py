@@ -1,9 +1,9 @@
 """Forms: encodings of objects that messages between front and replica cannot contain directly.
 
-Most fields are structs of the core, sent unchanged and decoded strictly: a field of another type or
-name is refused. Usage and log-probabilities are dataclasses, whose surplus fields are ignored. An
-object whose value depends on the process, or whose type is too loose, has a form: ``x_form``
-returns the form of an object, ``x_of`` an equal object from the form.
+Most fields of messages are structs of the core. They are sent unchanged, and a field of another
+type or name is refused. Usage and log-probabilities are dataclasses, whose unknown fields are
+ignored. An object has a form if its value depends on the process or its type is too loose:
+``x_form`` returns the form of an object, and ``x_of`` returns an equal object from the form.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WireError(ForetokenError):
 
 @contextmanager
 def meaningful(what: str) -> Iterator[None]:
-    """Raise `WireError` in place of errors about a value; ``what`` names the value."""
+    """Turn errors about a value into `WireError`; ``what`` names the value in the message."""
     try:
         yield
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -119,7 +119,7 @@ def params_of(form: Mapping[str, Any]) -> SamplingParams:
 def usage_form(usage: Usage, now: float) -> Usage:
     """Return a usage as a form; ``now``: seconds on the clock of the engine that counted it.
 
-    A cache loss has its age in place of its time, since the clocks of two processes differ.
+    The time of a cache loss is replaced by its age, since the clocks of two processes differ.
     """
     if (loss := usage.cache_loss) is None:
         return usage
@@ -133,7 +133,7 @@ def usage_of(form: Usage, now: float) -> Usage:
     """
     if (loss := form.cache_loss) is not None and not math.isfinite(loss.time):
         raise WireError("a cache loss without a finite age")
-    return usage_form(form, now)  # the same subtraction turns an age into a time
+    return usage_form(form, now)  # time = now - age, as age = now - time
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -153,12 +153,12 @@ class ErrorForm(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
 
 
 def shown_error(error: Exception) -> ForetokenError:
-    """Return the error for the other side: an unexpected one is replaced by a generic text."""
+    """Return an error for the other side; an unexpected one is replaced by a generic one."""
     return error if isinstance(error, ForetokenError) else ForetokenError(INTERNAL)
 
 
 def error_form(error: ForetokenError) -> ErrorForm:
-    """Return the form of an error, with its nearest base class that has a form."""
+    """Return the form of an error, with its nearest class that can be sent."""
     kind = next(each for each in type(error).__mro__ if _ERRORS.get(each.__name__) is each)
     values = {name: getattr(error, name) for name in _ERRORS[kind.__name__].wire_fields}
     return ErrorForm(kind=kind.__name__, message=str(error), **values)

@@ -1,9 +1,9 @@
 """Wire: the messages between a front and its replicas, in msgpack.
 
-A replica connects and sends `Hello`; the front sends requests with `Submit`, and every step is
-answered by one `Step` with the deltas of all requests. Both sides send a `Beat` each second, and
-`Leaving` before they end the connection. A message is a map with its kind under "type". Anything
-else, also a message with unknown fields, is refused with a `WireError`.
+A replica connects and sends `Hello`. The front sends requests with `Submit`, and the replica sends
+one `Step` after each step of its engine, with the deltas of all requests. Both sides send a `Beat`
+each second; `Leaving` announces the end of a connection. A message is a map with its kind under
+"type". Other data, and a message with unknown fields, are refused with a `WireError`.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ class Step(_Message, tag="step", frozen=True, kw_only=True):
     """A step's result: deltas of all requests, and the engine's state after the step.
 
     ``usages`` and ``handed`` are by request id; ``usages`` has only requests whose usage the front
-    needs now. A message without deltas has page news. A prompt in ``handed`` whose request has not
-    ended is computed in part.
+    needs now. A message without deltas has page news. If a request in ``handed`` has not ended,
+    only a part of its prompt is computed.
     """
 
     deltas: list[tuple[str, Delta]] = []  # each with the id of its request
-    usages: dict[str, Usage] = {}  # `usage_form`
-    handed: dict[str, bytes] = {}  # held prompts: JSON of `TransferParams.write`; `drop_of`
+    usages: dict[str, Usage] = {}  # encoded by `usage_form`
+    handed: dict[str, bytes] = {}  # held prompts, as JSON of `TransferParams.write`
     load: Load
     pages: list[PageNews] = []
 
@@ -134,23 +134,23 @@ class Answer(_Message, tag="answer", frozen=True, kw_only=True):
 
 
 class Submit(_Message, tag="submit", frozen=True, kw_only=True):
-    """A request; if it ran on another replica, with its output so far, after which it resumes.
+    """A request, with its output so far if it ran on another replica before.
 
-    A replica makes the request with the same parameters as the front, so that stop strings and
-    structured output end it there.
+    The replica makes the request with the front's parameters, so that stop strings and structured
+    output end the answer in the replica.
     """
 
     request_id: str
-    prompt: bytes  # `ids_form`
-    output: bytes = b""  # `ids_form`
-    params: dict[str, Any]  # `params_form`
+    prompt: bytes  # encoded by `ids_form`
+    output: bytes = b""  # encoded by `ids_form`
+    params: dict[str, Any]  # encoded by `params_form`
     seed: Seed
     bad_words_ids: tuple[tuple[TokenId, ...], ...] = ()
     shown_ids: frozenset[TokenId] = (
         frozenset()
     )  # special tokens that the text shows, for stop strings
     limit: Count | None = None  # output tokens within which structured output is completed
-    prediction: bytes | None = None  # `ids_form`
+    prediction: bytes | None = None  # encoded by `ids_form`
     tenant: str | None = None
     pooling: Pooling | None = None  # None: the request generates tokens
     cache: CacheOptions = DEFAULT_CACHE
@@ -175,7 +175,7 @@ class Drop(_Message, tag="drop", frozen=True, kw_only=True):
 
 
 class Fetch(_Message, tag="fetch", frozen=True, kw_only=True):
-    """Read the pages of a prompt that another replica still computes; the request comes later."""
+    """Read the pages of a prompt that another replica still computes, for a later request."""
 
     submit: Submit  # has a ``transfer``; no tokens are generated
 
@@ -193,7 +193,7 @@ class FlushCache(_Question, tag="flush", frozen=True, kw_only=True):
 class FlushPrefix(_Question, tag="flush_prefix", frozen=True, kw_only=True):
     """Calls `ServingEngine.flush_prefix`."""
 
-    tokens: bytes  # `ids_form`
+    tokens: bytes  # encoded by `ids_form`
     namespace: str | None = None
 
 
@@ -227,7 +227,7 @@ class LoadAdapter(_Question, tag="load_adapter", frozen=True, kw_only=True):
     name: str
     number: Count
     path: str
-    below: str | None = None  # `AdapterFolder.below`
+    below: str | None = None  # the value of `AdapterFolder.below`
 
 
 class UnloadAdapter(_Question, tag="unload_adapter", frozen=True, kw_only=True):
@@ -329,7 +329,7 @@ class _Handed(Struct):
     """The fields of a prompt in `Step.handed` that a front reads."""
 
     remote_request_id: str
-    remote_block_ids: list[Count] = []  # held pages
+    remote_block_ids: list[Count] = []  # ids of the held pages
 
 
 _handed = msgspec.json.Decoder(_Handed)
@@ -377,7 +377,7 @@ def facts_of(data: bytes) -> AdapterFacts:
 
 
 def page_news(*, is_stored: bool, keys: Iterable[bytes]) -> PageNews:
-    """Return news of pages; ``keys`` are whole keys."""
+    """Return the news that pages were stored or dropped; ``keys`` are full-length keys."""
     return PageNews(is_stored, b"".join(key[:KEY_BYTES] for key in keys))
 
 
@@ -462,11 +462,12 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
 
 
 def fetch_of(request: Request, transfer: bytes, *, page_size: int) -> Fetch:
-    """Return the message that lets a replica read the computed part of another's prompt.
+    """Return the message that lets a replica read the part of a prompt that another computed.
 
-    The message's request has its own id, because the request that it reads for may arrive before it
-    has ended. It has the tokens of the held pages and one more, which is never read. Image rows are
-    already token ids, so images are not sent. Raises `WireError` for an invalid transfer.
+    The message contains a request with an id of its own, because the actual request may arrive
+    before the pages are read. Its prompt has the tokens of the held pages and one more, which is
+    never read. Image rows are already token ids, so images are not sent. Raises `WireError` for an
+    invalid transfer.
     """
     num_pages = len(_decoded(_handed.decode, transfer).remote_block_ids)
     part = request.tokens[: min(request.prompt_len, num_pages * page_size + 1)]
@@ -492,9 +493,10 @@ def request_of(
 ) -> Request:
     """Return the request of a message, in a replica.
 
-    ``params``: the message's parameters, from `params_of`. ``grammar``: compiled from them.
-    ``on_token``: watches for their stop strings; it has read the output so far when the request
-    runs. ``adapter``: the adapter with the message's number. Raises `WireError`.
+    ``params``: the message's parameters, from `params_of`. ``grammar``: the grammar compiled from
+    ``params``. ``on_token``: callback that looks for stop strings; the caller passes the output so
+    far to it before the request runs. ``adapter``: the adapter with the message's number. Raises
+    `WireError`.
     """
     with meaningful("a request"):
         prepared = Prepared(

@@ -1,8 +1,8 @@
 """Transport: the ZMQ sockets between a front and its replicas.
 
-The front listens, replicas connect. A message that cannot be sent at once is not sent: the other
-side is gone, or does not read. With a cluster key all bytes are encrypted (CURVE), and messages of
-a process without the key are dropped; beyond loopback a key is required.
+The front listens, and replicas connect. A message that cannot be sent at once is dropped, because
+the other side is gone or does not read. With a cluster key all bytes are encrypted (CURVE), and
+messages of processes without the key are dropped. Only loopback addresses work without a key.
 
 The front limits the messages and bytes of each connection before it decodes them, so that a replica
 that sends too much does not slow down the others.
@@ -49,7 +49,10 @@ def cluster_key() -> str | None:
 
 
 def check_address(address: str, key: str | None, *, param: str = "front") -> None:
-    """Raise `InvalidRequest` unless ``address`` is tcp://HOST:PORT, on loopback or with a key."""
+    """Raise `InvalidRequest` unless replicas can connect to ``address``.
+
+    It must have the form tcp://HOST:PORT, and a key is required unless HOST is a loopback address.
+    """
     scheme, separator, rest = address.partition("://")
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not (separator and colon and host) or not _is_port(port):
@@ -73,10 +76,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _front_keys(key: str) -> tuple[bytes, bytes]:
-    """Return the front's public and secret CURVE key in Z85, both derived from the cluster's key.
+    """Return the front's public and secret CURVE key in Z85, derived from the cluster key.
 
-    No message contains the public key, and the first message of a connection needs it: a process
-    that has it has the cluster's key.
+    The first message of a connection needs the public key, which no message contains, so only
+    processes with the cluster key can connect.
     """
     secret = z85.encode(
         hashlib.scrypt(key.encode(), salt=b"foretoken", n=2**14, r=8, p=1, dklen=32)
@@ -105,20 +108,20 @@ class _Link(Generic[M]):
             self._loop.add_reader(each.fileno(), self._news.set)
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Send at once; return False if that is impossible."""
+        """Send the frames at once; return False if that is impossible."""
         try:
             self.socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         finally:
             if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._news.set()  # sending may consume the signal that a message can be read
+                self._news.set()  # sending may reset the socket's signal
         return True
 
     def read(self) -> list[zmq.Frame] | int | None:
-        """Return the frames of the next message, else a closed connection's descriptor, or None.
+        """Return the next message's frames, else the descriptor of a closed connection, or None.
 
-        The event of a close is read first and returned last, so that all messages come before it.
+        The event of a closed connection is read first but returned last, after all its messages.
         """
         if self._closed is None:
             with contextlib.suppress(zmq.Again):
@@ -220,7 +223,7 @@ class FrontSocket:
     def _heard(
         self, frames: Sequence[zmq.Frame]
     ) -> tuple[bytes, FromReplica | WireError | None] | None:
-        """Return a peer and its message, or None if the peer's messages are dropped."""
+        """Return the sender and the message in frames, or None if the message is dropped."""
         peer, *rest = frames
         if not rest:
             return None
@@ -229,7 +232,7 @@ class FrontSocket:
         if before != name and name in self._forgotten:
             return None  # its descriptor is closed or belongs to another connection
         self._peers[descriptor] = name
-        if before is not None and before != name:  # it closed, and the event is yet to come
+        if before is not None and before != name:  # the close event of `before` is not read yet
             self._closed.append(before)
             self._reused[descriptor] += 1
         if name in self._parted:
@@ -259,7 +262,7 @@ class FrontSocket:
         asyncio.get_running_loop().call_later(PARTING_SECONDS, self._cut, peer)
 
     def _cut(self, peer: bytes) -> None:
-        """Close the connection of a replica that has not closed it; ZMQ has no call for that."""
+        """Shut down the connection of a replica that has not closed it, which ZMQ cannot do."""
         for descriptor, name in self._peers.items():
             if name == peer:
                 with (
@@ -274,7 +277,7 @@ class FrontSocket:
 
     def close(self) -> None:
         """Close all connections."""
-        self._peers.clear()  # other files will reuse their descriptors
+        self._peers.clear()  # their descriptors may be reused by other files
         self._link.close()
 
 

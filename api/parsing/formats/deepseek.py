@@ -1,6 +1,7 @@
-"""DeepSeek: marks around each call, and around all calls; V3 and V3.1 differ inside.
+"""DeepSeek: marks around each call, and marks around all calls.
 
-Source: the models' published chat templates.
+V3 and V3.1 write the text between the marks differently. Source: the models' published chat
+templates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads Gemma's calls: ``call:f{city:<|"|>Paris<|"|>,days:3}`` between marks.
 
-The arguments are converted to JSON as they arrive: keys have no quotes, and strings have marks of
-their own as quotes. Sources: the published chat templates of Gemma 4 and FunctionGemma.
+The arguments are converted to JSON as they arrive: keys are unquoted, and strings are quoted by a
+special mark. Sources: the published chat templates of Gemma 4 and FunctionGemma.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FUNCTION_GEMMA = GemmaMarks("<start_function_call>", "<end_function_call>", "<es
 
 
 def gemma_beginnings(marks: GemmaMarks) -> tuple[Beginning, ...]:
-    """Return the beginning of a call."""
+    """Return the only beginning of calls in this format."""
     return (Beginning(mark=marks.begin, read=partial(_calls, marks=marks), ends=(marks.end,)),)
 
 
@@ -120,7 +120,10 @@ class _Call:
         yield CallArguments("}")
 
     def _see_no_value(self) -> Reading[None]:
-        """Check that the key ends its member, so that its value is null."""
+        """Check that a member ends after its key; its value is then null.
+
+        Raises `Malformed` and `Cut`.
+        """
         char = yield from self._source.peek()
         if not char:
             raise Cut
@@ -197,7 +200,7 @@ class _Call:
 
 
 def _escaped(reading: Reading[str]) -> Reading[str]:
-    """Yield the same events, with their text escaped for a JSON string."""
+    """Yield the events of ``reading``, with their text escaped for a JSON string."""
     while True:
         try:
             event = next(reading)
@@ -254,7 +257,8 @@ def _arguments(lark: Lark, tool: Tool, index: int, marks: GemmaMarks) -> str:
 def _of(tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any], quote: str) -> str:
     """Return the rule for a value, by the types of its schema.
 
-    Raises `InvalidRequest` for a strict tool whose schema has more than types.
+    Raises `InvalidRequest` for a strict tool whose schema has keywords that the rule cannot
+    enforce.
     """
     values = listed_values(schema)
     if values and all(isinstance(each, str | bool | int) or each is None for each in values):

@@ -45,10 +45,10 @@ def as_text(
 ) -> list[Message]:
     """Return the conversation with tools, calls and results as text.
 
-    The tools are placed at the beginning of the system message, else of the first user message: a
-    prompt is cached from its beginning, and tools change less often than the text after them.
-    Results become a user message, joined with the user's next text. Raises `InvalidRequest` for
-    tools or calls that are nested too deeply.
+    The tools are described at the beginning of the system message or, without a system role, of the
+    first user message: a prompt is cached from its beginning, and tools change less often than the
+    text after them. Results become a user message, to which the text of the user's next message is
+    added. Raises `InvalidRequest` for tools or calls that are nested too deeply.
     """
     written: list[Message] = []
     joins = False  # the last message holds results

@@ -54,9 +54,9 @@ _BARE_HEADERS = tuple(f"{before}to={_FUNCTIONS}" for before in ("", "commentary 
 
 
 def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the conversation with reasoning in the field that harmony's template reads.
+    """Return the conversation with reasoning copied to the field that the template reads.
 
-    The template accepts either content or reasoning in a message with calls.
+    In a message with calls, harmony's template accepts either content or reasoning.
     """
     return [
         {**message, "thinking": message["reasoning_content"]}
@@ -69,7 +69,7 @@ def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 def marked_call(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     """Return the message's call with ``mark`` in place of its arguments.
 
-    The template refuses a result without a call before it, and repeats the call's name in the
+    The template refuses a tool result without a call before it, and writes the call's name into the
     result.
     """
     call = message["tool_calls"][0]
@@ -137,7 +137,7 @@ def _header(source: Source) -> Reading[str | None]:
 
 
 def _is_bare_header(source: Source) -> Reading[bool]:
-    """Whether the rest of a header follows, whose beginning is in the prompt."""
+    """Whether the rest of a header comes next, whose first part the prompt contains."""
     at = yield from source.behind_white()
     if not (yield from source.which(_BARE_HEADERS, at)):
         return False
@@ -213,7 +213,7 @@ def _text(source: Source) -> Reading[str]:
 
 
 class HarmonyGrammar:
-    """Grammar rules for whole answers: optional reasoning, then the requested form."""
+    """Grammar rules for answers: optional reasoning, then text, a call or structured output."""
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return the rule for one call; a call ends the answer, so there is never a second one."""

@@ -27,7 +27,7 @@ HUNYUAN_CALLS, HUNYUAN_CALLS_END = "<tool_calls>", "</tool_calls>"
 
 
 def json_list(begin: str, end: str) -> tuple[Beginning, ...]:
-    """Return the beginning of calls that are a JSON list between two marks, or after one."""
+    """Return how calls in a JSON list begin: the list is between two marks or after one."""
 
     def read(call: CallState) -> Reading[None]:
         yield from call.source.expect(begin)

@@ -74,10 +74,10 @@ _SHORT = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the conversation with call ids of 9 letters and digits, as Mistral's templates
-    require.
+    """Return the conversation with call ids of 9 letters and digits, for Mistral's templates.
 
-    Equal ids stay equal in every turn, so a growing conversation keeps its cached prefix.
+    An id is shortened in the same way in every turn, so a growing conversation keeps its cached
+    prefix.
     """
     return [_shortened(message) for message in messages]
 

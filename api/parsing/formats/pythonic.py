@@ -67,8 +67,9 @@ PYTHONIC = (
 
 
 def marked_pythonic(begin: str, end: str) -> tuple[Beginning, ...]:
-    """Return the beginnings of calls between marks: LFM2 writes a list, OLMo 3 one call per
-    line.
+    """Return the beginnings of calls in Python between two marks, or in a list without marks.
+
+    Between the marks, LFM2 writes a list, and OLMo 3 writes one call per line.
     """
 
     def read(call: CallState) -> Reading[None]:
@@ -200,7 +201,7 @@ class _Call:
             yield CallArguments(scalar(word))
 
     def _expression(self) -> Reading[str]:
-        """Read text up to a comma, or to a closing bracket that it did not open."""
+        """Read text up to a comma, or up to a closing bracket without its opening bracket."""
         source, pieces, open_ = self._source, list[str](), list[str]()
         while True:
             pieces.append((yield from source.run(_IN_EXPRESSION)))

@@ -38,11 +38,11 @@ _QUOTES = frozenset("\"'`\\,;)]")  # an adjacent tag is quoted text
 class Tags:
     """The tags around calls, functions and arguments.
 
-    ``function`` precedes a function's name and ``named`` follows it; an argument's name is between
-    ``parameter`` and ``value``, and its value before ``value_end``. ``name`` and ``argument`` match
-    valid names. ``has_breaks`` says that a line break on either side of a value does not belong to
-    it. A format with functions writes names as attributes, followed by ``quote``; the reader
-    accepts any quoting, also with ``name=``.
+    A function's name is between ``function`` and ``named``. An argument's name is between
+    ``parameter`` and ``value``, and ``value_end`` ends its value. ``name`` and ``argument`` are
+    patterns of valid names. ``has_breaks``: a line break at the beginning or the end of a value
+    belongs to the tags. A format with functions writes names as attributes, followed by ``quote``;
+    the reader also accepts other quotes and ``name=``.
     """
 
     begin: str
@@ -70,7 +70,7 @@ class Tags:
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The opening tags without their quotes, which a model may leave out."""
+        """The opening tags without their quotation mark, which a model may leave out."""
         return tuple(tag.rstrip('"') for tag in self.opening)
 
     @property
@@ -84,14 +84,20 @@ class Tags:
         return _stem(self.parameter) if self.function else self.parameter
 
     def name_in(self, written: str) -> str | None:
-        """Return the name in an opening tag; "" for an empty name, None without a name."""
+        """Return the name in an opening tag.
+
+        Returns "" for an empty name, and None if the tag has no name.
+        """
         if not self.function:
             return _bare(written)
         found = _ATTRIBUTE.fullmatch(written)
         return _bare(found[found.lastindex or 0]) if found else None
 
     def with_form(self, written: str) -> Tags:
-        """Return tags in which the argument tag has the form that the model wrote."""
+        """Return these tags with the argument's tag in the form that the model wrote.
+
+        ``written`` is the text after the tag's name.
+        """
         tag = self.parameter_start + written
         if tag.startswith(self.parameter):
             return self
@@ -122,16 +128,16 @@ GLM = Tags(
 
 
 def tagged_beginnings(tags: Tags) -> list[Beginning]:
-    """Return the beginnings of a format: its first mark, and functions without the mark."""
+    """Return how calls begin: with the format's first mark, or with a function's tag."""
     ends = tuple(filter(None, (tags.function_end, tags.end)))
     marked = Beginning(mark=tags.begin, read=partial(read_block, tags=tags), ends=ends)
     return [marked, *function_beginnings(tags)] if tags.function else [marked]
 
 
 def function_beginnings(tags: Tags) -> list[Beginning]:
-    """Return the beginnings of offered functions without their format's outer mark.
+    """Return how calls begin if the outer mark of their format is missing.
 
-    The functions may stand alone, or between the tags of other formats.
+    Their functions may stand alone, or between the tags of other formats.
     """
     start = tags.function_start
 
@@ -178,8 +184,9 @@ def read_block(call: CallState, tags: Tags | None = None) -> Reading[None]:
 
 
 def _which(source: Source, own: Tags) -> Reading[Tags | None]:
-    """Return the tags of the next function, with the outer marks of ``own``; None without a
-    function.
+    """Return the tags of the function that comes next, or None.
+
+    The outer marks in them are replaced by the marks of ``own``.
     """
     for tags in (QWEN_CODER, MINIMAX):
         if (yield from source.ahead(tags.function_start)):
@@ -188,7 +195,7 @@ def _which(source: Source, own: Tags) -> Reading[Tags | None]:
 
 
 def _is_glm(call: CallState) -> Reading[bool]:
-    """Whether a tool's name and its arguments follow, as GLM writes them or as JSON."""
+    """Whether a name comes next, with arguments in GLM's tags or, for a known tool, in JSON."""
     source = call.source
     end = yield from source.behind(GLM.name, 0)
     at = yield from source.behind_white(end)
@@ -344,9 +351,7 @@ class _Function:
         return key if key and is_value else ""
 
     def _text(self) -> Reading[None]:
-        """Yield the value as the inside of a JSON string, without white space that belongs to
-        the tags.
-        """
+        """Yield the value as the inside of a JSON string, without the tags' white space."""
         held: list[str] = []
         for event in self._pieces():
             if event is None:
@@ -361,7 +366,7 @@ class _Function:
         yield CallArguments(_inside(self._without_break("".join(held))))
 
     def _other(self, types: frozenset[str]) -> Reading[None]:
-        """Read a value that may have another type than string."""
+        """Read a value whose type may be other than string."""
         text = yield from collected(self._pieces())
         yield CallArguments(_as_json(text.strip(), self._without_break(text), types))
 
@@ -430,7 +435,7 @@ class _Function:
         return bool((yield from source.which(begins, at)))
 
     def _is_said(self, closing: str, at: int) -> Reading[bool]:
-        """Whether a tag at ``at`` closes the call rather than being quoted by a value."""
+        """Whether a closing tag at ``at`` ends the call, and is not quoted text in a value."""
         source, tags = self._source, self._tags
         direct = at + len(closing)
         behind = yield from source.behind_white(direct)
@@ -452,7 +457,7 @@ class _Function:
         return key in names if names else self._last == "\n"
 
     def _is_offered(self, at: int) -> Reading[bool]:
-        """Whether a tool's name is at ``at`` and a call continues after it."""
+        """Whether an offered tool's name is at ``at``, followed by arguments or an end tag."""
         source, tags = self._source, self._tags
         end = yield from source.behind(tags.name, at)
         if not (yield from source.ahead(tags.named, end)):
@@ -478,7 +483,7 @@ def _inside(text: str) -> str:
 
 
 def _dropped(reading: Reading[object]) -> Reading[None]:
-    """Read to the end of ``reading`` and drop its text."""
+    """Run ``reading`` to its end and drop its events."""
     for event in reading:
         if event is None:
             yield None
@@ -495,7 +500,7 @@ def _as_json(word: str, text: str, types: frozenset[str]) -> str:
 
 
 def tagged_block(lark: Lark, tools: Sequence[Tool], tags: Tags) -> str:
-    """Return the grammar for one function with tags; several calls are several blocks."""
+    """Return the grammar for one function call in tags; each call has its own block."""
     # A string is all text before the closing tag.
     lark.up_to(tags.value_end, "plain")
     close = f'{lark.mark(tags.function_end)} "\\n"' if tags.function_end else ""

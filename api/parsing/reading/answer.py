@@ -1,8 +1,7 @@
-"""Reading an answer: words, and calls that may begin anywhere in them.
+"""Reading an answer: content, and calls that may begin anywhere in it.
 
-Words are yielded as soon as it is certain that no call begins there. White space around calls is
-dropped. Marks inside code are quoted and so are text, if the code ends: a fence that is never
-closed quotes nothing.
+Content is yielded as soon as it is certain that no call begins in it. White space around calls is
+dropped. A mark inside code is content, but only if the code is closed later.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _EXAMPLE = re.compile(r"\b(examples?|e\.g|for instance|looks? like|syntax)\b", r
 
 
 class Where(Enum):
-    """Places where a call may begin: anywhere, with a line, or with the answer."""
+    """Places where a call may begin: anywhere, at a line's start, or at the answer's start."""
 
     ANYWHERE = auto()
     LINE = auto()
@@ -43,12 +42,12 @@ class Where(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Text that calls begin with, and their reader, which begins at this text.
+    """A text with which calls begin, and the reader of such calls.
 
-    ``is_ahead``: returns whether the text from the mark is a call; it takes nothing. ``ends``:
-    marks that are dropped after a call. ``is_plain``: no mark identifies the call (`CallState`).
-    ``is_sure``: the text is a call whatever follows, so its events stream. Other calls must fit
-    their tools, and come before or after all words.
+    ``is_ahead``: returns, without taking any text, whether a call begins at the mark. ``ends``:
+    marks that are dropped after a call. ``is_plain``: no mark identifies the call (see
+    `CallState`). ``is_sure``: the text is a call whatever follows, so its events are yielded at
+    once. Other calls are held until it is certain that they come before or after all content.
     """
 
     mark: str
@@ -79,11 +78,11 @@ class AnswerReader:
         self._code = CodeState()
         self._space = ""  # white space that is dropped if a call follows
         self._has_words = self._is_behind_call = False
-        self._last_words = ""  # the end of the words
+        self._last_words = ""  # the end of the content so far
         self._num_quoted = 0  # next characters that are known to be in code
 
     def read(self) -> Reading[None]:
-        """Yield words and calls up to the end of the text."""
+        """Yield content and calls up to the end of the text."""
         while True:
             self._take_space((yield from self._source.white()) if not self._is_in_words else "")
             if not (yield from self._source.peek()):
@@ -117,7 +116,7 @@ class AnswerReader:
         yield from self._words(text)
 
     def _words(self, text: str) -> Reading[None]:
-        """Yield words and the white space before them."""
+        """Yield content and the white space before it."""
         text, self._space = self._space + text, ""
         if text:
             self._has_words |= not text.isspace()
@@ -142,7 +141,7 @@ class AnswerReader:
         return beginning.where is Where.LINE or not (self._has_words or self._is_behind_call)
 
     def _is_quoted(self) -> Reading[bool]:
-        """Whether the next text is in code that ends."""
+        """Whether the next text is inside code that is closed later."""
         if self._num_quoted or not self._code.is_code:
             return self._num_quoted > 0
         source, code, at = self._source, copy(self._code), 0
@@ -163,7 +162,7 @@ class AnswerReader:
         return False
 
     def _call(self, beginning: Beginning) -> Reading[None]:
-        """Yield calls as they arrive; text that is no call is yielded as words."""
+        """Yield calls as they arrive; text that is no call is yielded as content."""
         source = self._source
         call = CallState(source, self._offers, is_plain=beginning.is_plain)
         source.keep()
@@ -203,7 +202,7 @@ class AnswerReader:
             self._source.take(at + len(end))
 
     def _held_calls(self, beginning: Beginning) -> Reading[None]:
-        """Read calls to their end, then yield them, or words if they are no calls."""
+        """Read calls to their end, then yield them, or content if they are no calls."""
         source = self._source
         source.keep()
         try:
@@ -216,7 +215,7 @@ class AnswerReader:
         yield from events
 
     def _gathered(self, beginning: Beginning) -> Reading[list[Event]]:
-        """Return the events of a call before all words, or of calls after all words.
+        """Return the events of one call before all content, or of several calls after all content.
 
         Raises `Malformed` and `Cut` if there is no such call.
         """
@@ -260,5 +259,5 @@ class AnswerReader:
 
 
 def read_words(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
-    """Read words, and calls that begin with one of ``beginnings``."""
+    """Read content, and calls that begin with one of ``beginnings``."""
     return AnswerReader(source, beginnings, offers).read()

@@ -1,8 +1,8 @@
 """State of a call while it is read.
 
-A call begins when its name is known and its arguments begin. Before that, malformed text becomes
-content. After that, the call ends with a complete JSON object of the readable part, unless the text
-ends inside a value: then the call has no `CallEnd`.
+A call begins when its name is known and its arguments begin. Malformed text before that becomes
+content. If text after that is malformed, the arguments read so far are completed to a JSON object,
+which ends the call. If the text ends inside a value, the call has no `CallEnd`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MAX_NAME_CHARS = 256
 
 @dataclass(slots=True)
 class CallState:
-    """State of the present call.
+    """The state of the call that is being read.
 
-    ``is_plain``: no mark identifies the call, so that it must name an offered tool. With a mark any
-    name is accepted: the client can tell the model that there is no such tool. ``is_held``: events
-    wait until it is certain that the text is a call. ``is_first``: no words precede the call.
-    ``is_final``: set by a reader if the text is a call only if no words follow.
+    ``is_plain``: no mark identifies the call, so it must name an offered tool. A call with a mark
+    may have any name: the client can tell the model that there is no such tool. ``is_held``: events
+    wait until it is certain that the text is a call. ``is_first``: no content precedes the call.
+    ``is_final``: set by a reader if the text is a call only if no content follows it.
     """
 
     source: Source
@@ -48,7 +48,7 @@ class CallState:
     tail: JsonTail = field(default_factory=JsonTail)
 
     def check(self, name: str) -> str:
-        """Return the name of the tool. Raises `Malformed` if it cannot be one."""
+        """Return the tool's name. Raises `Malformed` if ``name`` cannot be a tool's name."""
         if name not in self.offers and (bare := name.removeprefix("functions.")) in self.offers:
             name = bare
         fits = 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
@@ -65,13 +65,13 @@ class CallState:
         yield CallBegin(name)
 
     def end(self) -> Reading[None]:
-        """End a complete call; text after it may be words."""
+        """End a complete call; text after it may be content."""
         self.is_open = False
         self.settle()
         yield CallEnd()
 
     def settle(self) -> None:
-        """Make the text read so far part of calls: it can no longer become words."""
+        """Make the text read so far part of calls, so that it can no longer become content."""
         if not self.is_held:
             self.source.keep()
 
@@ -82,7 +82,7 @@ class CallState:
         yield from self.end()
 
     def closed(self) -> Reading[None]:
-        """Complete the arguments of a call that breaks off, and end it."""
+        """Complete the arguments of an unfinished call, and end the call."""
         if closing := self.tail.closing():
             yield CallArguments(closing)
         yield from self.end()
@@ -92,7 +92,7 @@ CallReader = Callable[[CallState], Reading[None]]
 
 
 def followed(call: CallState, read: CallReader) -> Reading[None]:
-    """Read calls, and complete a call that breaks off.
+    """Yield the events of ``read``, and complete a call that becomes malformed.
 
     The call stays open if the text ends inside a value or was cut. Raises the reader's `Malformed`
     and `Cut`.

@@ -17,17 +17,17 @@ class CodeState:
         self._may_be_inline = False  # this line begins with the fence, which may be inline code
         self._num_ticks = 0  # number of backticks that opened inline code in this line
         self._run = ""  # backticks or tildes at the end of the text
-        self._begins_line = False  # whether that run begins a line
+        self._begins_line = False  # whether `_run` begins a line
 
     @property
     def is_block(self) -> bool:
-        """Whether the next character, neither a backtick nor a tilde, is between fences."""
+        """Whether the next character, unless it is a backtick or tilde, is between fences."""
         self._end_run("")
         return bool(self._fence)
 
     @property
     def is_code(self) -> bool:
-        """Whether the next character, neither a backtick nor a tilde, is code."""
+        """Whether the next character, unless it is a backtick or tilde, is code."""
         return self.is_block or bool(self._num_ticks)
 
     def add(self, text: str) -> None:

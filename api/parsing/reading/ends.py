@@ -1,4 +1,4 @@
-"""Marks that end an incomplete value, distinguished from the same marks inside a string."""
+"""Marks that end an incomplete value, unless they are text inside a string."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..output_parser import Ended, Malformed, Reading, Source
 class Ends:
     """Marks at which a value ends even if it is incomplete; each begins with "<", "[" or "`".
 
-    A string may contain them as text. There a mark counts only if its follower comes next, white
-    space ignored: for ``closing`` the end of the text or another mark that counts, for ``begins``
-    one of the mark's own followers.
+    A mark inside a string may be text. After optional white space, a mark in ``closing`` ends the
+    string only if the end of the text follows, or another mark that ends the string. A mark in
+    ``begins`` ends it only if one of the texts follows that ``begins`` lists for the mark.
     """
 
     closing: tuple[str, ...] = ()
@@ -26,11 +26,11 @@ class Ends:
         return (*self.closing, *self.begins)
 
     def here(self, source: Source, at: int = 0) -> Reading[bool]:
-        """Whether a mark is ``at`` characters from here."""
+        """Whether a mark is at offset ``at`` of the unread text."""
         return bool(self.marks and (yield from source.which(self.marks, at)))
 
     def in_string(self, source: Source, at: int = 0) -> Reading[bool]:
-        """Whether a mark that ends a string is ``at`` characters from here."""
+        """Whether a mark that ends a string is at offset ``at`` of the unread text."""
         for _ in range(len(self.closing) + 1):  # each mark closes at most once
             mark = yield from source.which(self.marks, at)
             if not mark:
@@ -45,8 +45,8 @@ class Ends:
     def closes(self, source: Source, bracket: str) -> Reading[bool]:
         """Take the bracket that closes a list, and return whether the list ends here.
 
-        The list also ends, and no bracket is taken, before another closing bracket. Raises
-        `Malformed` at a mark and `Ended` at the end of the text.
+        Another closing bracket also ends the list, but is not taken. Raises `Malformed` if a mark
+        comes, and `Ended` at the end of the text.
         """
         if (yield from source.literal(bracket)):
             return True

@@ -54,7 +54,7 @@ class JsonCall:
     def _members(self) -> Reading[None]:
         source = self._source
         yield from source.expect("{")
-        while (yield from source.literal("{")):  # doubled, as escaped in format strings
+        while (yield from source.literal("{")):  # models double it, as in format strings
             pass
         yield from source.white()
         while not (yield from source.literal("}")):
@@ -126,10 +126,11 @@ class JsonCall:
 
 
 def other_arguments(call: CallState, ends: Ends) -> Reading[str]:
-    """Return the object for arguments that are a string with an object, null, "" or [].
+    """Return the JSON object for arguments that are written as a string, a list or null.
 
-    Another string or list becomes the member `INVALID`. Raises `Malformed` for it in a plain call,
-    and for other arguments.
+    A string that contains an object becomes this object; null, "" and [] become an empty one.
+    Another string or list becomes the member `INVALID`, or raises `Malformed` if the call is plain.
+    Other arguments raise `Malformed`.
     """
     source = call.source
     first = yield from source.peek()
@@ -153,7 +154,7 @@ def other_arguments(call: CallState, ends: Ends) -> Reading[str]:
 
 
 def _is_bare_object(source: Source) -> Reading[bool]:
-    """Whether a string with an object comes next whose inner quotes are not escaped."""
+    """Whether a string comes next that contains an object with unescaped quotes."""
     if not (yield from source.ahead('"{')):
         return False
     behind = yield from source.behind_white(2)
@@ -177,7 +178,7 @@ def json_calls(call: CallState, ends: Ends = NO_ENDS) -> Reading[None]:
 
 
 def json_block(call: CallState, ends: Ends = NO_ENDS) -> Reading[None]:
-    """Read calls, separated or in lists, perhaps in a fence."""
+    """Read calls in JSON, separated or in lists; a code fence may surround them."""
     source = call.source
     is_fenced = yield from fence(source)
     yield from json_calls(call, ends)
@@ -198,7 +199,10 @@ def _is_call(source: Source, ends: Ends, at: int) -> Reading[bool]:
 
 
 def named_call(call: CallState, name: str, ends: Ends = NO_ENDS) -> Reading[None]:
-    """Read the arguments of a call, perhaps in a fence; a mark means that there are none."""
+    """Read the arguments of a call whose name is known; a code fence may surround them.
+
+    If a mark in ``ends`` comes instead, the call has no arguments.
+    """
     source = call.source
     is_fenced = yield from fence(source)
     yield from source.white()

@@ -33,7 +33,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # surrogates, which UTF-8 cannot enc
 
 
 class JsonTail:
-    """Follows a JSON text piece by piece, and knows how to close it at its end."""
+    """Follows a JSON text piece by piece, and knows how to complete it."""
 
     def __init__(self) -> None:
         self._open: list[str] = []  # missing closing brackets
@@ -78,7 +78,7 @@ class JsonTail:
         return at + 1
 
     def closing(self) -> str:
-        """Return the text that completes the JSON; without any text yet, an empty object."""
+        """Return the text that completes the JSON; "{}" if there is no text yet."""
         text, last = "", self._last
         if self._in_string:
             text, last = '"', "key" if self._is_key else "value"
@@ -306,7 +306,8 @@ class _JsonText:
     def _break(self) -> Reading[None]:
         """Yield a raw line break and the white space after it.
 
-        Raises `Malformed` if a mark follows that ends the string: the white space belongs to it.
+        Raises `Malformed` if a mark that ends the string follows: the white space belongs to the
+        mark.
         """
         at = yield from self._source.behind_white()
         if (yield from self._ends.in_string(self._source, at)):
@@ -321,7 +322,7 @@ class _JsonText:
         if char in ("}", "]"):
             if char not in self._open:
                 return False
-            is_outermost = len(self._open) == 1  # any words may follow the outermost bracket
+            is_outermost = len(self._open) == 1  # any text may follow it
             return is_outermost or (yield from source.char(behind + 1)) not in ('"', "'")
         if not char or (yield from self._ends.here(source, behind)):
             return True
@@ -340,7 +341,7 @@ class _JsonText:
 
 
 def _key_ahead(source: Source, at: int) -> Reading[tuple[int, int] | None]:
-    """Return the ends of a key at ``at`` and of its colon, or None if there is no key."""
+    """Return the offsets after a key at ``at`` and after its colon, or None without a key."""
     quote = yield from source.char(at)
     if not quote:
         raise Cut
@@ -380,7 +381,7 @@ def _key_text(written: str) -> str:
 
 
 def _escaped_whole(inside: str) -> str:
-    """Return a JSON string with the given inside; a backslash that begins no escape is text."""
+    """Return ``inside`` as a JSON string; a backslash that begins no escape is text."""
     text = f'"{inside}"'
     for strict in (True, False):
         try:

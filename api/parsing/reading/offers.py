@@ -16,7 +16,7 @@ from .json_text import INVALID
 if TYPE_CHECKING:
     from ...types.results import Tool
 
-MAX_SCHEMAS = 64  # schemas read for the types of one value: alternatives and references
+MAX_SCHEMAS = 64  # schemas read to find the types of one value
 MAX_REF_CHARS = 1024
 _TYPES = {
     str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null",
@@ -58,8 +58,8 @@ class Offers:
     def fit(self, name: str, arguments: str) -> bool:
         """Whether a tool is offered and accepts the arguments (JSON).
 
-        Arguments of a strict tool must be valid, so none fit a schema with keywords that are not
-        read. For other tools null means that an optional argument is left out.
+        A strict tool requires valid arguments, so none fit if its schema has keywords that are not
+        checked. For other tools, null stands for an optional argument that is left out.
         """
         try:
             given = json.loads(arguments)
@@ -123,7 +123,7 @@ def _is_readable(schema: Schema) -> bool:
 
 
 def _is_schema(given: Schema, properties: Schema) -> bool:
-    """Whether the arguments are a repetition of a tool's schema."""
+    """Whether the arguments are a copy of a tool's schema instead of values."""
     return (
         given.get("type") == "object"
         and isinstance(given.get("properties"), dict)
@@ -144,10 +144,10 @@ def required_names(schema: Schema | None) -> Sequence[str]:
 
 
 def kinds(schema: object, root: Schema) -> frozenset[str]:
-    """Return the JSON types that a schema names, or the types of its listed values; perhaps empty.
+    """Return the JSON types that a schema names, or the types of its listed values.
 
-    ``root``: the schema that references point into. References may be circular or lead to many
-    schemas: each schema is read once, and at most `MAX_SCHEMAS` are read.
+    The result may be empty. ``root``: the schema that references point into. References may be
+    circular or lead to many schemas: each schema is read once, and at most `MAX_SCHEMAS` are read.
     """
     names: set[str] = set()
     seen: set[int] = set()

@@ -1,7 +1,8 @@
 """Calls without the marks of a format: JSON on its own lines, in a fence, or between other tags.
 
-Models write them if they have seen few calls, or calls of other models. Each must name an offered
-tool, have arguments that fit it, and only keys of calls.
+Models write such calls if their training had few calls, or calls in other formats. Each call must
+name an offered tool and have arguments that fit the tool, and must have no keys but the keys of a
+call.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def _fenced(
 ) -> Reading[None]:
     """Read a block of code that contains only calls.
 
-    ``marked`` and ``alone``: the format's own beginnings that may be anywhere, and at a line start.
+    ``marked``: beginnings of the format that may be anywhere. ``alone``: beginnings that must be at
+    the start of a line.
     """
     source = call.source
     fence = yield from source.run(_TICKS)
@@ -88,7 +90,7 @@ def _fenced(
     yield from source.expect("\n")
     yield from source.white()
     if call.is_first and (own := (yield from _which(source, marked))):
-        call.is_final = True  # if words follow, the block is a quotation
+        call.is_final = True  # if content follows, the block is a quotation
         while (yield from source.ahead(own.mark)):
             yield from own.read(call)
             yield from source.white()
@@ -113,7 +115,7 @@ def _which(source: Source, beginnings: Sequence[Beginning]) -> Reading[Beginning
 
 
 def _line_end(call: CallState) -> Reading[None]:
-    """Raise `Malformed` if other text is on the line."""
+    """Raise `Malformed` if other text follows on the same line."""
     yield from call.source.run(_BLANKS)
     if (yield from call.source.peek()) not in ("", "\n"):
         raise Malformed
