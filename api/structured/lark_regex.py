@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 MAX_CHARS = 9_000  # maximum length of a pattern
+MAX_RULES = 5_000  # maximum number of rules that are written, one inside another
 LEVELS = (8, 4, 3, 2, 1)  # how deep rules may nest; the first that fits into a pattern is used
 _DECIMAL, _EXPONENT = r"(?:[0-9]+\.[0-9]*|\.[0-9]+)", "(?:[eE][+-]?[0-9]+)"
 _FLOAT = f"(?:[0-9]+{_EXPONENT}|{_DECIMAL}{_EXPONENT}?)"
@@ -111,7 +112,7 @@ class _Writer:
         self._rules = rules
         self._levels = levels
         self._open: dict[str, int] = {}
-        self._num_chars = 0
+        self._num_chars = self._num_rules = 0
         self._between = ""
         parts = [part for body in ignored if (part := self._either([*body], "")) is not None]
         self._between = f"(?:{'|'.join(parts)})*" if parts else ""
@@ -120,6 +121,9 @@ class _Writer:
         """Return the pattern of a rule."""
         if name not in self._rules:
             raise ValueError(f"there is no rule named {name}")
+        self._num_rules += 1
+        if self._num_rules > MAX_RULES:
+            raise ValueError(f"its rules refer to others more than {MAX_RULES} times")
         if self._open.get(name, 0) >= self._levels or self._num_chars > len(LEVELS) * MAX_CHARS:
             return None
         self._open[name] = self._open.get(name, 0) + 1

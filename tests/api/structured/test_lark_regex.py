@@ -122,6 +122,13 @@ def test_what_no_pattern_can_say_is_an_error(grammar, error):
         regex_of(grammar)
 
 
+def test_rules_that_double_each_other_are_an_error_soon():
+    doubled = [f"r{index}: r{index + 1} r{index + 1}" for index in range(60)]
+    for last in ('r60: ""', 'r60: "a"'):
+        with pytest.raises(ValueError, match=r"times|characters|never ends"):
+            regex_of("\n".join(["start: r0", *doubled, last]))
+
+
 def test_a_text_is_checked_in_linear_time_and_a_wrong_pattern_matches_nothing():
     assert not matches("(a+)+b", "a" * 5_000)
     assert matches("(a+)+", "a" * 5_000)
