@@ -79,7 +79,7 @@ class NativeOps(Ops, RoughOps):
 
     @property
     def identity(self) -> dict[str, str]:
-        """The library's file name, which identifies its build, and how bfloat16 is multiplied."""
+        """The library's file name, which identifies its build, and its kind of bfloat16 product."""
         return {"library": self.library.file_name, "bfloat16 products": self.products}
 
     def set_threads(self, count: int) -> None:
@@ -123,7 +123,7 @@ class NativeOps(Ops, RoughOps):
         add_lora(self.library, out, x, rows, lora)
 
     def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
-        """Return an embedding over a packed weight, all of one kind that has groups."""
+        """Return an embedding over a packed weight, whose rows are all of one kind with groups."""
         assert isinstance(weight, NativeLinear)
         assert weight.others is None
 

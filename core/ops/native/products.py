@@ -52,11 +52,12 @@ def choose_products(
     library: NativeLibrary,
     measure: Callable[[NativeLibrary, Products], float] | None = None,
 ) -> Products:
-    """Return the kind of product that takes less time, as ``measure`` (seconds) finds.
+    """Return the kind of product that takes less time.
 
-    The shortest of a few measurements counts; float32 must be `_MARGIN` times faster. Only AVX-512
-    is measured. A matrix unit is always faster with bfloat16. Without an instruction for pairs both
-    kinds have the same bits, and float32 widens each activation once instead of once per weight.
+    ``measure`` returns seconds; the shortest of a few measurements counts, and float32 must be
+    `_MARGIN` times faster. Only AVX-512 is measured. A matrix unit is always faster with bfloat16.
+    Without an instruction for pairs both kinds have the same bits, and float32 widens each
+    activation once instead of once per weight.
     """
     if library.variant in ("amx", "amx-emulated"):
         return "bfloat16"

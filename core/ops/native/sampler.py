@@ -138,7 +138,7 @@ class Walks:
 
     @classmethod
     def of(cls, rows: Sequence[DraftedRow], vocab_size: int) -> Walks:
-        """Return one walk per row, each of one token; row i of the logits decides walk i."""
+        """Return one walk per row, each for one token; row i of the logits decides walk i."""
         walks = cls(vocab_size)
         for index, row in enumerate(rows):
             walks.add(row.encoded(vocab_size), row.tokens, row.draft, index)
@@ -213,7 +213,7 @@ class Walks:
         ]
 
     def best(self, num_best: int, find: Callable[..., int]) -> list[Best]:
-        """Return the best tokens and their scores of every walk; a walk must be of one token.
+        """Return the best tokens and their scores of every walk; each walk must be for one token.
 
         ``find``: takes the last seven arguments of `ft_best` and returns 0 if it succeeds. Raises
         MemoryError.

@@ -52,11 +52,11 @@ class WorkItems:
 class TileSchedule:
     """Items of a pass, or of a part of it, and the places of their partial sums.
 
-    A place stores the partial sums of one row. A narrow row r has a place for every split that it
-    sees, beginning with ``places[r]``. A tile of wide rows has ``wide_places`` for every stretch,
-    one for each of its rows; row r has the index ``rows_in_tile[r]`` among them. The places of the
-    first stretch that row r sees begin at ``places[r]``. A tile with one stretch has no places,
-    because its item has all keys.
+    A place stores the partial sums of one row over one split or stretch. A narrow row r has a place
+    for every split that it sees, beginning with ``places[r]``. A tile of wide rows has
+    ``wide_places`` for every stretch, one for each of its rows; row r has the index
+    ``rows_in_tile[r]`` among them. The places of the first stretch that row r sees begin at
+    ``places[r]``. A tile with one stretch has no places, because its item has all keys.
     """
 
     narrow: WorkItems
@@ -255,7 +255,7 @@ def _narrow(spans: _Spans, segments: IntArray, tile_rows: int) -> WorkItems:
 
 
 def _tile_starts(owners: IntArray, splits: IntArray, shared: IntArray, tile_rows: int) -> IntArray:
-    """Return the indices of rows that begin a tile: their pages are others, or a tile is full.
+    """Return the indices of rows that begin a tile, because pages change or the last tile is full.
 
     ``owners``: segments of the rows, counted in the order of ``shared``.
     """
