@@ -36,7 +36,7 @@ def adding_ops(ops: Ops, add: AddUpdates) -> Ops:
 
 
 class _AddingOps:
-    """A backend's operations with a `linear` of its own."""
+    """A backend's operations, with ``add`` called on the result of each `linear`."""
 
     def __init__(self, ops: Ops, add: AddUpdates) -> None:
         self._ops, self._add = ops, add

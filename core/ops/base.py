@@ -58,12 +58,13 @@ class ForwardPlan(Protocol):
 
 
 class Rope(Protocol):
-    """Float32 cos and sin by position. Backends gather rows or read the whole table."""
+    """RoPE's cos and sin by position, in float32. Backends gather rows or read the whole table."""
 
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all below ``stop``.
 
-        Positions ``[3, T]`` are in time, height and width: each frequency follows one of them.
+        Positions may be ``[3, T]`` (time, height and width); each frequency then uses one of the
+        three.
         """
 
     def table(self, stop: int) -> tuple[Tensor, Tensor]:
@@ -73,8 +74,9 @@ class Rope(Protocol):
 class LayersOutput(NamedTuple):
     """Outputs of a decoder's layers, valid until its next pass.
 
-    A backend that copies the rows' indices to its device sets ``logit_rows``. A backend that also
-    computes the output layer sets ``logits``, and ``tokens`` if it sampled every row.
+    ``logit_rows``: set if the backend has copied the batch's `logit_rows` to its device.
+    ``logits``: set if the pass also computed the output layer. ``tokens``: set if it also sampled
+    every row.
     """
 
     hidden: Tensor  # [T, hidden]: the final norm's output
@@ -86,7 +88,10 @@ class LayersOutput(NamedTuple):
 
 
 class RowPasses(Protocol):
-    """Passes of one decoder over one pool: one call computes a pass and chooses its tokens."""
+    """Passes of one decoder over one KV pool, with one row per segment.
+
+    One call computes a pass and chooses its tokens.
+    """
 
     def best(
         self, segments: Sequence[Segment], rows: Sequence[DraftedRow], num_best: int
@@ -118,7 +123,7 @@ class CompiledForward(Protocol):
     def row_passes(
         self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]
     ) -> RowPasses | None:
-        """Return passes over a pool, or None if the backend has none.
+        """Return the decoder's `RowPasses` over a pool, or None if the backend has none.
 
         ``parts``: head layout and RoPE tables of each part of the pool.
         """
@@ -132,8 +137,8 @@ class CompiledForward(Protocol):
     ) -> None:
         """Do the work that the first passes over a pool would wait for; the pool is not written.
 
-        ``wanted``: outputs that those passes will request. Only whether it has vectors and draws
-        counts, not their values.
+        ``wanted``: outputs that those passes will request. It matters whether ``inputs`` and
+        ``draws`` are given, but not which numbers they contain.
         """
 
 
@@ -160,7 +165,7 @@ class Ops(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Versions and variants of the kernels. Other ones may give results with other bits.
+        """Versions and variants of the kernels. With others, results may differ in their bits.
 
         Torch and the machine are not included: `machine_identity` has them.
         """
@@ -214,7 +219,7 @@ class Ops(Protocol):
     def plan(
         self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope
     ) -> ForwardPlan:
-        """Prepare a forward pass; `Tables` index ``ropes``."""
+        """Prepare a forward pass over ``pool``. A layer's `Tables` are indices of ``ropes``."""
 
     def rope_write(
         self,
@@ -226,10 +231,10 @@ class Ops(Protocol):
     ) -> Tensor:
         """Norm and rotate queries and keys, and write keys and values to the pool.
 
-        ``[T, (num_heads + 2 * num_kv_heads) * head_dim]`` to scaled queries
-        ``[T, num_heads * head_dim]`` for the backend's own `attention`. May overwrite ``qkv``. If
-        ``qkv`` is queries alone, ``[T, num_heads * head_dim]``, nothing is written. With a
-        `HeadLayout.rank` rows have no values, and there is no ``norm``.
+        ``qkv`` is ``[T, (num_heads + 2 * num_kv_heads) * head_dim]`` and may be overwritten.
+        Returns scaled queries ``[T, num_heads * head_dim]`` for the backend's own `attention`. If
+        ``qkv`` has only queries, ``[T, num_heads * head_dim]``, nothing is written to the pool.
+        With a `HeadLayout.rank` (latent attention) rows have no values, and ``norm`` is None.
         """
 
     def attention(
@@ -243,15 +248,15 @@ class Ops(Protocol):
         sinks: Tensor | None = None,
         is_mutual: bool = False,
     ) -> Tensor:
-        """Attend causally over the pages, ``[T, num_heads * head_dim]`` to the same shape.
+        """Compute causal attention over the pages: ``q`` and result are [T, num_heads * head_dim].
 
         With a `HeadLayout.rank` the result is ``[T, num_heads * rank]``.
 
         With a ``window`` a row sees itself and the ``window - 1`` positions before it. With a
         ``cap`` scores become ``cap * tanh(scores / cap)`` (Gemma 2, arXiv 2408.00118). ``sinks``
         [num_heads] float32: score of one more key, without a value, that each row sees (gpt-oss,
-        arXiv 2508.10925). ``is_mutual``: a row sees positions up to `RaggedBatch.reaches` if the
-        batch has them, with a window, too.
+        arXiv 2508.10925). ``is_mutual``: a row sees the positions up to `RaggedBatch.reaches`, if
+        the batch has them; a ``window`` still limits the earlier positions.
         """
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -262,20 +267,23 @@ class Ops(Protocol):
     ) -> Tensor:
         """Compute a recurrent layer and advance the states and logs of the plan's pass.
 
-        ``mixed`` [T, q | k | v | z] in the activations' dtype and ``gates`` [T, rows of
-        ``weights.gates``] float32 to ``[T, num_value_heads * value_dim]``, the input of
+        ``mixed``: [T, q | k | v | z] in the activations' dtype. ``gates``: [T, rows of
+        ``weights.gates``] float32. Returns ``[T, num_value_heads * value_dim]``, the input of
         ``weights.out``. A row's bits depend only on its position and on earlier rows.
         """
 
     def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
         """Compute a gated short convolution and advance the states and logs of the plan's pass.
 
-        ``mixed`` [T, b | c | x] to ``[T, channels]``, the input of ``weights.out``, computed in
-        float32 and rounded once. A row's bits depend only on the row and on earlier rows.
+        ``mixed``: [T, b | c | x]. Returns ``[T, channels]``, the input of ``weights.out``, computed
+        in float32 and rounded once. A row's bits depend only on the row and on earlier rows.
         """
 
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
-        """Compute ``[T, 2 * width] -> [T, width]`` if gated, else ``[T, width]`` to the same."""
+        """Apply an activation to ``[T, width]``, or a gated one to ``[T, 2 * width]``.
+
+        Returns ``[T, width]``.
+        """
 
     def experts(
         self,

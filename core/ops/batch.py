@@ -38,7 +38,8 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     Logits are computed for the last ``num_logits`` rows.
 
     ``tail``: slots of the last ``len(tail)`` positions before `stop`, if these are not in the
-    pages. A tail has at least all rows of the segment, and the pages at least one position.
+    pages. A tail includes all rows of the segment, but not the first position, which is always in a
+    page.
     """
 
     token_ids: Sequence[int]  # lent, read only; slices of array('q') are the fastest
@@ -59,8 +60,8 @@ class DeviceTokens:
     """Tokens of a batch that only the device knows: an earlier pass is still choosing them.
 
     The host has a 0 in their place. ``words`` is the output of a `DeviceSampler` for that pass,
-    which only its backend reads. A word without a token still yields an id of the vocabulary; the
-    outcome of such a row is void.
+    which only its backend reads. A word that holds an error instead of a token still yields some id
+    of the vocabulary; the results of such a row are meaningless.
     """
 
     words: Tensor  # [num_words], on the device
@@ -72,10 +73,11 @@ class DeviceTokens:
 class SamplingPlan:
     """Tokens that a batch's logits decide, for a backend that can choose them within the pass.
 
-    Each of ``rows`` has a run of logits: the first decides the row's token, each further one the
-    token after one more draft token. Draft ids are not needed: without edits the logits alone
-    decide, and tokens of edited rows are not chosen within the pass. ``draft_vocab``: tokens that
-    the logits are of, if not the whole vocabulary; the same in all passes of a decoder.
+    Each of ``rows`` has consecutive rows of logits: the first decides the token after the row, each
+    further one the token after one more draft token. Draft ids are not needed: without edits by
+    logits processors the logits alone decide, and tokens of edited rows are not chosen within the
+    pass. ``draft_vocab``: the tokens that have logits, if not the whole vocabulary; the same in all
+    passes of a decoder.
     """
 
     rows: Sequence[DraftedRow]
@@ -87,15 +89,14 @@ class SamplingPlan:
 class Wanted(NamedTuple):
     """Outputs that a caller requests of a pass besides KV, hidden states and logits.
 
-    ``draws``: tokens that the logits decide. A `DeviceSampler`'s backend may choose them within
-    the pass; other backends ignore them. ``taps``: boundaries of the residual stream, each at most
-    once: 0 is the embedding, ``b`` is after ``b`` layers; the number of layers is before the final
-    norm. ``on_kernels_started`` is called just before the kernels begin, or as soon as all of them
-    are queued on the device.
-    ``inputs`` [rows of the batch, hidden]: a row whose token id is below 0 begins with its vector
-    in place of an embedding; other vectors are not read. ``layer_vectors`` [n, rows, hidden]:
-    vectors added to the same rows after each of the first n layers, on a CPU. ``hidden_alone``:
-    no logits are computed.
+    ``draws``: tokens that the logits decide. A `DeviceSampler`'s backend may choose them within the
+    pass; other backends ignore them. ``taps``: places where the residual stream is copied, each at
+    most once: 0 is the embedding, ``b`` is after ``b`` layers. The last is before the final norm.
+    ``on_kernels_started`` is called just before the kernels begin, or as soon as all of them are
+    queued on the device. ``inputs`` [rows of the batch, hidden]: a row whose token id is below 0
+    begins with its vector in place of an embedding; other vectors are not read. ``layer_vectors``
+    [n, rows of the batch, hidden], only on a CPU: added to the same rows after each of the first n
+    layers. ``hidden_alone``: no logits are computed.
     """
 
     draws: SamplingPlan | None = None
@@ -130,11 +131,11 @@ class RaggedBatch:
 
     Host arrays describe the segments, tensors the rows. A batch never changes.
 
-    A row attends to the places of its segment's pages and tail up to its own, counted from
-    ``starts``. RoPE turns it by ``positions``: the same number, unless KV of the segment was packed
-    away; then ``turned_until`` is the first position after all rows. If a segment has ``turns``,
-    positions are [3, num_rows]. If a segment has ``reaches``, the batch has them for all rows;
-    only some layers read them.
+    A row attends to the positions of its segment's pages and tail up to its own, counted from
+    ``starts``. RoPE rotates it by ``positions``: the same number, unless earlier KV of a segment
+    was dropped (`RowExtras.shift`). Then ``turned_until`` is the first position after all of them.
+    If a segment has ``turns``, positions are [3, num_rows]. If a segment has ``reaches``, the batch
+    has them for all rows; only some layers read them.
     """
 
     token_ids: Tensor  # [num_rows] int64
@@ -170,7 +171,7 @@ class RaggedBatch:
 
     @cached_property
     def turn_stop(self) -> int:
-        """First position after all that RoPE turns."""
+        """First position after all those by which RoPE rotates."""
         return max(self.turned_until, int(self.stops.max()))
 
     @cached_property
@@ -354,7 +355,7 @@ def first_pages(segment: Segment, count: int) -> array[int]:
 
 
 def padded_rows(values: NDArray[Any], min_rows: int, device: torch.device | str) -> Tensor:
-    """Return ``[.., n]`` as a tensor on a device, the last column repeated up to ``min_rows``."""
+    """Return ``values`` [.., n] on a device, the last column repeated up to ``min_rows``."""
     num_rows = values.shape[-1]
     if 0 < num_rows < min_rows:
         around = [(0, 0)] * (values.ndim - 1)

@@ -128,7 +128,10 @@ def _nibbles(blocks: Tensor) -> Tensor:
 
 
 def _fifths(octets: Tensor) -> Tensor:
-    """Return the bits of each block's four bytes, each times 16: ``[rows, 32 * blocks]``."""
+    """Return each value's fifth bit as 0 or 16, ``[rows, 32 * blocks]``.
+
+    ``octets`` [rows, blocks, 4]: one bit per value.
+    """
     bits = octets.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8) & 1
     return (bits << 4).view(torch.int8).view(len(octets), -1)
 
@@ -163,9 +166,9 @@ def _q8_0(octets: Tensor) -> UnpackedWeight:
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 8 scales and 8 minima from each block's 12 bytes, both ``[rows, 8 * blocks]``.
+    """Return each block's 8 scales and 8 minima, 6-bit integers, both ``[rows, 8 * blocks]``.
 
-    All of them are integers of 6 bits.
+    ``packed``: [rows, blocks, 12] bytes.
     """
     first, second, rest = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=2)

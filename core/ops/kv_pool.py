@@ -22,13 +22,15 @@ _LONGER = 1.05  # limit of a block's padded length, relative to its own
 
 
 class KVPool:
-    """``[num_pages, num_layers, num_blocks, num_kv_heads, page_size, head_dim]``, or bytes.
+    """The keys and values of all layers, in pages.
 
-    A page is one contiguous blob over all layers: the unit of ownership, copying and transfer. For
-    each layer and KV head it has a block of keys and a block of values, or only one block if values
-    are items of the keys (latent attention). With a scaled `KvCodec` a block is bytes: the vectors
-    of its tokens, then a float32 scale for each; the last two dimensions are one. Content is void
-    until written. The prefix cache knows the owner of each page.
+    ``data``: ``[num_pages, num_layers, num_blocks, num_kv_heads, page_size, head_dim]``. A page is
+    one contiguous blob over all layers: the unit of ownership, copying and transfer. For each layer
+    and KV head it has a block of keys and a block of values, or only one block if values are items
+    of the keys (latent attention). With a scaled `KvCodec` a block is bytes: the vectors of its
+    tokens, then a float32 scale for each; one dimension takes the place of the last two. Content is
+    undefined until written. The prefix cache knows the owner of each page.
+
     ``states``: recurrent states, if the model has recurrent layers; passes get both through this
     pool. ``others``: with tensor parallelism, the other processes' pools if their memory is shared
     with this process. Otherwise ``mirror`` is called with every copy of slots before it is made.
@@ -92,8 +94,8 @@ class KVPool:
     def split(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return views of ``blocks``: vectors ``[n, page_size, head_dim]`` and their scales.
 
-        Scales are float32 ``[n, page_size]``, and vectors then the codec's numbers as int8; None:
-        the codec has no scales.
+        With a scaled codec vectors are its numbers as int8, and scales are float32 ``[n,
+        page_size]``. Without one, scales are None.
         """
         shape, scales_at = (-1, self.page_size, self.head_dim), self.block.scales_at
         if not self.block.codec.is_scaled:
@@ -144,10 +146,11 @@ class KVPool:
             pool._copy_slots(slots.to(self.data.device, non_blocking=True))
 
     def pack(self, page_ids: Sequence[int], kept: Tensor, first: int) -> None:
-        """Move the kept KV of a request to the places ``first``, ``first + 1``, ..., in all layers.
+        """Move a request's kept KV to the positions ``first``, ``first + 1``, ..., in all layers.
 
-        Places count through ``page_ids``. ``kept`` [num_layers, num_kv_heads, n]: places to keep,
-        ascending. A dimension of 1 means that all layers, or all heads, keep the same places.
+        Position p is in page ``page_ids[p // page_size]``. ``kept`` [num_layers, num_kv_heads, n]:
+        positions to keep, ascending. A dimension of 1 means that all layers, or all heads, keep the
+        same positions.
         """
         pages = torch.tensor(list(page_ids), dtype=torch.int64, device=self.data.device)
         kept = kept.to(pages.device)
@@ -212,7 +215,7 @@ class KvPlace(NamedTuple):
 
 
 class _PartPool(KVPool):
-    """The layers of one shape of a `MixedKVPool`, over the memory of all shapes."""
+    """The layers of one shape in a `MixedKVPool`; ``data`` spans the blocks of all shapes."""
 
     def __init__(self, whole: KVPool, shape: KvShape, block: BlockLayout, memory: Tensor) -> None:
         """View ``memory``, which is as large as the whole pool and begins at the first layer."""
@@ -227,9 +230,9 @@ class _PartPool(KVPool):
 class MixedKVPool(KVPool):
     """`KVPool` of layers of several shapes; a page is still one contiguous blob over all of them.
 
-    Each of ``parts`` is a uniform pool over the whole memory; only its own layers' blocks of a page
-    are its own. Kernels for uniform pools can thus read a part. To make this possible, a page's
-    length is a multiple of every part's block length: `page_items`.
+    Each of ``parts`` is a uniform pool over the whole memory, so that kernels for uniform pools can
+    read it; it uses only the blocks of its own layers. To make this possible, a page's length is a
+    multiple of every part's block length: `page_items`.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from .batch import IntArray, RaggedBatch
 
 
 class LoraBlock(NamedTuple):
-    """Update of the ``len(b)`` outputs from ``first_out``: ``b`` times some of A's outputs.
+    """Update of ``len(b)`` outputs, the first at ``first_out``: ``b`` times some of A's outputs.
 
     An output of a layer is in at most one block.
     """
@@ -25,8 +25,8 @@ class LoraBlock(NamedTuple):
 class LoraUpdate(NamedTuple):
     """An adapter's update of one packed linear: A, and the blocks of B that read A's outputs.
 
-    Matrices stacked into one linear, such as Q, K and V, have an A and a B each: all rows of A are
-    in one matrix, and a block reads its own.
+    Matrices stacked into one linear, such as Q, K and V, have an A and a B each. ``a`` has the rows
+    of all As, and a block reads only the outputs of its own A.
     """
 
     a: Tensor  # [ranks, in_features]

@@ -80,8 +80,9 @@ class GlooComm:
     def sum(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """Add up small parts on every rank; of large parts, let each rank add up its share.
 
-        Both ways add the same items in the same order. Shares send less and wait twice: on two
-        cores they took 0.6 to 0.9 times as long at `SHARED_ITEMS` and 0.5 to 0.7 at twice as many.
+        Both ways add the same items in the same order. With shares the ranks send less but wait
+        twice: on two cores this took 0.6 to 0.9 times as long at `SHARED_ITEMS` and 0.5 to 0.7 at
+        twice as many.
         """
         own = part.float().contiguous()
         is_shared = own.numel() >= SHARED_ITEMS and own.numel() % self.size == 0

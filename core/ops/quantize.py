@@ -38,7 +38,7 @@ class QuantizedWeight(ABC):
     @property
     @abstractmethod
     def kinds(self) -> frozenset[WeightKind]:
-        """The kinds of the rows."""
+        """Every `WeightKind` among the rows."""
 
     @property
     @abstractmethod
@@ -124,7 +124,7 @@ class UnpackedWeight(QuantizedWeight):
     def dequantize(self) -> Tensor:
         """Return float32 weights ``[out_features, padded in_features]``.
 
-        Each value takes one product and at most one sum.
+        A weight is computed by one multiplication and at most one addition or subtraction.
         """
         if self.kind == "int8":
             return self.values.float() * self.scale.unsqueeze(1)
@@ -191,7 +191,7 @@ class UnpackedWeight(QuantizedWeight):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedWeight(QuantizedWeight):
-    """Rows of several weights, stacked. Neighbours are stored in different ways."""
+    """Rows of several weights, stacked. Adjacent parts are stored in different ways."""
 
     parts: tuple[QuantizedWeight, ...]
 
@@ -241,8 +241,8 @@ def check_columns(start: int, stop: int, size: int) -> None:
 class QuantizedStack:
     """Matrices of several experts as one tensor, ``[experts, in_features, out_features]``.
 
-    ``one`` makes the matrix of one expert, ``[out_features, in_features]``: all experts of a layer
-    would take gigabytes while a value is a byte.
+    ``one`` returns the matrix of one expert, ``[out_features, in_features]``. Experts are unpacked
+    one at a time: with a byte per value, all experts of a layer would take gigabytes.
     """
 
     count: int

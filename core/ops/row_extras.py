@@ -34,10 +34,11 @@ class RowExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Data of a segment's rows besides tokens and pages.
 
     ``state``: for models with recurrent layers. ``adapter``: changes the weights of the rows.
-    ``turns``: [3, rows] positions by which RoPE turns the rows; None: their places.
+    ``turns``: [3, rows] positions (time, height, width) by which RoPE rotates the rows; None: the
+    rows' own positions.
 
-    ``shift``: number of earlier tokens whose KV was packed away. All positions count the tokens
-    that are left; only RoPE uses a row's true position, ``shift`` higher.
+    ``shift``: number of earlier tokens whose KV was dropped. All positions count only the tokens
+    that are left; RoPE alone uses a row's true position, which is ``shift`` higher.
 
     ``reaches``: [rows] first position that each row does not see, in layers whose rows may see
     later rows: above the row's own position, at most the segment's stop, never decreasing. None:
@@ -76,7 +77,7 @@ class BatchExtras(NamedTuple):
 
 
 def fresh_state(states: StatePool | None, index: int, stop: int) -> RowExtras | None:
-    """Reset slot ``index`` and return the extras of rows from position 0 to ``stop``, no drafts.
+    """Reset slot ``index`` and return the extras of final rows from position 0 to ``stop``.
 
     The log has the same index. Returns None if there are no ``states``.
     """
@@ -97,8 +98,8 @@ def batch_extras(
 ) -> BatchExtras:
     """Lay out the extras of segments with the given ``starts`` and ``lens`` [num_segments].
 
-    ``positions`` [rows]: places of the rows. ``num_rows``: number of rows with the copies of the
-    last one. Raises ValueError for states that segments share or lack, and for invalid reaches.
+    ``positions``: [rows]. ``num_rows``: number of rows, including the copies of the last one.
+    Raises ValueError for states that segments share or lack, and for invalid reaches.
     """
     extras = [NO_EXTRAS if each is None else each for each in given]
     shifted, turned_until = _shifted(extras, positions, lens)

@@ -1,5 +1,8 @@
 """StatePool: recurrent states at page ends, and logs of the positions after them.
 
+A recurrent layer has a query q, a key k, a value v, a decay and a factor beta at each position t.
+From these it computes a state S, an update u and an output o, here by the gated delta rule:
+
     S_t = decay_t S_(t-1) + k_t u_t^T        u_t = beta_t (v_t - (decay_t S_(t-1))^T k_t)
     o_t = S_t^T q_t
 
@@ -32,7 +35,10 @@ TensorKind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 class LayerStates(Protocol):
-    """The tensors of a layer in a slot and in a log; ``dtype`` is the activations'."""
+    """The tensors of a layer in a slot and in a log of the `StatePool`.
+
+    ``dtype`` is the activations'.
+    """
 
     def slot_tensors(self, dtype: torch.dtype) -> list[TensorKind]:
         """Return shapes and dtypes of the layer's tensors in a slot."""
@@ -72,14 +78,14 @@ class StateShape(NamedTuple):
 
 
 class SlotLayer(NamedTuple):
-    """Views of one layer of a slot."""
+    """One layer's tensors in a slot, as views."""
 
     state: Tensor  # S [num_heads, key_dim, value_dim] float32
     tail: Tensor  # [conv_len - 1, conv_channels] inputs, oldest first
 
 
 class LogLayer(NamedTuple):
-    """Views of one layer of a log. Position p is at ``p % ring``, ``ring = StatePool.ring``."""
+    """One layer's tensors in a log, as views. Position p is at ``p % StatePool.ring``."""
 
     k: Tensor  # [num_heads, ring, key_dim] float32
     u: Tensor  # [num_heads, ring, value_dim] float32
@@ -154,11 +160,11 @@ class StatePool:
         return self.slots.nbytes + self.logs.nbytes
 
     def slot(self, index: int, layer: int) -> SlotLayer:
-        """Return views of a layer of a slot."""
+        """Return views of a layer's tensors in a slot."""
         return SlotLayer(*self.slot_views(index, layer))
 
     def log(self, index: int, layer: int) -> LogLayer:
-        """Return views of a layer of a log."""
+        """Return views of a layer's tensors in a log."""
         return LogLayer(*self.log_views(index, layer))
 
     def slot_views(self, index: int, layer: int) -> list[Tensor]:
@@ -208,21 +214,21 @@ def _fresh(num_bytes: int, device: torch.device | str) -> Tensor:
 def _slot_fields(
     shapes: Sequence[LayerStates], dtype: torch.dtype
 ) -> tuple[list[list[_Field]], int]:
-    """Return the fields of each layer of a slot, and the bytes of all."""
+    """Return the fields of each layer in a slot, and the slot's size in bytes."""
     return _laid_out([shape.slot_tensors(dtype) for shape in shapes])
 
 
 def _log_fields(
     shapes: Sequence[LayerStates], ring: int, dtype: torch.dtype
 ) -> tuple[list[list[_Field]], int]:
-    """Return the fields of each layer of a log, and the bytes of all."""
+    """Return the fields of each layer in a log, and the log's size in bytes."""
     return _laid_out([shape.log_tensors(dtype, ring) for shape in shapes])
 
 
 def _laid_out(
     layers: Sequence[Sequence[TensorKind]],
 ) -> tuple[list[list[_Field]], int]:
-    """Return consecutive aligned fields for each layer's tensors, and the bytes of all."""
+    """Return consecutive aligned fields for each layer's tensors, and their size in bytes."""
     at, found = 0, []
     for layer in layers:
         fields = []

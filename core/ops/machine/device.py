@@ -92,7 +92,7 @@ class _HostEvent:
 
 
 class PageCopier:
-    """Copies between pages and staged records, and waits only for its own copies.
+    """Copies between KV pages and staging buffers, and waits only for its own copies.
 
     ``stream``: a GPU queue for these copies only, so that they do not wait for steps computed
     meanwhile. None on the host.

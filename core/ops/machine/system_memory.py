@@ -60,8 +60,8 @@ def _of_machine(root: Path) -> int:
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
     """Yield the folders of this process's control groups and of all their parents, with file names.
 
-    Each may have a limit. In a container its own group may be mounted as the top folder; the path
-    that the process sees then does not exist.
+    Each may have a limit. In a container the process's own group may be mounted as the top folder.
+    The path that ``proc/self/cgroup`` names then does not exist.
     """
     mount = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():

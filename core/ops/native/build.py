@@ -231,7 +231,7 @@ def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:
 
 
 def _told(command: list[str], num_files: int) -> Callable[[Sequence[str]], None]:
-    """Return a function that runs ``command`` with more arguments and reports the progress."""
+    """Return a function that runs ``command`` with the given arguments and reports progress."""
     tell, done = on_progress.get(), count(1)
     tell(COMPILING, 0.0)
 

@@ -41,11 +41,11 @@ class NativeLibrary:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a kernel's tile for the usual kinds of weights; each weight is loaded once."""
+        """Rows that a kernel computes per loaded weight, for the usual kinds of weights."""
         return int(self.c.ft_tile_rows())
 
     def linear(self, weight: ctypes.Structure, x: Tensor, out: Tensor) -> None:
-        """Compute ``x`` [T, in_features] to ``out`` [T, out_features]; both are dense.
+        """Write the outputs of ``x`` [T, in_features] to ``out`` [T, out_features]; both are dense.
 
         Raises MemoryError.
         """

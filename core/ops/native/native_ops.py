@@ -79,7 +79,7 @@ class NativeOps(Ops, RoughOps):
 
     @property
     def identity(self) -> dict[str, str]:
-        """The library's file name, which identifies its build, and the kind of products."""
+        """The library's file name, which identifies its build, and its kind of bfloat16 product."""
         return {"library": self.library.file_name, "bfloat16 products": self.products}
 
     def set_threads(self, count: int) -> None:
@@ -88,7 +88,7 @@ class NativeOps(Ops, RoughOps):
         self.library.set_threads(count)
 
     def compile_forward(self, weights: DecoderWeights) -> NativeStep | None:
-        """Return all layers in one call, or None if the decoder has joined inputs."""
+        """Return a `NativeStep`, or None if rows have a token and a vector each (``joined``)."""
         if weights.joined is not None:
             return None
         return NativeStep(self.library, weights)
@@ -123,7 +123,7 @@ class NativeOps(Ops, RoughOps):
         add_lora(self.library, out, x, rows, lora)
 
     def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
-        """Return an embedding over a packed weight that has one kind, with groups."""
+        """Return an embedding over a packed weight, whose rows are all of one kind with groups."""
         assert isinstance(weight, NativeLinear)
         assert weight.others is None
 

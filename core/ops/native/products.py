@@ -52,11 +52,12 @@ def choose_products(
     library: NativeLibrary,
     measure: Callable[[NativeLibrary, Products], float] | None = None,
 ) -> Products:
-    """Return the faster kind by the shortest of a few ``measure`` (seconds).
+    """Return the kind of product that takes less time.
 
-    float32 is chosen only if it is `_MARGIN` times faster. Only AVX-512 is measured: a matrix unit
-    is always faster, and without an instruction for pairs both kinds have the same bits, and
-    float32 widens each activation once instead of once per weight.
+    ``measure`` returns seconds; the shortest of a few measurements counts, and float32 must be
+    `_MARGIN` times faster. Only AVX-512 is measured. A matrix unit is always faster with bfloat16.
+    Without an instruction for pairs both kinds have the same bits, and float32 widens each
+    activation once instead of once per weight.
     """
     if library.variant in ("amx", "amx-emulated"):
         return "bfloat16"

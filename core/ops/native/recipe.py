@@ -57,7 +57,7 @@ def compile_library(
     """Compile the C files among ``files``, one per core at a time, and link them to ``output``.
 
     ``run`` calls the compiler with its flags and the given arguments, and raises if it fails.
-    Object files are beside ``output`` meanwhile.
+    Object files are kept beside ``output`` until the library is linked.
     """
     compiled = sorted((path for path in files if path.suffix == ".c"), key=_size, reverse=True)
     objects = [output.with_suffix(f".{number}.o") for number in range(len(compiled))]

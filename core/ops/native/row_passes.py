@@ -61,10 +61,10 @@ class NativeRowPasses:
     def best(
         self, segments: Sequence[Segment], rows: Sequence[DraftedRow], num_best: int
     ) -> list[Best]:
-        """Compute one row per segment, and return the best next tokens of each for ``rows``.
+        """Compute one row per segment, and return the best next tokens of each row.
 
-        ``num_best`` is at most `sampler.MOST_BEST`. Raises ValueError for a position without a
-        page, MemoryError.
+        ``rows``: the requests, with their sampling parameters. ``num_best`` is at most
+        `sampler.MOST_BEST`. Raises ValueError for a position without a page, MemoryError.
         """
         layout, max_pages = self._layout(segments)
         parts = self._parts_up_to(max(segment.stop for segment in segments))

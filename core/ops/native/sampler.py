@@ -1,8 +1,8 @@
 """NativeSampler: chooses the tokens of a step in C and verifies drafts there, without the GIL.
 
-core/sampling/verifier.py is the reference: choices differ only if two scores, or a token's mass
-and the edge of top-p, differ by no more than the last bit of a logarithm. A row's token depends on
-that row alone, bit for bit.
+core/sampling/verifier.py is the reference: choices differ only if two scores, or a cumulative
+probability and the limit of top-p, differ by no more than the last bit of a logarithm. A row's
+token depends on that row alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _next_nodes(
 
 
 class Walks:
-    """Walks along drafts for one call of a kernel; each decides the tokens of one or more places.
+    """Walks through the requests' drafts, for one call of a kernel; each decides some tokens.
 
     ``vocab_size``: size of the vocabulary that the requests' parameters refer to.
     """
@@ -138,18 +138,18 @@ class Walks:
 
     @classmethod
     def of(cls, rows: Sequence[DraftedRow], vocab_size: int) -> Walks:
-        """Return walks of one place each; row i of the logits decides walk i."""
+        """Return one walk per row, each for one token; row i of the logits decides walk i."""
         walks = cls(vocab_size)
         for index, row in enumerate(rows):
             walks.add(row.encoded(vocab_size), row.tokens, row.draft, index)
         return walks
 
     def add_walk(self, request: DraftedRow, node: int, start: int) -> None:
-        """Add a walk that decides the place after a node of a draft.
+        """Add a walk that decides the token after a node of a draft.
 
-        The draft's logits begin at row ``start``. The walk continues with the nodes below while the
-        draft is right. A constraint must be asked before every place, so with one the walk has only
-        one place.
+        The draft's logits begin at row ``start``. While a decided token is in the draft, the walk
+        continues with the token after its node. A constraint must give its mask before every token,
+        so a walk with a constraint decides only one.
         """
         encoded = request.sampling.cached(EncodedSampling, self._vocab_size)
         if encoded.is_asked:
@@ -166,9 +166,10 @@ class Walks:
         draft: Sequence[int] = (),
         parents: Sequence[int] = (),
     ) -> None:
-        """Add a walk that decides the place after ``tail`` by row ``first`` of the logits.
+        """Add a walk that decides the token after ``tail``, with row ``first`` of the logits.
 
-        With a ``draft`` (and no tail) the walk then decides the places after its accepted nodes.
+        With a ``draft`` (and no tail) the walk also decides the tokens after the draft's accepted
+        nodes.
         """
         address, mask_at = encoded.address, 0
         if encoded.is_asked:
@@ -212,10 +213,10 @@ class Walks:
         ]
 
     def best(self, num_best: int, find: Callable[..., int]) -> list[Best]:
-        """Return the best tokens of every walk and their scores; each walk has one place.
+        """Return the best tokens and their scores of every walk; each walk must be for one token.
 
-        ``find``: a kernel with the last seven arguments of `ft_best`, which returns 0 if it
-        succeeds. Raises MemoryError.
+        ``find``: takes the last seven arguments of `ft_best` and returns 0 if it succeeds. Raises
+        MemoryError.
         """
         num_walks = len(self._firsts)
         tokens, counts = _zeros("q", num_walks * num_best), _zeros("q", num_walks)

@@ -18,7 +18,7 @@ from .state import SegmentStates, join_segments, row_spans
 def run_short_conv(
     mixed: Tensor, weights: ConvWeights, batch: RaggedBatch, pool: StatePool
 ) -> Tensor:
-    """Compute `Ops.short_conv`."""
+    """Return the outputs of a gated short convolution, as `Ops.short_conv` defines them."""
     b, c, x = mixed.chunk(3, dim=1)
     inputs = b * x
     outs = [
@@ -45,7 +45,10 @@ class _Sequence(SegmentStates):
         return self._convolved(around, len(inputs))
 
     def _convolved(self, around: Tensor, num_rows: int) -> Tensor:
-        """Return the sums [num_rows, channels]; ``around`` is earlier inputs, then the rows'."""
+        """Return the sums [num_rows, channels].
+
+        ``around``: the inputs of the rows, after the earlier inputs that the first rows need.
+        """
         taps, bias = self._weights.conv, self._weights.bias
         total = around[:num_rows].float() * taps[:, 0]
         for tap in range(1, taps.shape[1]):
@@ -63,7 +66,7 @@ class _Sequence(SegmentStates):
             self._write(self._slot, self._kept.state, tails[moved], moved)
 
     def _tail(self, around: Tensor, stop: int) -> Tensor:
-        """Return the inputs before ``stop``, which may be before the first row."""
+        """Return the ``conv_len - 1`` inputs before position ``stop``."""
         first = stop - self._start
         if first < 0:
             return self._inputs_before(stop)

@@ -30,7 +30,7 @@ _ROW_MULTIPLE = 4  # float32 bmm rounds the odd rows of 5, 6, 7 or 9 differently
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailRows:
-    """K and V rows of a block whose slots are in tails."""
+    """Keys and values of a block that are in tails, not in pages."""
 
     rows: Tensor  # [n] indices of the block's rows
     blocks: Tensor  # [n] the pool's blocks of layer 0 with the rows
@@ -107,7 +107,7 @@ class TorchPlan:
         return self._pool.blocks[layer * self._kv_heads :]
 
     def read(self, pages: Tensor, block: Block) -> Tensor:
-        """Return a block's keys, then values ``[.., width, head_dim]``, ordered as `kv_rows`."""
+        """Return a block's keys, then values ``[.., width, head_dim]``, ordered as ``kv_rows``."""
         pool = self._pool
         kv = pool.load_blocks(pages.index_select(0, block.kv_rows))
         if block.void_rows is not None:
@@ -130,7 +130,7 @@ class TorchPlan:
         return self._blocks[rule]
 
     def _find_write_at(self) -> tuple[Tensor, Tensor]:
-        """Return each row's blocks of layer 0, ``[T, num_blocks * num_kv_heads]``, and places."""
+        """Return each row's blocks in layer 0, ``[T, num_blocks * num_kv_heads]``, and offset."""
         pool, slots = self._pool, self.batch.slots
         first = (slots // pool.page_size).mul_(pool.page_blocks).unsqueeze(1)
         heads = torch.arange(self._kv_heads, device=slots.device)
@@ -149,7 +149,10 @@ class TorchPlan:
         return Group(members, rows, self._to(q_rows.ravel()), positions, reaches)
 
     def _find_unpack(self) -> Tensor:
-        """Return the groups' output rows in the order of the batch, [T * num_kv_heads]."""
+        """Return indices that put the groups' output rows into the batch's order.
+
+        They are [T * num_kv_heads].
+        """
         num_kv_heads = self.heads.num_kv_heads
         unpack = np.zeros((self.batch.num_rows, num_kv_heads), dtype=np.int64)
         base = 0
@@ -169,7 +172,7 @@ class TorchPlan:
         return [block for block in blocks if block is not None]
 
     def _edges(self, stop: int) -> list[int]:
-        """Return the positions where blocks begin; two half blocks come first for short chats."""
+        """Return the positions where blocks begin; the first block is halved for short contexts."""
         page_size = self._pool.page_size
         size = page_size * max(1, BLOCK // page_size)
         halves = [size // 2] if size // 2 % page_size == 0 else []
@@ -209,7 +212,7 @@ class TorchPlan:
         )
 
     def _width(self, length: int, size: int) -> int:
-        """Return the width to read of a block that has only ``length`` positions."""
+        """Return the number of positions to read of a block that has only ``length`` ones."""
         page_size = self._pool.page_size
         fitting = (w for w in _SHORT_WIDTHS if length <= w < size and w % page_size == 0)
         return next(fitting, size)
@@ -239,7 +242,7 @@ class TorchPlan:
         return self._to((keys + kinds * len(stops) * num_kv_heads * width).ravel())
 
     def _tail_rows(self, members: IntArray, lo: int, width: int) -> TailRows | None:
-        """Return the keys and values at the positions of tails, or None if the block has none."""
+        """Return the keys and values of a block that are in tails, or None if there are none."""
         batch, pool = self.batch, self._pool
         positions = np.arange(lo, lo + width)
         offsets = positions - batch.tail_from[members, None]
@@ -274,7 +277,8 @@ class TorchPlan:
 def _split(batch: RaggedBatch) -> list[IntArray]:
     """Divide the segments into groups of similar length; shorter segments of a group are padded.
 
-    Beginning with the shortest, a group joins the next if the padding costs less than a group.
+    From the shortest on, a group is merged with the next one if the padding costs less time than a
+    separate group.
     """
     lens, stops = batch.lens, batch.stops
     buckets = np.ceil(np.log2(lens)).astype(np.int64)
@@ -288,6 +292,6 @@ def _split(batch: RaggedBatch) -> list[IntArray]:
 
 
 def _padding(lens: IntArray, stops: IntArray, short: IntArray, long: IntArray) -> int:
-    """Return the scores of the padding rows if ``short`` joins ``long``, per block."""
+    """Return how many scores per block padding adds if ``short`` is merged with ``long``."""
     blocks = 1 + int(stops[short].max()) // BLOCK
     return int(((lens[long].max() - lens[short]) * stops[short]).sum()) // blocks

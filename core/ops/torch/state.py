@@ -81,7 +81,7 @@ def row_spans(batch: RaggedBatch) -> Iterator[tuple[int, int]]:
 def run_recurrent(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, batch: RaggedBatch, pool: StatePool
 ) -> Tensor:
-    """Compute `Ops.recur`."""
+    """Return the outputs of a recurrent layer, as `Ops.recur` defines them."""
     outs = [
         _sequence(weights, batch, pool, index).run(mixed[first:stop], gates[first:stop])
         for index, (first, stop) in enumerate(row_spans(batch))
@@ -105,9 +105,10 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         self._weights = weights
 
     def run(self, mixed: Tensor, gates: Tensor) -> Tensor:
-        """Return the outputs, float32 [n, num_heads * value_dim], of [n, q | k | v | z] and gates.
+        """Return the rows' outputs, float32 [n, num_heads * value_dim].
 
-        Writes the states at the kept page ends, and advances the segment's state and log.
+        ``mixed``: [n, q | k | v | z]. Writes the states at the kept page ends, and advances the
+        segment's state and log.
         """
         self._catch_up()
         shape = self._weights.shape
@@ -133,7 +134,7 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         return torch.stack(outs)
 
     def _catch_up(self) -> None:
-        """Fold full pages before the first row, so that S is at the start of the row's page."""
+        """Advance the state S over full pages of the log, to the start of the first row's page."""
         state, at = self._kept.state, self._at
         while at + self._pool.page_size <= self._start:
             state, at = self._folded(state, at), at + self._pool.page_size
@@ -163,9 +164,10 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         return self._with_skip(out, v)
 
     def _read(self, x: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
-        """Return the output [num_heads, value_dim] of the state before a row for x.
+        """Return the state before a row, with the row's decay, times ``x``: [num_heads, value_dim].
 
-        ``x`` [num_heads, key_dim] is a query or key, and ``c`` the row's sum of log decays.
+        ``x`` [num_heads, key_dim] is a query or key, and ``c`` the sum of log decays since the
+        page's start.
         """
         log = self._log
         out = torch.exp(c).unsqueeze(-1) * (state * x.unsqueeze(-1)).sum(1)
@@ -175,7 +177,7 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         return out
 
     def _folded(self, state: Tensor, base: int) -> Tensor:
-        """Return S at the start of the next page."""
+        """Return the state S at the start of the next page, from S at position ``base``."""
         log, ring = self._log, self._pool.ring
         places = [position % ring for position in range(base, base + self._pool.page_size)]
         last = log.c[:, places[-1]]
@@ -213,11 +215,11 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
 
     @abstractmethod
     def _gates(self, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factor of the row's addition [num_heads, 1] and the log decay [num_heads]."""
+        """Return the factor of a row's update u, [num_heads, 1], and its log decay, [num_heads]."""
 
     @abstractmethod
     def _added(self, k: Tensor, v: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
-        """Return the row's addition at its key, without the factor [num_heads, value_dim]."""
+        """Return a row's update u without its factor, [num_heads, value_dim]."""
 
     @abstractmethod
     def _with_skip(self, out: Tensor, v: Tensor) -> Tensor:

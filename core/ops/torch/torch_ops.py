@@ -52,7 +52,10 @@ _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class TorchOps(Ops):
-    """`Ops` in torch; rows are exact on the CPU in float32 and bfloat16 with two or more rows."""
+    """`Ops` in torch.
+
+    On a CPU, in float32 and bfloat16, a row's bits are the same in all batches of two or more rows.
+    """
 
     # oneDNN takes another path for a single row; with two or more rows a row's bits never change.
     # Four rows take 0.6 times as long as two in float32, 0.8 in bfloat16 (measured, prepacked).
@@ -92,7 +95,7 @@ class TorchOps(Ops):
         *,
         plain: bool = False,  # noqa: ARG002 - this backend never quantises
     ) -> PackedLinear:
-        """Reorder a weight for oneDNN, whose row bits do not depend on the number of rows.
+        """Reorder a weight for oneDNN, so that a row's bits do not depend on the number of rows.
 
         If oneDNN has no bfloat16 products, such weights are packed as float32 and take twice the
         memory; products and sums are then float32, rounded once.

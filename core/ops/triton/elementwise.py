@@ -52,7 +52,7 @@ def norm_factor(
     x, at, head, eps, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return the RMS norm's factor for a head ``x`` at ``at``, or for all heads of its kind."""
+    """Return the RMS norm's factor of the head ``x`` at ``at``, or of all query or key heads."""
     squares, num_normed = x * x, 1
     if IS_WHOLE:
         squares = tl.zeros([HEAD_DIM], tl.float32)
@@ -142,7 +142,7 @@ def activate_kernel(
     LIMIT: tl.constexpr,
     IS_CHAINED: tl.constexpr,
 ):
-    """Compute the activation of a row, or of its first half times the second half."""
+    """Compute the activation of a row; if gated, of its first half, times the second half."""
     begin(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)

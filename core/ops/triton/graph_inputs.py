@@ -65,7 +65,10 @@ class GraphInputs:
         return host.fields
 
     def upload(self, num_last: int | None = None) -> None:
-        """Copy to the device without waiting; ``num_last``: numbers of the last field, or all."""
+        """Copy to the device without waiting.
+
+        ``num_last``: how many numbers of the last field to copy; None: all.
+        """
         host, (at, itemsize) = self._hosts[self._turn], self._last
         stop = len(host.block) if num_last is None else at + num_last * itemsize
         self._block[:stop].copy_(host.block[:stop], non_blocking=True)
@@ -88,8 +91,8 @@ class _Host:
 class AsyncCopy:
     """A copy of numbers from the device to the host.
 
-    Its block of memory is not reused while it is referenced or its copy has not ended. It has its
-    own event: `read` waits for this copy, not for later launches.
+    The host memory is not reused while it is referenced or the copy has not ended. `read` waits for
+    an event of this copy alone, not for later launches.
     """
 
     def __init__(self, numbers: Tensor) -> None:

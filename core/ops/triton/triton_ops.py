@@ -114,7 +114,10 @@ class TritonOps(Ops, RoughOps):
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, plain: bool = False
     ) -> PackedLinear:
-        """Lay out a weight for the tiled kernels, as int8 if ``quantize`` is and not ``plain``."""
+        """Lay out a weight for the tiled kernels, as int8 if the backend quantises.
+
+        ``plain``: leave it unquantised.
+        """
         assert isinstance(weight, Tensor)
         if self.exact == "off" and (plain or self.quantize == "none"):
             return PackedLinear(weight.contiguous(), bias, packed=False)
@@ -161,7 +164,7 @@ class TritonOps(Ops, RoughOps):
         return _norm(x, residual, norm)
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> TritonPlan:
-        """Return the pass on the host, where its batch must be.
+        """Return a plan of a batch whose tensors are on the host.
 
         Raises NotImplementedError for rows that see later rows.
         """

@@ -1,11 +1,13 @@
 """Ragged paged attention: one kernel for decode, verify and prefill rows, and a merging kernel.
 
-Inside a split, softmax is computed online (arXiv 1805.02867). The splits of a stretch and then the
-stretches are merged in order of position, with the same arithmetic in both kernels: narrow and wide
-items differ only in their tiles. Merging a state into an empty one changes none of its bits.
+tile_schedule.py divides the positions into splits, splits into stretches, and the work into narrow
+and wide items. Inside a split, softmax is computed online (arXiv 1805.02867). The splits of a
+stretch and then the stretches are merged in order of position, with the same arithmetic in both
+kernels: narrow and wide items differ only in their tiles. Merging a state into an empty one changes
+none of its bits.
 
-A state of queries is ``max_score``, the highest score so far, ``exp_sum``, the sum of
-exp(score - max_score), and ``acc``, the values weighted by these.
+A state of queries is ``max_score``, the highest score so far, ``exp_sum``, the sum of exp(score -
+max_score), and ``acc``, the values weighted by these.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionLaunch:
-    """Parameters of a launch. Only ``keys`` changes bits."""
+    """Parameters of a launch. Only ``keys`` affects the bits of the output."""
 
     keys: int  # positions of a tile
     programs: int  # programs per multiprocessor, limited by its registers and shared memory
@@ -45,7 +45,7 @@ WIDE_BYTES = 256  # longest vector for `WIDE`; of longer ones fewer fit into sha
 
 
 def attention_launch(pool: KVPool, *, is_narrow: bool, one_tile: bool) -> AttentionLaunch:
-    """Return the launch for narrow or wide items; with ``one_tile`` both have the narrow one."""
+    """Return the launch for narrow or wide items; with ``one_tile`` both have the narrow launch."""
     if is_narrow or one_tile:
         return NARROW
     vector_bytes = pool.head_dim * pool.dtype.itemsize
@@ -63,7 +63,10 @@ def attend(
     is_narrow: bool,
     launch: AttentionLaunch | None = None,
 ) -> None:
-    """Compute the narrow or the wide items of a work list; ``launch``: None for the usual one."""
+    """Compute the narrow or the wide items of a work list.
+
+    ``launch``: None for the result of `attention_launch`.
+    """
     geometry, partial = plan.geometry, plan.partial_sums
     heads, pool = geometry.heads, geometry.pool
     if launch is None:

@@ -52,10 +52,11 @@ class WorkItems:
 class TileSchedule:
     """Items of a pass, or of a part of it, and the places of their partial sums.
 
-    A narrow row r has a place for every split that it sees, beginning with ``places[r]``. A tile of
-    wide rows has ``wide_places`` for every stretch, one for each of its rows; row r has the index
-    ``rows_in_tile[r]``. The places of the first stretch that row r sees begin at ``places[r]``. A
-    tile with one stretch has no places: its item has all keys.
+    A place stores the partial sums of one row over one split or stretch. A narrow row r has a place
+    for every split that it sees, beginning with ``places[r]``. A tile of wide rows has
+    ``wide_places`` for every stretch, one for each of its rows; row r has the index
+    ``rows_in_tile[r]`` among them. The places of the first stretch that row r sees begin at
+    ``places[r]``. A tile with one stretch has no places, because its item has all keys.
     """
 
     narrow: WorkItems
@@ -68,11 +69,14 @@ class TileSchedule:
 
     @property
     def num_places(self) -> int:
-        """Total number of places."""
+        """Total number of places for partial sums."""
         return int(self.ends[-1])
 
     def parts(self, max_places: int) -> list[range]:
-        """Divide the rows into ranges of at most ``max_places`` places, or of one row or tile."""
+        """Divide the rows into ranges of at most ``max_places`` places, or of one row or tile.
+
+        A range of one row or tile may have more places.
+        """
         found, stop, taken = [], 0, 0
         while stop < len(self.ends):
             room = max(taken + max_places, int(self.ends[stop]))
@@ -94,9 +98,9 @@ def build_tile_schedule(
 ) -> TileSchedule:
     """Return the work of one attention layer.
 
-    ``narrow_rows``, ``wide_rows``: rows of a tile. ``wide_places``: places of a wide tile and
-    stretch, at least its number of rows. ``kv_split_group``: splits of a stretch. ``part``: rows to
-    compute, one of `TileSchedule.parts`; None: all rows.
+    ``narrow_rows``, ``wide_rows``: rows of a tile. ``wide_places``: places of a wide tile for each
+    stretch, at least its number of rows. ``kv_split_group``: number of splits of a stretch.
+    ``part``: rows to compute, one of `TileSchedule.parts`; None: all rows.
     """
     spans = _Spans.of(batch, window, part)
     is_wide, here = batch.lens > NARROW_LEN, spans.lens > 0
@@ -178,7 +182,7 @@ class _Tiles:
         return self.rows[self.starts]
 
     def num_places(self, kv_split_group: int) -> IntArray:
-        """Return each tile's number of stored stretches: all, or 0 for a single stretch."""
+        """Return each tile's number of stretches with partial sums: all, or 0 for only one."""
         counts = self.last_splits // kv_split_group - self.first_splits // kv_split_group + 1
         return np.where(counts > 1, counts, 0)
 
@@ -251,7 +255,7 @@ def _narrow(spans: _Spans, segments: IntArray, tile_rows: int) -> WorkItems:
 
 
 def _tile_starts(owners: IntArray, splits: IntArray, shared: IntArray, tile_rows: int) -> IntArray:
-    """Return indices of rows that begin a tile, because of other pages or a full tile.
+    """Return the indices of rows that begin a tile, because pages change or the last tile is full.
 
     ``owners``: segments of the rows, counted in the order of ``shared``.
     """
@@ -267,7 +271,7 @@ def _tile_starts(owners: IntArray, splits: IntArray, shared: IntArray, tile_rows
 
 
 def _sizes(starts: IntArray, stop: int) -> IntArray:
-    """Return differences of neighbouring starts, then of ``stop``, in 1/5 of `np.diff`'s time."""
+    """Return the difference of each start and the next, or ``stop``, in 1/5 of `np.diff`'s time."""
     sizes = np.empty_like(starts)
     np.subtract(starts[1:], starts[:-1], out=sizes[:-1])
     sizes[-1:] = stop - starts[-1:]
@@ -275,7 +279,10 @@ def _sizes(starts: IntArray, stop: int) -> IntArray:
 
 
 def _spread(firsts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
-    """Return each first number and the ``counts - 1`` next ones, as (index of first, number)."""
+    """Return pairs (i, n): for each i, n is ``firsts[i]`` and the next ``counts[i] - 1`` numbers.
+
+    The result is two arrays, of all i and of all n.
+    """
     ends, indices = counts.cumsum(), np.arange(len(counts))
     if ends[-1] == len(counts):
         return indices, firsts

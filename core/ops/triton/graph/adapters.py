@@ -47,7 +47,7 @@ class StepAdapters:
         return self._tables.growth
 
     def of_pass(self, adapted: Sequence[AdaptedRows]) -> PassAdapters | None:
-        """Return the adapters of a pass, or None without any."""
+        """Return the adapters of a pass, or None if it has none."""
         if not adapted:
             return None
         addresses = self._tables.take([each.weights for each in adapted])
@@ -75,7 +75,7 @@ class StepAdapters:
 
 
 def room_for(num_adapters: int, num_rows: int) -> int:
-    """Return the capacity, at least ``num_adapters``, of a graph of ``num_rows`` rows."""
+    """Return the adapter capacity of a graph of ``num_rows`` rows, at least ``num_adapters``."""
     room = 1
     while room < num_adapters:
         room *= _SPREAD

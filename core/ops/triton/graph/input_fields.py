@@ -36,7 +36,10 @@ def fields(
     num_places: int = 0,
     states: Sequence[Field] = (),
 ) -> list[Field]:
-    """Return the fields with the given capacities; ``num_places`` is for chosen tokens."""
+    """Return the fields with the given capacities.
+
+    ``num_places``: number of tokens that the pass can choose.
+    """
     rows = (
         "token_ids", "positions", "slots", "logit_rows", "sources", "rows_in_tile", "last_seen",
         "adapted",
@@ -66,7 +69,7 @@ def fill(
     works: Sequence[TileSchedule],
     states: StatePool | None = None,
 ) -> int:
-    """Write a pass, with void values for unused rows; return the number of used words."""
+    """Write a pass, and mark unused rows as empty; return the number of used words."""
     if states is not None:
         fill_states(to, batch, states)
     count = int(batch.lens.sum())  # copies of the last row must not write to its slot
@@ -92,7 +95,7 @@ def fill(
 
 
 def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:
-    """Write the sampler's inputs; unused places become void, or all places if it is None."""
+    """Write the sampler's inputs, and mark other places as unused; None: all are unused."""
     columns = to["controls"].reshape(-1, NUM_COLUMNS)
     count = 0 if controls is None else len(controls.columns)
     columns[count:, ROW] = -1

@@ -86,7 +86,7 @@ class FusedLmHead:
         )
 
     def compute(self, layers: LayersOutput, graph_inputs: GraphInputs) -> GraphOutputs:
-        """Return logits and winners of [bucket] rows, chosen by the controls in the inputs."""
+        """Return logits and chosen tokens' words of [bucket] rows; the inputs have the controls."""
         fields, hidden = graph_inputs.device, layers.hidden
         rows = hidden.index_select(0, fields["logit_rows"])
         logits = self._ops.logits(rows, self._weights.lm_head, self._weights.logit_cap)

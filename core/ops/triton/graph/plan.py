@@ -29,7 +29,7 @@ Turns: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
-    """Values that are the same in every pass."""
+    """Pool, head layout and RoPE tables, which are the same in every pass of a decoder."""
 
     pool: KVPool
     heads: HeadLayout
@@ -38,17 +38,17 @@ class Geometry:
 
     @property
     def narrow_tile(self) -> int:
-        """Queries of a narrow tile, at least a group."""
+        """Number of queries of a narrow tile: at least one row's queries of a KV head."""
         return max(NARROW_TILE, power_of_two(self.heads.group_size))
 
     @property
     def wide_tile(self) -> int:
-        """Queries of a wide tile."""
+        """Number of queries of a wide tile."""
         return self.narrow_tile if self.one_tile else max(WIDE_TILE, self.narrow_tile)
 
     @property
     def kv_split_group(self) -> int:
-        """Number of splits of a stretch."""
+        """Number of splits of a stretch (tile_schedule.py)."""
         return KV_SPLIT_GROUP
 
     def turns(self, stop: int) -> Turns:
@@ -128,7 +128,7 @@ class Work:
 class DevicePlan:
     """Inputs of the kernels of a pass on the device, and buffers for partial sums.
 
-    Rows after the batch's have slot -1, place -1 and are in no item: kernels skip them.
+    Unused rows at the end have -1 as slot and place and are in no item, so kernels skip them.
     """
 
     geometry: Geometry
@@ -184,7 +184,10 @@ class TritonPlan:
         return [self._work_lists[window] for window in windows]
 
     def _parts(self, window: int | None, max_places: int) -> list[TileSchedule]:
-        """Divide a window's work into lists of at most ``max_places`` places, or of one tile."""
+        """Divide a window's work into lists of at most ``max_places`` places.
+
+        A list of one row or tile may have more.
+        """
         (work,) = self.work_lists([window])
         if work.num_places <= max_places:
             return [work]

@@ -132,7 +132,7 @@ def route(
 def _sort(chosen: Tensor, num_experts: int) -> _Sorted:
     """Sort the (row, expert) pairs by expert, with enough tiles for any choice.
 
-    Their number is one per pair or, if less, the full tiles and one more per expert.
+    There is one tile per pair or, if that is less, one per ``FEW_ROWS`` pairs and one per expert.
     """
     num_pairs = chosen.numel()
     by_expert = num_pairs // FEW_ROWS + num_experts
@@ -148,7 +148,7 @@ def _sort(chosen: Tensor, num_experts: int) -> _Sorted:
 def _linear(x: Tensor, by_expert: _Sorted, matrices: ExpertMatrices, *, sharers: int) -> Tensor:
     """Multiply each pair's row by its expert's matrix, and return [num_pairs, out_features].
 
-    ``x``: [num_pairs / sharers, in_features].
+    ``x``: [num_pairs / sharers, in_features]; each row belongs to ``sharers`` consecutive pairs.
     """
     weights, scales, biases = matrices.weights, matrices.scales, matrices.biases
     num_tiles, out_features = len(by_expert.tiles), len(weights.like)

@@ -15,14 +15,14 @@ from .linear import add_products, scaled_and_biased
 
 @triton.jit
 def best_of(values, is_open, number, NUMBERS: tl.constexpr):
-    """Return the number of the highest open value, the first of equal ones."""
+    """Return the ``number`` of the highest value where ``is_open``, the first of equal ones."""
     top = tl.max(tl.where(is_open, values, float("-inf")), 0)
     return tl.min(tl.where(is_open & (values == top), number, NUMBERS), 0)
 
 
 @triton.jit
 def scores_of(logits, is_there, IS_SIGMOID: tl.constexpr):
-    """Return the sigmoid of each logit, or the softmax over those with ``is_there``."""
+    """Return the sigmoid of each logit, or the softmax over the logits where ``is_there``."""
     if IS_SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
@@ -36,7 +36,11 @@ def kept_groups(
     choice, is_there, number, TILE: tl.constexpr, NUM_GROUPS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr, SIZE: tl.constexpr, BY_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Return a mask of the experts in the best groups, by the best expert's value or two best's."""
+    """Return a mask of the experts in the best groups.
+
+    A group's score is its best expert's value or, with BY_TWO, the sum of its two best experts'
+    values.
+    """
     group = number // SIZE
     judged = tl.zeros([TILE], tl.float32)
     for each in range(NUM_GROUPS):
@@ -190,7 +194,7 @@ def expert_linear_kernel(
     BITS: tl.constexpr,  # bits of a weight, 8 or 4; 0: unquantised
     HAS_BIAS: tl.constexpr,
 ):
-    """Compute some outputs of rows of one expert. One program makes a sum, in one order."""
+    """Compute some outputs of one expert's rows; one program adds up each sum, in a fixed order."""
     tile = tl.program_id(2) * NEIGHBOURS + tl.program_id(0)
     if tile >= num_tiles:
         return

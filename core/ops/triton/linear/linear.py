@@ -115,7 +115,7 @@ def add_group(
     total, levels, numbers_at, x_at, is_row, inner, num_inner, OUT,
     place: tl.constexpr, IS_EVEN: tl.constexpr, WIDTH: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Return ``total`` plus the products of one group of a step's inputs, ``place`` of four."""
+    """Return ``total`` plus the products of a step's inputs in group ``place``, one of four."""
     x = x_tile(x_at + place * WIDTH, is_row, inner, num_inner - place * WIDTH, IS_EVEN)
     numbers = tl.load(numbers_at + place * OUT, eviction_policy=POLICY)
     return tl.dot(spread_levels(levels, numbers), tl.trans(x), total, input_precision="ieee")
@@ -145,7 +145,7 @@ def add_products(
     total, x_at, weight_at, numbers_at, step, is_row, inner, IN, OUT,
     TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Return ``total`` plus one step's products; transposed if the weight is quantised."""
+    """Return ``total``, transposed if the weight is quantised, plus one step's products."""
     if BITS == 4:
         total = add_rough_products(
             total, x_at, weight_at, numbers_at, step, is_row, inner, IN, OUT,

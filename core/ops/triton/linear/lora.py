@@ -48,7 +48,7 @@ def _aligned(matrix: Tensor) -> Tensor:
 class _Target(NamedTuple):
     """A linear that adapters change: its number in the tables, and the largest number of ranks.
 
-    Each of the matrices stacked into the linear has its own ranks; the number counts all.
+    Matrices stacked into the linear each have their own ranks; ``num_ranks`` is their sum.
     """
 
     number: int
@@ -58,8 +58,8 @@ class _Target(NamedTuple):
 class AdapterTables:
     """A table for each adapter on the device with the addresses of its updates, in one layout.
 
-    ``growth`` counts changes of the layout: for linears that no adapter had changed before, or for
-    more ranks. A graph is valid for one layout.
+    ``growth`` counts the extensions of the layout, by a linear that no adapter had changed before
+    or by more ranks. A graph is valid for one layout.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class AdapterTables:
         return has_grown
 
     def _table(self, parts: Mapping[object, PackedLora]) -> Tensor:
-        """Return a table: addresses for all targets, zeros for unchanged ones, then the blocks."""
+        """Return an adapter's table: an entry per target (zeros: unchanged), then all blocks."""
         heads: list[int] = []
         blocks: list[int] = []
         first_block = LINEAR_WORDS.value * len(self._targets)

@@ -96,7 +96,7 @@ def lora_b_kernel(
     TILE_OUT: tl.constexpr,
     TILE_RANKS: tl.constexpr,
 ):
-    """Add the blocks of B within some outputs to these outputs of some rows, one by one."""
+    """Add the update to some outputs of some rows, one block of B after another."""
     adapter = tl.program_id(2)
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     number = tl.load(adapted_ptr + row, mask=row < num_rows, other=0)

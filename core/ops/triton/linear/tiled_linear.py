@@ -33,7 +33,8 @@ class TiledLinear(PackedLinear):
 
     A quantised weight is int16 ``[out_features, steps * inner * bits / 16]``. With int8 a word has
     an input from a step's first half in its low byte and one from the second half in its high byte,
-    so that tensor cores need no reordering. With 4 bits it has one from each quarter, a group.
+    so that tensor cores need no reordering. With 4 bits a word has one input from each quarter of a
+    step; a quarter is a group.
     """
 
     # [out_features] float32; with 4 bits [steps, 4, out_features] words, one per group, with its

@@ -50,7 +50,7 @@ class LinearTiles:
 
 @dataclass(frozen=True, slots=True)
 class LinearLaunch:
-    """The programs of one call. Changes no bit."""
+    """The programs of one call, which do not affect the bits of its result."""
 
     rows: int  # rows of a tile
     columns: int  # outputs of a tile
@@ -97,9 +97,9 @@ def linear_launch(
 
     ``shape``: rows and columns of a tile; None: the usual ones. Pieces have their own programs if
     one tile has all rows: with more rows, writing and reading their sums takes longer than more
-    programs save. A quantised weight is the left operand, which may come from registers, where it
-    is widened. Rows are then the instruction's width and so always 64, except for a rough copy,
-    whose bits may depend on the number of rows.
+    programs save. A quantised weight is the left operand of the matrix instruction, which may come
+    from registers, where it is widened. The rows of ``x`` are then the instruction's width, so a
+    tile always has 64, except for a rough copy, whose bits may depend on the number of rows.
     """
     rows, columns = shape or _shape(tiles, out_features, num_rows)
     row_tiles, column_tiles = -(-num_rows // rows), -(-out_features // columns)

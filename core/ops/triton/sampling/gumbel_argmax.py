@@ -21,7 +21,7 @@ ROUNDED = {"enable_fp_fusion": False}  # rounds after every operation
 
 
 class SentEdits(NamedTuple):
-    """`EditLists` on the device, flat."""
+    """`EditLists` on the device, each array flat."""
 
     places: Tensor
     mask_of: Tensor
@@ -32,12 +32,13 @@ class SentEdits(NamedTuple):
 
 
 class GumbelArgmax:
-    """The choice of tokens at some places. All inputs are on the device.
+    """The choice of tokens at some places, each with a row of the logits.
 
-    ``logits`` [num_rows, vocab]. ``controls`` int64, `NUM_COLUMNS` per place; a place whose `ROW`
-    is -1 is unused, and its winner void. ``cuts`` int32: places with top-k or top-p; -1: unused.
-    ``hashes``: `core.sampling.gumbel.vocabulary_hashes`. ``edits``: edits of the places that have
-    any. ``num_best``: number of tokens to choose at each place.
+    All inputs are on the device. ``logits`` [num_rows, vocab]. ``controls`` int64, `NUM_COLUMNS`
+    per place; a place whose `ROW` is -1 is unused, and its result undefined. ``cuts`` int32: places
+    with top-k or top-p; -1: unused. ``hashes``: `core.sampling.gumbel.vocabulary_hashes`.
+    ``edits``: edits of the places that have any. ``num_best``: number of tokens to choose at each
+    place.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class GumbelArgmax:
         self._kept = self._space((self._num_places, 2), torch.int32)
 
     def run(self) -> Tensor:
-        """Return each place's winner, int64 [num_places], or its best, [num_places, num_best].
+        """Return the word of each place's token, int64 [num_places], or of the best ones.
 
-        The upper half of a word is the rank of the token's score.
+        The best ones are [num_places, num_best]. The upper half of a word is the rank of the
+        token's score, the lower half `LAST_ID` minus its id.
         """
         values, raw_ranks = self._edited()
         rows = (self._logits, self._logits.stride(0), values, self._controls)
@@ -85,7 +87,7 @@ class GumbelArgmax:
         )
 
     def _merged(self, tile_best: Tensor, winners: Tensor) -> Tensor:
-        """Return each place's best, merged from the best of its tiles."""
+        """Return the words of each place's best tokens, merged from the best of its tiles."""
         best = self._space((self._num_places, self._num_best), torch.int64)
         num_tiles = self._shape["NUM_TILES"]
         merge_best_kernel[(self._num_places,)](

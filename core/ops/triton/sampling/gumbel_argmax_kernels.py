@@ -62,7 +62,10 @@ def is_sound(rank):
 
 @triton.jit
 def key_of(scaled):
-    """Return the int32 bits of the magnitude of scaled values, all at most 0; the best is least."""
+    """Return the bits of the magnitude of scaled values, which are at most 0, as int32.
+
+    The best value has the least key.
+    """
     return scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -74,7 +77,7 @@ def scaled_of(values, top, temperature):
 
 @triton.jit
 def number(column_ptr):
-    """Return a control that is a float64 number."""
+    """Load a float64 number from a column of the controls."""
     return tl.load(column_ptr).to(tl.float64, bitcast=True)
 
 
@@ -116,7 +119,7 @@ def gumbel(hashes, key):
 
 @triton.jit
 def store_best(words, best_ptr, NUM_BEST: tl.constexpr):
-    """Store the greatest of ``words``, descending; tokens' words are distinct."""
+    """Store the ``NUM_BEST`` greatest of ``words``, descending; no two tokens have equal words."""
     for rank in tl.static_range(NUM_BEST):
         best = tl.max(words, 0)
         tl.store(best_ptr + rank, best)
@@ -135,7 +138,7 @@ def rank_kernel(
     TILE: tl.constexpr,
     NUM_TILES: tl.constexpr,
 ):
-    """Write the greatest rank of one tile of one place."""
+    """Write the greatest rank in one tile of one place's row."""
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
     control_ptr = controls_ptr + place * NUM_COLUMNS
@@ -165,7 +168,7 @@ def gumbel_argmax_kernel(
     TILES: tl.constexpr,
     NUM_BEST: tl.constexpr,
 ):
-    """Choose the winner of one tile of one place, or its ``NUM_BEST`` best tokens."""
+    """Choose the best token, or the ``NUM_BEST`` best, in one tile of one place's row."""
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     control_ptr = controls_ptr + place * NUM_COLUMNS
     if tl.load(control_ptr + ROW) < 0:
@@ -239,7 +242,7 @@ def take_kernel(
     token_ids_ptr,  # [num_rows] int32, in and out
     last_id,  # last id of the vocabulary
 ):
-    """Write the token of one row. A word without a winner becomes some id of the vocabulary."""
+    """Write the token of one row; a word that is an error becomes some id of the vocabulary."""
     row = tl.program_id(0)
     source = tl.load(sources_ptr + row)
     if source >= 0:

@@ -1,4 +1,4 @@
-"""History: counts of each token in a request's tokens, updated as they grow."""
+"""History: how often each token occurs in a request's tokens, updated as the request grows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 
 class History:
-    """Counts a vocabulary's tokens from index ``start``.
+    """Counts of a request's tokens from index ``start`` on.
 
-    An array of tokens only grows, so each token is counted once; another array is counted anew.
+    The array of tokens only grows, so each token is counted once. For another array, counting
+    begins anew.
     """
 
     def __init__(self, start: int, vocab_size: int) -> None:

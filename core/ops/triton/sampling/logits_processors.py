@@ -57,7 +57,7 @@ def edit_kernel(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,  # edits
 ):
-    """Apply all single edits of one row, step by step."""
+    """Apply all edits of single tokens to one row, step by step."""
     edited = tl.program_id(0).to(tl.int64)
     values_ptr += edited * VOCAB
     bounds_ptr += edited * (NUM_STEPS + 1)

@@ -35,7 +35,7 @@ class RowEdits:
             self._allowed = pack_bits(members)
 
     def bits(self, mask: Mask | None) -> Ints | None:
-        """Return a bit for each allowed token, or None for all.
+        """Return a bit mask of the allowed tokens, or None if all are allowed.
 
         ``mask``: mask of the row's constraint.
         """
@@ -44,7 +44,7 @@ class RowEdits:
         return pack_bits(mask) if self._allowed is None else pack_bits(mask) & self._allowed
 
     def steps(self, row: DraftedRow, mask: Mask | None) -> tuple[Edits, ...]:
-        """Return the single edits of a row, in the order of `STEPS`."""
+        """Return the edits of a row's single tokens, in the order of `STEPS`."""
         return self._bias, self._repeats(row), self._penalties(row), self._bans(row, mask)
 
     def _repeats(self, row: DraftedRow) -> Edits:
@@ -78,7 +78,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def pack_bits(members: Mask) -> Ints:
-    """Return a bit for each token, set if ``members`` [vocab] is: int32 [num_words]."""
+    """Return a bit for each token, set where ``members`` [vocab] is true: int32 [num_words]."""
     bits = np.zeros(4 * num_words(len(members)), np.uint8)
     packed = np.packbits(members, bitorder="little")
     bits[: len(packed)] = packed

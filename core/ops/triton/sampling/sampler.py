@@ -6,9 +6,9 @@ sampled rows: greatest values by tiles, then the Gumbel argmax. Rows with top-k 
 more kernel, rows with logits processors two, and several best tokens of a place one to merge the
 tiles. Tokens of rows without processors may be chosen in a pass's graph (lm_head.py).
 
-core/sampling/verifier.py is the reference: choices differ only if two scores, or a token's mass
-and the edge of top-p, differ by no more than the last bits of a logarithm. A row's token depends on
-that row alone, bit for bit.
+core/sampling/verifier.py is the reference: choices differ only if two scores, or a cumulative
+probability and the limit of top-p, differ by no more than the last bits of a logarithm. A row's
+token depends on that row alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class TritonSampler(DeviceSampler):
     def gumbel_argmax(
         self, logits: Tensor, controls: Tensor, cuts: Tensor, hashes: Tensor, num_best: int = 1
     ) -> Tensor:
-        """Return the winners of places without edits, from `GumbelArgmax.run`, for a graph."""
+        """Return the words of places without edits, from `GumbelArgmax.run`, for a graph."""
         race = GumbelArgmax(logits, controls, cuts, hashes, tile=self._tile, num_best=num_best)
         return race.run()
 
@@ -133,7 +133,10 @@ class TritonSampler(DeviceSampler):
         num_best: int = 1,
         draft_vocab: DraftVocab | None = None,
     ) -> tuple[Tensor, dict[int, str]]:
-        """Return the words of `GumbelArgmax.run` for each place, and refusals by place."""
+        """Return the words of `GumbelArgmax.run` for each place, and requests' errors by place.
+
+        Errors of the logits are among the words.
+        """
         width = vocab_size = logits.shape[-1]
         if draft_vocab is None:
             hashes = vocabulary_hashes(vocab_size, logits.device)
@@ -177,7 +180,7 @@ class TritonPendingTokens:
 
 
 class TritonPendingBest:
-    """`PendingBest`: a copy to the host of the words of each place's best."""
+    """`PendingBest`: the words of each place's best tokens, on their way to the host."""
 
     def __init__(
         self, words: Tensor, refusals: dict[int, str], draft_vocab: DraftVocab | None = None
@@ -193,7 +196,10 @@ class TritonPendingBest:
 
 
 def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[SampledToken]:
-    """Return the tokens of the winners' words. An error of the logits precedes a refusal."""
+    """Return the tokens of the winners' words, or errors.
+
+    An error of the logits takes precedence over ``refusals``, the requests' errors by place.
+    """
     choices = [SampledToken(token_id) for token_id in (_LAST_ID - (words & _LAST_ID)).tolist()]
     for index, why in refusals.items():
         choices[index] = SampledToken(-1, why)
@@ -205,9 +211,10 @@ def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[Sampled
 def _bests(
     words: NDArray[np.int64], refusals: dict[int, str], names: Sequence[int] | None
 ) -> list[Best]:
-    """Return tokens and scores of words [num_places, num_best].
+    """Return tokens and scores of words [num_places, num_best], or errors.
 
-    An error of the logits precedes a refusal. ``names``: token ids of the logits' columns.
+    An error of the logits takes precedence over ``refusals``, the requests' errors by place.
+    ``names``: token ids of the logits' columns.
     """
     ranks = (words >> 32).astype(np.int32)
     scores = (ranks ^ ((ranks >> 31) & 0x7FFFFFFF)).view(np.float32)

@@ -1,7 +1,8 @@
 """SamplingInputs: the inputs of the sampler's kernels for each place, as arrays of numbers.
 
-The part that depends only on a request is cached in its `SamplingMetadata`; a place adds its
-position. So a plain batch costs one look-up per place and some operations on whole arrays.
+A place is a token to choose from one row of the logits. The part of its inputs that depends only on
+a request is cached in the request's `SamplingMetadata`; a place adds its position. So a plain batch
+costs one look-up per place and some operations on whole arrays.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _Edited: TypeAlias = tuple[int, DraftedRow]  # place, row
 
 @dataclass(frozen=True, slots=True)
 class EditLists:
-    """Edits of the places that have any."""
+    """Edits of logits at the places that have any."""
 
     places: Ints  # [num_edited]
     mask_of: Ints  # [num_edited] index of a mask, or -1
@@ -44,7 +45,7 @@ class EditLists:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """Numbers for the device, and the places with an error."""
+    """Inputs of the sampler's kernels, and the requests' errors."""
 
     columns: NDArray[np.int64]  # [num_places, NUM_COLUMNS]
     cuts: Ints  # [num_cuts] places
@@ -62,7 +63,7 @@ def write_controls(places: Sequence[LogitsRow], vocab_size: int) -> SamplingInpu
 def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs | None:
     """Encode all tokens to draw for the kernels, in the order of the logits.
 
-    Returns None if a row is edited or may be refused; its constraint is not asked.
+    Returns None if a row is edited or may have an error; no constraint is called.
     """
     records, firsts = list[bytes](), list[int]()
     for row, count in zip(draws.rows, draws.counts, strict=True):
@@ -82,7 +83,7 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
 def _unedited(
     places: Sequence[LogitsRow], vocab_size: int
 ) -> tuple[NDArray[np.int64], list[_Edited]]:
-    """Return the numbers of all places, without edits, and the edited places."""
+    """Return the controls of all places, without edits, and the places that have edits."""
     records, positions, edited = [], [], []
     for index, (_, row) in enumerate(places):
         encoded, position = row.encoded(vocab_size), row.position
@@ -97,7 +98,10 @@ def _unedited(
 def _columns(
     records: Sequence[bytes], positions: Sequence[int] | IntArray, rows: IntArray
 ) -> NDArray[np.int64]:
-    """Return the numbers of places; ``positions``: in the output; ``rows``: rows of the logits."""
+    """Return the places' controls.
+
+    ``positions``: of the tokens in the output. ``rows``: of the logits.
+    """
     places = np.frombuffer(bytearray().join(records), PLACE)
     starts = places["noise_start"]
     starts[:] = stream_keys(starts, np.asarray(positions)).view(np.uint64)
@@ -113,9 +117,9 @@ def _cuts(columns: NDArray[np.int64]) -> Ints:
 def _edit_lists(
     edited: Sequence[_Edited], columns: NDArray[np.int64], vocab_size: int
 ) -> tuple[EditLists | None, dict[int, str]]:
-    """Return the edits or None, and refusals by place; writes the column "edited".
+    """Return the edits or None, and errors by place; set the column "edited" of ``columns``.
 
-    The logits of a refused place stay unedited.
+    The logits of a place with an error stay unedited.
     """
     refusals: dict[int, str] = {}
     asked: list[tuple[int, Ints | None, tuple[Edits, ...]]] = []

@@ -46,7 +46,7 @@ def mass_of(scaled, MASS_SCALE: tl.constexpr):
 def weights_before(
     keys, list_ptr, count, WEIGHS: tl.constexpr, MASS_SCALE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the weights of listed values before each of ``keys`` [16], int64 [16]."""
+    """Return the weight of the listed values whose key is below each of ``keys`` [16], int64."""
     weights = tl.zeros([16], tl.int64)
     for at in range(0, count, TILE):
         place = at + tl.arange(0, TILE)
@@ -63,7 +63,7 @@ def weights_before(
 def last_key(
     list_ptr, count, limit, WEIGHS: tl.constexpr, MASS_SCALE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the greatest key before which listed values weigh less than ``limit``, and the weight.
+    """Return the greatest key below which listed values weigh less than ``limit``, and the weight.
 
     The key is greater than the key of -inf if all values together weigh less.
     """
@@ -85,7 +85,8 @@ def narrowed(
 ):
     """Remove values from a long list that are certainly beyond ``limit``; return the new length.
 
-    The order stays. The weights at 16 values from 0 to ``low`` decide.
+    The order stays. The bound is the best of 16 evenly spaced values down to ``low`` before which
+    the listed values weigh ``limit`` or more.
     """
     if (count > LONG * TILE) & (low > -float("inf")):
         steps = (tl.arange(0, 16) + 1).to(tl.float32)
@@ -113,7 +114,10 @@ def limit_of(total, top_p):
 
 @triton.jit
 def list_mass(list_ptr, count, key, ties, MASS_SCALE: tl.constexpr, TILE: tl.constexpr):
-    """Return the mass of listed values before ``key``, and of at most ``ties`` that have it."""
+    """Return the mass of listed values with keys below ``key``.
+
+    The mass of at most ``ties`` values with ``key`` itself is added.
+    """
     total, num_ties = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     for at in range(0, count, TILE):
         place = at + tl.arange(0, TILE)
