@@ -37,7 +37,7 @@ class NamespaceQuota:
 
     def __init__(self, quota: int | None, idle_after: float = math.inf) -> None:
         self.quota = quota  # pages; None: no namespace is ever over quota
-        self.idle_after = idle_after  # evicted pages
+        self.idle_after = idle_after  # number of evicted pages
         self.num_pages: dict[str | None, int] = {}  # only namespaces that own pages
         self._over_quota: set[str | None] = set()
         # pages evicted before the last use

@@ -62,6 +62,7 @@ class TransferLocks:
         self.num_pages = 0  # pages held, counted as for `max_pages`
         self.max_pages = max_pages
         self.on_hold: Callable[[], None] = lambda: None  # called when a transfer begins
+
         # refused transfers by cause; counted where requests are read
         self.refused: Counter[str] = Counter()
         self.ended = {"done": 0, "expired": 0}  # transfers, by how they ended

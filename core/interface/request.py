@@ -95,6 +95,7 @@ class Usage:
 
     prompt_tokens: Count = 0
     cached_tokens: Count = 0  # prompt tokens whose KV was in the prefix cache
+
     # Prompt tokens whose KV was cached; for recurrent models there may have been no kept state to
     # resume from.
     matched_tokens: Count = 0
@@ -163,7 +164,7 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields
 class Fault:
     """Failure of a step with a chunk of a request that could not be run again."""
 
-    stop: int  # end of the chunk; until here the request's chunks are computed without others
+    stop: int  # end of the chunk; until then the request's chunks run without other requests
     beside_drafts: bool  # others drafted in that step, and no chunk has succeeded since
 
 
@@ -182,6 +183,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # tokens that end the answer: eos and stop_token_ids
     depth: int | Literal["auto"] | None = None  # draft tokens per step; None: the engine's setting
     prediction: array[int] | None = None  # the caller's own guess at the answer
+
     # Made from the cache_salt and the adapter; KV and drafts are shared within it alone.
     namespace: str | None = None
     tenant: Tenant = None  # tenant that is charged

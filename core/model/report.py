@@ -53,10 +53,12 @@ class ModelReport:
     used_bytes: int = 0
     num_embedding: int = 0  # parameters of the embedding
     is_tied: bool = False  # The embedding is also the output matrix, which is packed besides.
+
     # bytes in the model's dtype; None: unknown before loading
     kv_bytes_per_token: int | None = None
     has_latents: bool = False  # The KV of a position and layer is one latent for all heads.
     state_bytes: int = 0  # bytes of a sequence's recurrent state at one position; 0: no state
+
     # bytes of a copy of its matrices in 4 bits; None: not available
     rough_copy_bytes: int | None = None
     max_model_len: int = 0  # tokens

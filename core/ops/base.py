@@ -84,7 +84,7 @@ class LayersOutput(NamedTuple):
     logits: Tensor | None = None  # [num_logits, vocab] float32
     tokens: PendingTokens | None = None
     taps: Tensor | None = None  # [T, num_taps * hidden]
-    best: PendingBest | None = None  # for ``tokens``: several for each logit, or of a `DraftVocab`
+    best: PendingBest | None = None  # replaces ``tokens``: several a row, or of a `DraftVocab`
 
 
 class RowPasses(Protocol):

@@ -170,7 +170,8 @@ class PageLoad:
     namespace: str | None
     first: int  # index of the first page that the pool lacks
     due: float  # time when the request stops waiting for it
-    # keys of its pages from the beginning, once found
+
+    # keys of the request's pages from the first page on, once the look-up has ended
     keys: list[bytes] = field(default_factory=list)
     is_found: bool = False
     page_ids: array[int] = field(

@@ -226,6 +226,7 @@ class DecoderConfig:
     norms: NormNames = LLAMA_NORMS
     layer_norm: Literal["none", "plain", "bias"] = "none"  # replaces RMS norms
     is_parallel: bool = False  # MLP and attention read the same input
+
     # norms of queries and keys: per head, or over all heads together
     head_norm: HeadNormKind = "none"
     head_norm_names: tuple[str, str] = ("q_norm", "k_norm")
@@ -240,11 +241,13 @@ class DecoderConfig:
     attention_cap: float | None = None  # soft cap of scores
     logit_cap: float | None = None
     has_sinks: bool = False  # Attention has an extra score per head without a value.
+
     # The query matrix has a gate of the attention output after each head's query.
     has_gate: bool = False
     token_input_size: int = 0  # size of a token's extra input to each layer; 0: none
     layer_factor: str | None = None  # name of a factor on the stream after a layer
     is_nested: bool = False  # The checkpoint also holds other models beside this text model.
+
     # Latent attention has one key per position for all heads, whose first items are its value:
     # `num_kv_heads` is 1, and `head_dim` the key's.
     latent: LatentShape | None = None

@@ -43,13 +43,13 @@ _BARE = (
     "self_attn.sinks", "e_score_correction_bias", "layer_scalar", "router.scale",
     "per_expert_scale", "A_log", "dt_bias", "mamba.D", "expert_bias", "pre_ff_layernorm.weight",
 )  # fmt: skip
-_ROW = "moe_statics.e_score_correction_bias"  # transformers has a matrix of one row
+_ROW = "moe_statics.e_score_correction_bias"  # a matrix of one row in transformers
 _CONV = (
     "conv1d.weight",
     "conv.conv.weight",
 )  # transformers stores an additional dimension of size 1
 _LOG = ("linear_attn.A_log", "mamba.A_log")
-_FLAT = ("mamba.A_log", "mamba.D", "mamba.norm.weight")  # The files have matrices.
+_FLAT = ("mamba.A_log", "mamba.D", "mamba.norm.weight")  # Vectors that are matrices in the files.
 _GATED_NORM = "linear_attn.norm.weight"  # This norm has no offset, unlike the others.
 
 

@@ -27,7 +27,8 @@ MODEL_NAMES = {
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
-STACKED = ("experts.gate_up_proj", "experts.down_proj")  # transformers stacks them, too
+STACKED = ("experts.gate_up_proj", "experts.down_proj")  # transformers stacks these as well
+
 # transformers has these experts one by one, and the file stacks them.
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",

@@ -51,6 +51,7 @@ class NativeStep:
         self._library = library
         self._weights = weights  # kept alive while the structs point into it
         self._with_states: list[RecurrentStructs | ConvStructs] = []  # kept alive, too
+
         # Each layer has four linears that adapters may change.
         self._places: list[PackedLinear | None] = []
         self._updates: WeakKeyDictionary[LoraWeights, Updates] = WeakKeyDictionary()

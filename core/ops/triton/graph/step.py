@@ -123,7 +123,7 @@ class _Captured:
         self.graph.replay()
         if states is not None:
             move_on(batch, states)
-        wanted.tell_started()  # after the launch: other threads would take the GIL from it
+        wanted.tell_started()  # after the launch: the threads it wakes compete for the GIL
         logit_rows = self.graph_inputs.device["logit_rows"][: len(batch.logit_rows)]
         return self.outcome.of_pass(batch.num_rows, logit_rows, has_chosen=has_chosen)
 

@@ -139,7 +139,7 @@ FT_INLINE void store_byte_sums(amx_sums sums[2]) {
 /* Scores of 32 keys from key 16 * `sub` on for queries [at, stop), at most sixteen. */
 static void score_bytes_amx(attend_space *space, int64_t at, int64_t stop, int64_t words, int sub) {
     amx_sums sums[2];
-    const char *queries = (const char *)space->queries[at]; /* see pack_query */
+    const char *queries = (const char *)space->queries[at]; /* bytes that pack_query wrote */
     AMX_ZERO(0);
     AMX_ZERO(1);
     AMX_ZERO(2);
