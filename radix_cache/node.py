@@ -75,7 +75,7 @@ class Node:
     page_ids: array[int] = field(default_factory=_no_ids)  # KV of ``key``; owned by this node
     children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of their first page
     ref_count: int = 0  # live locks at or below this node
-    pins: int = 0  # the locks that are pins
+    pins: int = 0  # pins among the live locks
     num_hits: int = 0  # requests that hit it; shown on the dashboard
     last_used: int = 0  # tick of the last lock or unlock; nodes with equal ticks lie on one path
 

@@ -68,7 +68,7 @@ class TransferLocks:
         self.ended = {"done": 0, "expired": 0}  # transfers, by how they ended
         self._tree = tree
         self._held: dict[str, _Transfer] = {}  # by name
-        self._free = list(range(max_transfers - 1, -1, -1))  # slots
+        self._free = list(range(max_transfers - 1, -1, -1))  # free slots
 
     def __len__(self) -> int:
         return len(self._held)

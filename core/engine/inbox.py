@@ -28,10 +28,10 @@ class RequestInbox:
         self.wake = asyncio.Event()  # set by an arrival or an abort
         self.idle = asyncio.Event()  # set while there is no request
         self._scheduler, self._metrics = scheduler, metrics
-        self._arrived: list[tuple[Request, float]] = []  # with the time of arrival
+        self._arrived: list[tuple[Request, float]] = []  # requests with their times of arrival
         self._num_arrived: Counter[Tenant] = Counter()  # arrivals of each tenant
         self._aborted: list[str] = []
-        self._events: list[Event] = []  # not delivered yet
+        self._events: list[Event] = []  # events to deliver
 
         # Times at which the latest requests ended, since the last idle moment.
         self._finished: deque[float] = deque(maxlen=NUM_TIMES)

@@ -48,7 +48,7 @@ class Job(Generic[T]):
                 await self._ended
             except asyncio.CancelledError as error:
                 cancelled = error
-                self._ended = self.loop.create_future()  # only the waiting was cancelled
+                self._ended = self.loop.create_future()  # the wait was cancelled, not the job
         if cancelled is not None:
             raise cancelled
         if self._failure is not None:

@@ -165,7 +165,7 @@ class Fault:
     """Failure of a step with a chunk of a request that could not be run again."""
 
     stop: int  # end of the chunk; until then the request's chunks run without other requests
-    beside_drafts: bool  # others drafted in that step, and no chunk has succeeded since
+    beside_drafts: bool  # other requests drafted in that step, and no chunk has succeeded since
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -206,7 +206,7 @@ class Request:
     num_preemptions: int = 0
     # tokens charged but not computed, to be computed free of charge
     num_charged_not_computed: int = 0
-    num_prompt_logprobs: int = 0  # number sent so far
+    num_prompt_logprobs: int = 0  # prompt log-probabilities sent so far
     num_tokens_accounted: int = 0  # leading tokens counted as cached or written
     num_uncached: int = 0  # tokens without cached KV when it was queued
     is_early: bool = False  # admitted before its turn, because it is short

@@ -98,7 +98,7 @@ class ModelReport:
 
 WEIGHT_BYTES: Mapping[str, float] = {"int8": 1.0, "int4": ROUGH_BYTES}
 """Bytes per weight for each value of ``--quantize``."""
-_LEAST_BYTES = {"int8": 1.0, "int4": 0.5}  # bytes without scales
+_LEAST_BYTES = {"int8": 1.0, "int4": 0.5}  # bytes per weight, without scales
 _CERTAIN = 0.8  # share of an estimate by parameter counts that is certain
 
 

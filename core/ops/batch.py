@@ -218,7 +218,7 @@ def build_batch(
     """
     starts, lens, wanted = _shape(segments)
     tail_lens, tails = _tails(segments, starts, lens)
-    in_pages = starts + lens - tail_lens  # positions of each segment
+    in_pages = starts + lens - tail_lens  # each segment's number of positions in pages
     page_counts, pages = _pages(segments, in_pages, page_size)
     ends = lens.cumsum()
     first_rows = ends - lens

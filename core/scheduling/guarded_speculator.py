@@ -61,7 +61,7 @@ class Guarded(Generic[T]):
 
     def __init__(self, inner: T, idle: T, title: str) -> None:
         self.inner, self._idle, self._title = inner, idle, title
-        self.breakers = defaultdict[str, CircuitBreaker](CircuitBreaker)  # by method name
+        self.breakers = defaultdict[str, CircuitBreaker](CircuitBreaker)  # breakers by method
 
     @property
     def works(self) -> bool:

@@ -36,7 +36,7 @@ class VirtualTokenCounter:
     """
 
     def __init__(self) -> None:
-        self.floor = 0  # never falls
+        self.floor = 0  # only rises
         self._counts: dict[Tenant, int] = {}
         self._sweep_at = 2 * MAX_KNOWN
 

@@ -81,7 +81,7 @@ class Ranks(Followers, Companions):
         threads of each rank. Raises `ModelLoadError` if a rank does not start.
         """
         self.size = size
-        self._lost = ""  # reason, once a rank is lost
+        self._lost = ""  # the reason if a rank was lost, else empty
         self._channels: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, _end, self._channels, self._processes)

@@ -162,16 +162,16 @@ class LayerSpec:
     """
 
     window: int | None = None  # positions that a row attends to, its own included; None: all
-    rope: RopeSpec | None = None  # None: the model's
+    rope: RopeSpec | None = None  # None: the RoPE of the model
     experts: ExpertsSpec | None = None
-    width: int | None = None  # width of the MLP; None: the model's
+    width: int | None = None  # width of the MLP; None: the width of the model's MLPs
     kv_of: int | None = None
-    heads: HeadSpec | None = None  # None: the model's
+    heads: HeadSpec | None = None  # None: the heads of the model
     keys_as_values: bool = False
     mixer: MixerSpec | None = None
     beside_attention: bool = False
     is_mutual: bool = False  # Rows of an image attend to each other.
-    norms: NormNames | None = None  # None: the model's
+    norms: NormNames | None = None  # None: the norms of the model
     parts: Literal["both", "mixer", "mlp"] = "both"
 
     @property

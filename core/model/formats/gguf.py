@@ -363,14 +363,14 @@ class GgufFile:
             values = [_value(each.data[index], each) for each in tensors]
             joined = stack([each for each in values if isinstance(each, QuantizedWeight)])
             rows = torch.arange(joined.shape[0]).view(len(parts), -1)
-            return joined.rows(rows.T.flatten())  # gate and up alternate
+            return joined.rows(rows.T.flatten())  # rows of gate and up alternate
 
         def read() -> StoredWeight:
             kinds = {each.tensor_type for each in tensors}
             if kinds <= set(BLOCK_TYPES) and len(kinds) == 1:
                 return QuantizedStack(len(tensors[0].data), one)
             values = [_wide(_value(each.data, each)) for each in tensors]
-            rows = torch.stack(values, dim=2).flatten(1, 2)  # gate and up alternate
+            rows = torch.stack(values, dim=2).flatten(1, 2)  # rows of gate and up alternate
             return rows.transpose(1, 2).contiguous() if rows.dim() == 3 else rows
 
         return read

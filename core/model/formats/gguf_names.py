@@ -124,7 +124,7 @@ SHARED_GRANITE = {
     "ffn_up_shexp": "mlp.up_proj",
     "ffn_down_shexp": "mlp.down_proj",
 }
-FALCON_H1 = MAMBA | {"ffn_norm": "pre_ff_layernorm.weight"}  # stored without an ending
+FALCON_H1 = MAMBA | {"ffn_norm": "pre_ff_layernorm.weight"}  # GGUF stores it without ".weight"
 NEMOTRON_H = MAMBA | {"attn_norm": "norm"}
 HYBRID_EXPERTS = HYBRID | EXPERTS | SHARED_EXPERT
 GEMMA4 = BEFORE_AND_AFTER | {

@@ -403,7 +403,7 @@ def _zero_points(parts: Parts, bits: int, outputs: int) -> Tensor | None:
     zeros = parts.get("weight_zero_point")
     if zeros is None or zeros.dtype != torch.int32:
         return zeros
-    columns: Tensor = unpack(zeros.T, bits).T[:outputs].short()  # packed along the outputs
+    columns: Tensor = unpack(zeros.T, bits).T[:outputs].short()  # zeros are packed along outputs
     return columns.sub_(2 ** (bits - 1))
 
 

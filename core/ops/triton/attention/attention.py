@@ -267,7 +267,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     KV_SPLIT_GROUP: tl.constexpr,
-    WIDE_TILE: tl.constexpr,  # queries
+    WIDE_TILE: tl.constexpr,  # queries of a wide tile
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_CHAINED: tl.constexpr,

@@ -219,7 +219,8 @@ def _wide(tiles: _Tiles, kv_split_group: int) -> WorkItems:
     first_splits = np.maximum(lo[owners], numbers * kv_split_group)
     last_splits = np.minimum(hi[owners], (numbers + 1) * kv_split_group - 1)
     tables = tiles.tables[owners]
-    order = np.lexsort((numbers, tables, first_splits - last_splits))  # its last key sorts first
+    # lexsort sorts by its last key first.
+    order = np.lexsort((numbers, tables, first_splits - last_splits))
     owners = owners[order]
     return WorkItems(
         rows=tiles.rows,

@@ -55,7 +55,7 @@ def edit_kernel(
     ids_ptr,  # [num_edits] int32
     amounts_ptr,  # [num_edits] float32
     VOCAB: tl.constexpr,
-    TILE: tl.constexpr,  # edits
+    TILE: tl.constexpr,  # edits applied together
 ):
     """Apply all edits of single tokens to one row, step by step."""
     edited = tl.program_id(0).to(tl.int64)

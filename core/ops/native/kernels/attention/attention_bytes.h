@@ -162,7 +162,7 @@ FT_INLINE vf join_sums(const byte_sums *sums, int part) {
     return vf_fma(vf_from_vi(sums->high[part]), vf_set1(256.0f), vf_from_vi(sums->low[part]));
 }
 
-/* Scores of 32 keys from key 16 * `sub` on: more sums would not fit into the registers. */
+/* Compute scores of 32 keys from key 16 * `sub` on: more sums would not fit into the registers. */
 FT_INLINE void score_bytes(attend_space *space, int64_t first, int count, int64_t words, int sub) {
     byte_sums sums[TILE][2];
     for (int r = 0; r < count; r++)
