@@ -174,7 +174,7 @@ class EvictionIndex:
         while most_idle := owned.most_idle(num_evicted):
             if (leaf := self.first_of(most_idle)) is not None:
                 return leaf
-            owned.use(most_idle[0], num_evicted)  # its leaves are all locked, so it is in use
+            owned.use(most_idle[0], num_evicted)  # a namespace with locked leaves is in use
         return None
 
     def first_of(self, namespaces: Iterable[str | None]) -> Node | None:

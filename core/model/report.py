@@ -52,7 +52,7 @@ class ModelReport:
     # estimated part of `weight_bytes` that is loaded, without towers and unused layers
     used_bytes: int = 0
     num_embedding: int = 0  # parameters of the embedding
-    is_tied: bool = False  # The embedding is also the output matrix, which is packed besides.
+    is_tied: bool = False  # The embedding is also the output matrix, which has a packed copy.
 
     # bytes in the model's dtype; None: unknown before loading
     kv_bytes_per_token: int | None = None

@@ -122,7 +122,9 @@ class ForwardOutput(NamedTuple):
     logits: Tensor  # [num_logits, vocab] float32
     tokens: PendingTokens | None = None  # `Wanted.draws`, if the pass chose them
     taps: Tensor | None = None  # [num_rows, num_taps * hidden] at `Wanted.taps`, in that order
-    best: PendingBest | None = None  # replaces ``tokens``: several a row, or of a `DraftVocab`
+
+    # Replaces ``tokens`` if a row has several tokens, or if they are from a `DraftVocab`.
+    best: PendingBest | None = None
 
 
 @dataclass(frozen=True, eq=False)

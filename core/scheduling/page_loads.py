@@ -366,7 +366,7 @@ class PageLoads:
         slot, load.state_slot = load.state_slot, None
         if slot is not None:
             self._cache.end_state_load(slot, request.lease, request.num_computed)
-        if request.lease is not None:  # the tree did not adopt pages that it had by then
+        if request.lease is not None:  # the tree may have kept pages of its own instead
             kept = request.lease.page_ids[load.first : load.first + load.num_loaded]
             self._loaded_pages.extend(each for each in kept if each in ids)
 

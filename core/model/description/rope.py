@@ -29,7 +29,7 @@ class RopeSpec:
     original_max_len: int = 0  # context length of the original training, in tokens
     low_freq_factor: float = 1.0  # for kind "llama3"
     high_freq_factor: float = 4.0  # for kind "llama3"
-    beta_fast: float = 32.0  # for kind "yarn", like the next fields
+    beta_fast: float = 32.0  # for kind "yarn", as the fields up to `truncate`
     beta_slow: float = 1.0
     attention_factor: float | None = None
     mscale: float | None = None

@@ -255,7 +255,7 @@ class _Gptq:
                 fields,
                 f"GPTQ's checkpoint_format {layout!r} is not supported; supported: gptq, gptq_v2",
             )
-        self._less = int(layout == "gptq")  # The first version stores zeros minus one.
+        self._less = int(layout == "gptq")  # The first version stores each zero point minus one.
         self.label = f"GPTQ, {self._bits} bits"
 
     def gather(self, stored: Stored) -> dict[str, QuantizedTensor]:

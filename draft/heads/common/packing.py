@@ -238,7 +238,7 @@ class PassLayout:
         return self._batch(
             page_size, np.zeros_like(positions), positions, written.slots,
             positions[written.firsts], written.lens,
-            (np.ones(count, np.int64), np.zeros(count, np.int64)),  # The pages are not read.
+            (np.ones(count, np.int64), np.zeros(count, np.int64)),  # dummy pages: they are not read
             (np.zeros(count, np.int64), _NONE),
         )  # fmt: skip
 

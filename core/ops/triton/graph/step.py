@@ -87,7 +87,7 @@ class _Captured:
     outcome: GraphOutputs
     num_positions: int  # positions of the RoPE tables
     num_places: int  # places of partial sums
-    given: Tensor | None = None  # [bucket, hidden] vectors with which rows may begin
+    given: Tensor | None = None  # [bucket, hidden] vectors that replace embeddings of rows
 
     def fits(self, plan: TritonPlan, works: list[TileSchedule]) -> bool:
         """Whether the graph's buffers have room for a pass."""

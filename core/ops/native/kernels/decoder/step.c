@@ -64,7 +64,7 @@ typedef struct {
     int64_t is_parallel;       /* whether the MLP reads what attention reads */
     const ft_experts *experts; /* replaces gate_up and down; or NULL */
     int64_t part, kv_layer;    /* part of the pool, and layer in it, of keys and values */
-    const ft_extras *extras;   /* or NULL */
+    const ft_extras *extras;   /* NULL: no extras */
     const ft_recurrent *recurrent; /* replaces attention; or NULL */
     const ft_conv *conv;           /* replaces attention; or NULL */
     const ft_recurrent *beside;    /* beside attention, with the same input; or NULL */
