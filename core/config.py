@@ -34,8 +34,8 @@ class Sizes:
     max_running: int
 
 
-# A step reads the weights once for all of its rows: on a GPU, where hundreds of rows cost little
-# more than one, steps are larger. Its attention takes 32 keys at a time, which lie in one page.
+# A step reads the weights once for all of its rows. On a GPU hundreds of rows cost little more than
+# one, so steps are larger. A GPU's attention kernels load 32 keys at a time, so a page has 32.
 _SIZES = {
     "cpu": Sizes(page_size=16, max_batch_tokens=256, max_running=64),
     "cuda": Sizes(page_size=32, max_batch_tokens=2048, max_running=256),
@@ -495,7 +495,7 @@ def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
         return {}
     found = _parse_object(OVERRIDES, given)
     if isinstance(top_k := found.get("top_k"), float) and top_k.is_integer():
-        found = {**found, "top_k": int(top_k)}  # some files write it so
+        found = {**found, "top_k": int(top_k)}  # some files have it as a float
     for name in found:
         known = f"has no field {shown(name)}; its fields are {', '.join(RECOMMENDED)}"
         require(name in RECOMMENDED, OVERRIDES, known)

@@ -39,6 +39,7 @@ LOOKUP_LEN = 24  # maximum path length of a look-up in "auto", in tokens
 PROPOSER_NODES = 16  # maximum number of nodes in a proposer's draft in "auto"
 FEW_TO_CATCH_UP = 6  # maximum number of missing KV tokens the proposer computes while prompts wait
 PROPOSER_PRIORS = {"greedy": 0.75, "sampled": 0.65}  # prior probability that the best node is right
+
 # Share of a step's time: look-ups without hits back off while deciding takes more.
 DECIDE_SHARE = 0.02
 

@@ -41,6 +41,7 @@ class StateSlots:
         self.interval = interval  # tokens
         self.num_evicted = 0
         self.num_recomputed_tokens = 0  # tokens computed again: pages cached, state not kept
+
         # kept states by page id; this table owns their slots
         self.attached: dict[int, KeptState] = {}
         # kept states by rank and last use

@@ -37,7 +37,7 @@ class NamespaceQuota:
 
     def __init__(self, quota: int | None, idle_after: float = math.inf) -> None:
         self.quota = quota  # pages; None: no namespace is ever over quota
-        self.idle_after = idle_after  # evicted pages
+        self.idle_after = idle_after  # number of evicted pages
         self.num_pages: dict[str | None, int] = {}  # only namespaces that own pages
         self._over_quota: set[str | None] = set()
         # pages evicted before the last use
@@ -174,7 +174,7 @@ class EvictionIndex:
         while most_idle := owned.most_idle(num_evicted):
             if (leaf := self.first_of(most_idle)) is not None:
                 return leaf
-            owned.use(most_idle[0], num_evicted)  # all its leaves are locked, so it is in use
+            owned.use(most_idle[0], num_evicted)  # a namespace with locked leaves is in use
         return None
 
     def first_of(self, namespaces: Iterable[str | None]) -> Node | None:

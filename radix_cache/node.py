@@ -75,7 +75,7 @@ class Node:
     page_ids: array[int] = field(default_factory=_no_ids)  # KV of ``key``; owned by this node
     children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of their first page
     ref_count: int = 0  # live locks at or below this node
-    pins: int = 0  # the locks that are pins
+    pins: int = 0  # pins among the live locks
     num_hits: int = 0  # requests that hit it; shown on the dashboard
     last_used: int = 0  # tick of the last lock or unlock; nodes with equal ticks lie on one path
 
@@ -224,6 +224,7 @@ class StateLease:
 
     slot: int  # owned by this lease
     log: int  # owned by this lease
+
     # state that the first step copies to ``slot``; None after its commit
     source: KeptState | None = None
     # Tokens that the state in ``slot`` covers, a page's end; 0: no step yet, or void.
@@ -252,9 +253,11 @@ class KVLease:
     lock: LockHandle  # holds the shared pages; owned by this lease
     num_cached_tokens: int  # tokens found at acquire; their KV need not be computed
     namespace: str | None  # cache salt; None is the shared default
+
     # Loss of the first page that was not found, if it had been cached before.
     eviction: Eviction | None = None
     state: StateLease | None = None  # None without recurrent states, and once released
+
     # Tokens whose pages were found at acquire; with states maybe more than num_cached_tokens.
     num_found_tokens: int = 0
 

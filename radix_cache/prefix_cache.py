@@ -16,7 +16,7 @@ from .tree import RadixTree
 PIN_QUOTA = 0.25  # share of the pool, 0 to 1
 SESSION_TTL = 300.0  # seconds
 NO_QUOTA = 1.0
-IDLE_AFTER = 3  # multiple of the pool size, in evicted pages; see NamespaceQuota
+IDLE_AFTER = 3  # evicted pages after which a namespace is idle, in sizes of the pool
 
 
 class PrefixCache:

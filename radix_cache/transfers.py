@@ -62,12 +62,13 @@ class TransferLocks:
         self.num_pages = 0  # pages held, counted as for `max_pages`
         self.max_pages = max_pages
         self.on_hold: Callable[[], None] = lambda: None  # called when a transfer begins
+
         # refused transfers by cause; counted where requests are read
         self.refused: Counter[str] = Counter()
         self.ended = {"done": 0, "expired": 0}  # transfers, by how they ended
         self._tree = tree
         self._held: dict[str, _Transfer] = {}  # by name
-        self._free = list(range(max_transfers - 1, -1, -1))  # slots
+        self._free = list(range(max_transfers - 1, -1, -1))  # free slots
 
     def __len__(self) -> int:
         return len(self._held)

@@ -51,8 +51,8 @@ class RadixTree:
         self.num_pinned_pages = 0  # pages that a pin holds
         self.num_yielding_pages = 0  # pages that only pins hold
         self.owned = NamespaceQuota(quota, idle_after)
-        self.num_nodes = 0  # without roots
-        self.num_evicted = 0  # pages, ever
+        self.num_nodes = 0  # nodes in use, without roots
+        self.num_evicted = 0  # pages evicted since the start
         self.num_evicted_by_quota = 0  # pages evicted because their namespace was over quota
         self._page_bytes = page_size * ITEM_SIZE
         self._on_stored: list[OnStored] = []

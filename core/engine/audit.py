@@ -12,7 +12,7 @@ from ..scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 SECONDS = 60.0  # least time between two audits in idle moments
-SLICE = 1000  # steps of an audit in an idle moment between turns of others: about a millisecond
+SLICE = 1000  # steps of an idle audit between turns of other tasks: about a millisecond
 QUIET = 1.0  # seconds without a request before an interrupted audit is begun again
 AuditResult = dict[str, object]
 
@@ -72,7 +72,7 @@ class Auditor:
     def answer_requests(self) -> None:
         """Audit and resolve the open requests; called between two steps."""
         requests, self.open_requests = self.open_requests, []
-        waiting = [each for each in requests if not each.done()]  # the others were cancelled
+        waiting = [each for each in requests if not each.done()]  # a caller may have left
         if waiting:
             result = self._inspect()  # one audit per round resolves all of them
             for each in waiting:

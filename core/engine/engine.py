@@ -187,7 +187,7 @@ class Engine:
         except QueueFull as full:
             full.retry_after = self._inbox.retry_after()
             raise
-        self._step_executor.withdraw()  # otherwise its first token would wait for another step
+        self._step_executor.withdraw()  # so that the request may join the next step
         return self._inbox.accept(request, self._clock())
 
     def fetch(self, request: Request) -> None:
@@ -337,7 +337,7 @@ class Engine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._end_everything(None)  # a task that was cancelled before it ran ended no stream
+        self._end_everything(None)  # a task cancelled before its first run ended no stream
         if self._tier_io is not None:
             await self._tier_io.close(ends - self._clock())
         if self._transfer_desk is not None:
@@ -365,7 +365,7 @@ class Engine:
             logger.critical("the engine failed and stops", exc_info=failure)
             self.failure, last = failure, EngineDead(STEPS_FAILED)
         finally:
-            if not sys.is_finalizing():  # otherwise no stream is read, and modules may be half gone
+            if not sys.is_finalizing():  # after that, no stream is read, and modules may be gone
                 self._end(last)
 
     def _end(self, last: EngineDead | None) -> None:

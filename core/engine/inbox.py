@@ -13,7 +13,7 @@ from ..scheduling.scheduler import Event, Scheduler
 from ..telemetry.metrics import EngineMetrics
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
-NUM_TIMES = 64  # number of latest finished requests that give the rate
+NUM_TIMES = 64  # number of latest finished requests from which the rate is computed
 
 
 class RequestInbox:
@@ -28,11 +28,12 @@ class RequestInbox:
         self.wake = asyncio.Event()  # set by an arrival or an abort
         self.idle = asyncio.Event()  # set while there is no request
         self._scheduler, self._metrics = scheduler, metrics
-        self._arrived: list[tuple[Request, float]] = []  # with the time of arrival
+        self._arrived: list[tuple[Request, float]] = []  # requests with their times of arrival
         self._num_arrived: Counter[Tenant] = Counter()  # arrivals of each tenant
         self._aborted: list[str] = []
-        self._events: list[Event] = []  # not delivered yet
-        # times of the latest ends since the last idle moment
+        self._events: list[Event] = []  # events to deliver
+
+        # Times at which the latest requests ended, since the last idle moment.
         self._finished: deque[float] = deque(maxlen=NUM_TIMES)
 
     def pending_arrivals(self, tenant: Tenant) -> PendingArrivals:
@@ -136,7 +137,8 @@ class TokenStream:
         self.request = request
         self._slot: Delta | None = None
         self._ended = False  # the terminal delta was pushed; nothing may follow
-        # future of a reader that has nothing to read
+
+        # The future of a reader that waits for the next delta.
         self._waiter: asyncio.Future[None] | None = None
         self._on_end: Callable[[], None] | None = None
 
@@ -179,7 +181,7 @@ class TokenStream:
         delta, self._slot = self._slot, None
         if delta.error is None:
             return delta
-        if delta.token_ids:  # the tokens first, then the error, as a fast reader gets them
+        if delta.token_ids:  # the error comes alone, after the tokens
             self._slot = Delta(error=delta.error)
             delta.error = None
             return delta

@@ -48,7 +48,7 @@ class Job(Generic[T]):
                 await self._ended
             except asyncio.CancelledError as error:
                 cancelled = error
-                self._ended = self.loop.create_future()  # only the waiting was cancelled
+                self._ended = self.loop.create_future()  # the wait was cancelled, not the job
         if cancelled is not None:
             raise cancelled
         if self._failure is not None:
@@ -86,6 +86,7 @@ class ModelThread:
         self._is_closed = False
         self._current: Job[Any] | None = None  # the call that the thread is in
         self._latest: weakref.ref[Job[Any]] | None = None  # the job that was started last
+
         # A daemon: an engine that was not closed must not keep the interpreter from exiting.
         self._thread = threading.Thread(
             target=self._serve, args=(on_start,), name=name, daemon=True

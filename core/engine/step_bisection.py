@@ -141,7 +141,7 @@ def _splits(
     if is_out_of_memory(failure) and num_tokens > LEAST_CHUNK:
         chunks = _cut(requests, max(LEAST_CHUNK, num_tokens // 2))
         decodes = [scheduled for scheduled in requests if scheduled.stop - scheduled.start == 1]
-        if num_chunk_tokens(chunks) < num_tokens:  # mutual image rows are not cut
+        if num_chunk_tokens(chunks) < num_tokens:  # an image's rows may have to stay in one chunk
             return [chunks, decodes] if decodes else [chunks]
     if len(requests) < 2:
         return []

@@ -226,7 +226,7 @@ class StepExecutor:
             plan = replan(self._scheduler, in_flight.plan) if in_flight.is_ahead else plan
             if plan.requests:
                 await self._recover(plan, runner, output)
-            else:  # the runner may not have read its ids and pages
+            else:  # the runner may not have read the plan's ids and pages
                 self._scheduler.discard_plan(plan)
             return None
         self._num_fruitless = 0
@@ -288,7 +288,7 @@ class StepExecutor:
         job = in_flight.outcome(self._thread)
         self._watchdog.watch(job, began)
         try:
-            try:  # the thread may have begun a step made ahead, which notifies no more
+            try:  # a step made ahead may run already, so it does not notify
                 self._overlap_work.begin(is_notified=not in_flight.is_ahead)
             finally:
                 # requests must not change while the thread reads them

@@ -14,7 +14,8 @@ from ..ops.row_extras import fresh_state
 from ..sampling.drafted_row import DraftedRow
 
 FEW_ROWS = 64  # Above this number of rows the output layer uses another kernel.
-# Samplers have a kernel for each kind of parameters below.
+
+# Parameters that use different kernels of a sampler.
 _KINDS = (
     TokenSamplingParams(temperature=0.0),
     TokenSamplingParams(temperature=1.0),

@@ -19,6 +19,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
     token_ids: Sequence[int] = ()
     sources: Sequence[str] = ()  # [len(token_ids)]
     parents: Sequence[int] = ()  # [len(token_ids)]; empty for a chain
+
     # [len(token_ids)] probability that a node and all nodes before it on its path are accepted, or
     # empty. A proposer reports its own estimate, 0 for looked-up nodes that it did not find itself.
     survival: Sequence[float] = ()
@@ -117,8 +118,9 @@ class DraftPlan(msgspec.Struct, frozen=True, gc=False):
     """
 
     draft: Draft = NO_DRAFT
-    max_draft: int = 0  # most draft tokens, known tokens included, if the proposer drafts
+    max_draft: int = 0  # most draft tokens, known tokens included; 0: the proposer does not draft
     may_branch: bool = False  # whether the proposer's draft may be a tree
+
     # Expected tokens that the first 1, 2, ... nodes of all priced drafts of the step must gain in
     # total; beyond the list, each node costs the last difference.
     row_prices: tuple[float, ...] = ()

@@ -15,7 +15,7 @@ from .draft import NO_DRAFT, Draft
 if TYPE_CHECKING:
     Floats = array[float]
 else:
-    Floats = array  # decoders read annotations, and Python 3.11 has no `array[float]` at run time
+    Floats = array  # msgspec reads annotations, but Python 3.11 has no `array[float]` at run time
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draft: Draft = NO_DRAFT  # draft that was verified
     path: Sequence[int] = ()  # accepted nodes of the draft, by depth
     logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] if requested, else empty
+
     # log-probabilities of tokens[start + 1 : stop + 1]
     prompt_logprobs: Sequence[TokenLogprob] = ()
     pooled: Floats | None = None  # float32 result of `Pooling`, once the prompt is computed
@@ -57,7 +58,8 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Outcome of a `StepPlan`, with the requests in its order. Times are in seconds."""
 
     requests: Sequence[RequestOutput]
-    times: Mapping[str, float] = msgspec.field(default_factory=dict)  # "draft", "forward", "verify"
+    # seconds of "draft", "forward" and "verify"
+    times: Mapping[str, float] = msgspec.field(default_factory=dict)
     num_rows: int = 0  # rows of the target's forward pass
     lost_proposer: bool = False  # the proposer failed repeatedly and drafts no more
     num_images: int = 0  # images whose vectors the image tower computed

@@ -99,6 +99,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     newly_allocated_pages: array[int]
     loaded_pages: array[int] = NO_PAGES  # pages loaded whole from a tier since the last plan
     is_plain: bool = False  # no request drafts: the speculator learns nothing from the step
+
     # Requests that released their pages since the last plan: finished or preempted.
     released_request_ids: Sequence[str] = ()
 

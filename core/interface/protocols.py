@@ -34,7 +34,7 @@ class RowPrice(NamedTuple):
     """
 
     seconds: float
-    tokens: float  # tokens that the engine would serve in that time
+    tokens: float  # tokens that the engine serves in ``seconds``
 
 
 class Speculator:

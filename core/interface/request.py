@@ -95,6 +95,7 @@ class Usage:
 
     prompt_tokens: Count = 0
     cached_tokens: Count = 0  # prompt tokens whose KV was in the prefix cache
+
     # Prompt tokens whose KV was cached; for recurrent models there may have been no kept state to
     # resume from.
     matched_tokens: Count = 0
@@ -163,8 +164,8 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields
 class Fault:
     """Failure of a step with a chunk of a request that could not be run again."""
 
-    stop: int  # end of the chunk; until here the request's chunks are computed without others
-    beside_drafts: bool  # others drafted in that step, and no chunk has succeeded since
+    stop: int  # end of the chunk; until then the request's chunks run without other requests
+    beside_drafts: bool  # other requests drafted in that step, and no chunk has succeeded since
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -182,6 +183,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # tokens that end the answer: eos and stop_token_ids
     depth: int | Literal["auto"] | None = None  # draft tokens per step; None: the engine's setting
     prediction: array[int] | None = None  # the caller's own guess at the answer
+
     # Made from the cache_salt and the adapter; KV and drafts are shared within it alone.
     namespace: str | None = None
     tenant: Tenant = None  # tenant that is charged
@@ -204,7 +206,7 @@ class Request:
     num_preemptions: int = 0
     # tokens charged but not computed, to be computed free of charge
     num_charged_not_computed: int = 0
-    num_prompt_logprobs: int = 0  # number sent so far
+    num_prompt_logprobs: int = 0  # prompt log-probabilities sent so far
     num_tokens_accounted: int = 0  # leading tokens counted as cached or written
     num_uncached: int = 0  # tokens without cached KV when it was queued
     is_early: bool = False  # admitted before its turn, because it is short

@@ -146,7 +146,7 @@ def _gguf_embeds(file: Path) -> bool:
 
     Raises `ModelLoadError` as `read_pooling` does.
     """
-    from .formats.gguf_metadata import read_text, read_values  # numpy
+    from .formats.gguf_metadata import read_text, read_values  # imports numpy
 
     prefix = read_text(file, "general.architecture")
     kind, causal = f"{prefix}.pooling_type", f"{prefix}.attention.causal"

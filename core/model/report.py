@@ -52,11 +52,13 @@ class ModelReport:
     # estimated part of `weight_bytes` that is loaded, without towers and unused layers
     used_bytes: int = 0
     num_embedding: int = 0  # parameters of the embedding
-    is_tied: bool = False  # The embedding is also the output matrix, which is packed besides.
+    is_tied: bool = False  # The embedding is also the output matrix, which has a packed copy.
+
     # bytes in the model's dtype; None: unknown before loading
     kv_bytes_per_token: int | None = None
     has_latents: bool = False  # The KV of a position and layer is one latent for all heads.
     state_bytes: int = 0  # bytes of a sequence's recurrent state at one position; 0: no state
+
     # bytes of a copy of its matrices in 4 bits; None: not available
     rough_copy_bytes: int | None = None
     max_model_len: int = 0  # tokens
@@ -96,7 +98,7 @@ class ModelReport:
 
 WEIGHT_BYTES: Mapping[str, float] = {"int8": 1.0, "int4": ROUGH_BYTES}
 """Bytes per weight for each value of ``--quantize``."""
-_LEAST_BYTES = {"int8": 1.0, "int4": 0.5}  # bytes without scales
+_LEAST_BYTES = {"int8": 1.0, "int4": 0.5}  # bytes per weight, without scales
 _CERTAIN = 0.8  # share of an estimate by parameter counts that is certain
 
 

@@ -84,7 +84,9 @@ class LayersOutput(NamedTuple):
     logits: Tensor | None = None  # [num_logits, vocab] float32
     tokens: PendingTokens | None = None
     taps: Tensor | None = None  # [T, num_taps * hidden]
-    best: PendingBest | None = None  # for ``tokens``: several for each logit, or of a `DraftVocab`
+
+    # Replaces ``tokens`` if a row has several tokens, or if they are from a `DraftVocab`.
+    best: PendingBest | None = None
 
 
 class RowPasses(Protocol):

@@ -122,7 +122,9 @@ class ForwardOutput(NamedTuple):
     logits: Tensor  # [num_logits, vocab] float32
     tokens: PendingTokens | None = None  # `Wanted.draws`, if the pass chose them
     taps: Tensor | None = None  # [num_rows, num_taps * hidden] at `Wanted.taps`, in that order
-    best: PendingBest | None = None  # for ``tokens``: several for each logit, or of a `DraftVocab`
+
+    # Replaces ``tokens`` if a row has several tokens, or if they are from a `DraftVocab`.
+    best: PendingBest | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,10 +153,12 @@ class RaggedBatch:
     pages: IntArray  # [sum of page_counts], segment after segment
     tail_lens: IntArray  # [num_segments]
     tails: IntArray  # [sum of tail_lens] slots, segment after segment
+
     # Only a `DeviceSampler`'s backend has them; for others the host knows every token.
     device_tokens: DeviceTokens | None = None
     turned_until: int = 0
     states: BatchStates | None = None  # for models with recurrent layers
+
     # Each adapter once, with its rows [n], ascending; copies of a row are included.
     adapters: tuple[tuple[Adapter, IntArray], ...] = ()
     reaches: IntArray | None = None  # [rows without the copies] first place that a row does not see
@@ -216,7 +220,7 @@ def build_batch(
     """
     starts, lens, wanted = _shape(segments)
     tail_lens, tails = _tails(segments, starts, lens)
-    in_pages = starts + lens - tail_lens  # positions of each segment
+    in_pages = starts + lens - tail_lens  # each segment's number of positions in pages
     page_counts, pages = _pages(segments, in_pages, page_size)
     ends = lens.cumsum()
     first_rows = ends - lens

@@ -20,6 +20,7 @@ WeightKind: TypeAlias = Literal[
 
 GROUP = 32  # neighbours along in_features that share a scale
 SUPER = 256  # neighbours whose scales share a factor, if scales are bytes
+
 # Twice the values of E2M1, which has a sign, two bits of exponent and one of mantissa.
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -189,7 +189,7 @@ def _adapters(
 ) -> tuple[tuple[Adapter, _Ints], ...]:
     """Return each adapter with its rows; ``num_rows`` includes the copies of the last row."""
     ends = lens.cumsum()
-    stops = [*ends[:-1].tolist(), num_rows]  # a copy writes the same KV as its row
+    stops = [*ends[:-1].tolist(), num_rows]  # copies of the last row write the same KV
     found: dict[Adapter, list[_Ints]] = {}
     for each, first, stop in zip(extras, (ends - lens).tolist(), stops, strict=True):
         if each.adapter is not None:

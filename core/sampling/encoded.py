@@ -69,7 +69,7 @@ _values = attrgetter(*(field[2] for field in _FIELDS))
 _pack = struct.Struct("".join(np.dtype(field[1]).char for field in _FIELDS)).pack
 _DRAW_BYTES = 8 * len(_DRAW)
 _NO_ROW = struct.pack("qq", -1, -1)
-_ALWAYS = 2**62  # positions
+_ALWAYS = 2**62  # more positions than any output has
 _EMPTY = {code: np.empty(0, code) for code in "qf"}
 
 

@@ -74,7 +74,7 @@ class Best(NamedTuple):
     """
 
     token_ids: tuple[int, ...]
-    scores: tuple[float, ...]  # falling
+    scores: tuple[float, ...]  # descending
     error: str | None = None
 
 

@@ -14,13 +14,15 @@ from ..interface.output import StepOutput
 from ..interface.plan import ScheduledRequest, StepPlan
 
 LEAST_CHUNK = 16  # least prompt tokens of a step with chunks
-# Weight of a new value in a running mean; the weight if the mean is old.
+
+# Weight of a new value in a running mean: usually, and if the mean is old.
 MEAN_RATE, STALE_RATE = 0.2, 0.5
 # Growth of the room for prompts after running out of memory, per step that fills it.
 REGROWTH = 1 / 64
 STEP_SECONDS = 0.25  # time for the prompts of a step in which no request decodes
-WIDE_CHUNK = 64  # tokens that they may always have: narrower matrices cost more per row
+WIDE_CHUNK = 64  # prompt tokens that are always allowed: narrower matrices cost more per row
 SHARE_OF_NEWCOMERS = 5  # divisor: one fifth of a step's prompt tokens
+
 # Steps with chunks until a step without chunks is due; the number before the first measurement.
 REMEASURE, MEASURE = 32, 2
 
@@ -50,7 +52,8 @@ class ChunkBudget:
         self._chunk_s = self._chunk_tokens = 0.0
         # Seconds of a step without chunks, by bit_length of its number of requests.
         self._plain_s: dict[int, float] = {}
-        self._num_chunked: dict[int, int] = {}  # steps with chunks since a step without, likewise
+        # Steps with chunks since the last step without, by bit_length of the number of decodes.
+        self._num_chunked: dict[int, int] = {}
         self._room = math.inf  # prompt tokens of a step that fit into memory
 
     def limit(self, num_decodes: int, budget: int) -> int:

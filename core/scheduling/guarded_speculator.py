@@ -24,7 +24,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 MAX_FAILURES = 20  # failures in close succession after which a drafter is turned off
 FORGIVEN = 0.05  # part of a failure that each successful call cancels
-ALL_DRAFTERS = "all"  # name of drafting as a whole among the names of drafters
+ALL_DRAFTERS = "all"  # names drafting as a whole where single drafters are named
 
 
 class CircuitBreaker:
@@ -61,7 +61,7 @@ class Guarded(Generic[T]):
 
     def __init__(self, inner: T, idle: T, title: str) -> None:
         self.inner, self._idle, self._title = inner, idle, title
-        self.breakers = defaultdict[str, CircuitBreaker](CircuitBreaker)  # by method name
+        self.breakers = defaultdict[str, CircuitBreaker](CircuitBreaker)  # breakers by method
 
     @property
     def works(self) -> bool:

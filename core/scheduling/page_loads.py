@@ -25,7 +25,8 @@ from .leases import cache_limit, publish
 
 LOOKUP_SECONDS = 0.05  # time limit of a look-up; after it, no page counts as found
 MEETING_SECONDS = 0.5  # time limit of a look-up if a peer is to be reached first
-# A load is late after this multiple of the estimate; and the least limit.
+
+# A load is late after this multiple of its estimated time, but not before this number of seconds.
 LATE, LATE_SECONDS = 3.0, 0.25
 TRIAL_SECONDS = 30.0  # time without a load, after which a load is tried even if it seems too slow
 
@@ -57,13 +58,16 @@ class PageLoads:
         self._cache = cache
         self._tries_at = 0.0  # time from which a load is tried even if it seems too slow
         self._awaited: dict[str, PageLoad] = {}  # by the id of the waiting request
+
         # Requests that have pages and wait for their content.
         self._loading: dict[str, Request] = {}
         self._fetched: dict[str, Request] = {}  # fetched requests, until their ends
-        # Look-ups of fetched requests that are done and not begun.
+
+        # Look-ups that are done, of fetched requests whose loads have not begun.
         self._found_fetches: list[PageLoad] = []
         self._now = 0.0  # time of the latest round
         self._loaded_pages = array("q")  # pages loaded since the last plan
+
         # Leases left by their requests, still used by the thread.
         self._leases: dict[PageLoad, KVLease] = {}
         # Whether a request fits beside the running ones.
@@ -117,7 +121,7 @@ class PageLoads:
         it.
         """
         offer = request.transfer.offer
-        if offer is not None:  # the request ends where its offer does
+        if offer is not None:  # tokens after the offered pages are not needed
             del request.tokens[len(offer.page_ids) * self._cache.page_size + 1 :]
         self._fetched[request.request_id] = request
         self.meet(request)
@@ -164,7 +168,7 @@ class PageLoads:
         if cache_limit(request) is not None or not self.tiers.is_open:
             return
         if self._cache.states is not None and not request.cache.write:
-            return  # loaded pages could not be published for the request to resume from
+            return  # the request could resume only from published pages
         first = self._cache.match_len(request.tokens, namespace=request.namespace) // size
         is_known = last is not None and (first >= last.first or not _is_done(last))
         num_tokens = (len(request.tokens) - 1) // size * size - first * size
@@ -362,7 +366,7 @@ class PageLoads:
         slot, load.state_slot = load.state_slot, None
         if slot is not None:
             self._cache.end_state_load(slot, request.lease, request.num_computed)
-        if request.lease is not None:  # a page that the tree had by then was not adopted
+        if request.lease is not None:  # the tree may have kept pages of its own instead
             kept = request.lease.page_ids[load.first : load.first + load.num_loaded]
             self._loaded_pages.extend(each for each in kept if each in ids)
 

@@ -36,7 +36,7 @@ class VirtualTokenCounter:
     """
 
     def __init__(self) -> None:
-        self.floor = 0  # never falls
+        self.floor = 0  # only rises
         self._counts: dict[Tenant, int] = {}
         self._sweep_at = 2 * MAX_KNOWN
 
@@ -87,7 +87,8 @@ class TenantQueue:
     tenant: Tenant
     requests: SortedKeyList[Request] = field(default_factory=_in_order)  # at least one
     level: int = 0  # urgency of the first request, as a priority; key of `_levels`
-    sort_key: SortKey = (0, 0.0, 0)  # counter at the last filing, then the order
+    sort_key: SortKey = (0, 0.0, 0)  # tenant's counter when last filed, then `by_order`
+
     # Time when the level falls by one, and the first request's serial.
     promote_at: tuple[float, int] = (0.0, 0)
 
@@ -113,6 +114,7 @@ class WaitingQueue:
         # Priorities of all requests in tenants' queues.
         self._priorities: SortedList[int] = SortedList()
         self._last_tenant: Tenant = None  # tenant whose queue was emptied last
+
         # All requests of each tenant, the shortest first.
         self._by_work: dict[Tenant, SortedKeyList[Request]] = {}
 

@@ -152,6 +152,7 @@ class RequestTable:
         self._limits = limits
         self._by_id: dict[str, Request] = {}
         self._due: SortedDict[tuple[float, int], Request] = SortedDict()  # requests by deadline
+
         # Tenant of the latest request, if there was one.
         self._last_tenants: tuple[Tenant, ...] = ()
         self._shared_until = -math.inf  # several tenants are present until then

@@ -99,7 +99,7 @@ class Scheduler:
         self.running, self.waiting = self.request_table.running, self.request_table.waiting
         self.num_preemptions = 0
         self.num_packed_away_tokens = 0  # tokens of answers whose KV was packed away
-        self.openings: Sequence[array[int]] = ()  # see `set_openings`
+        self.openings: Sequence[array[int]] = ()  # set by `set_openings`
         self.page_loads = None if tiers is None else PageLoads(cache, tiers)
         if self.page_loads is not None:
             self.page_loads.has_room = self._has_room
@@ -234,6 +234,7 @@ class Scheduler:
         chunks = self._plan_chunks(prefills, budget, {each.request_id for each in decodes}, now)
         if any(self.running[each.request_id].is_suspect for each in chunks):
             drafts = None  # otherwise a failure could be due to the drafts
+
         # Drafts get the pages that are left: evicting cached pages for drafts would cost hits.
         scheduled = list(map(self._schedule_with_draft, decodes, drafts or repeat(NO_DRAFT_PLAN)))
         return self.make_plan(scheduled + chunks, is_plain=drafts is None)
@@ -568,8 +569,9 @@ class Scheduler:
             is_chunk = scheduled.stop - scheduled.start > 1
             if is_chunk or has_kept or scheduled.start < request.prompt_len:
                 publish(self.cache, request)
-            if with_drafts or extras.pack is not None:  # otherwise no extra page was taken
-                # A packing that is due reads the pages before it moves them.
+            if with_drafts or extras.pack is not None:
+                # Without drafts and packing, the step took no extra page. A packing that is due
+                # reads the pages before it moves them.
                 upto = max(
                     request.kv_len(request.num_computed), request.kv_len(len(request.tokens))
                 )

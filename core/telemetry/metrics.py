@@ -80,7 +80,7 @@ class EngineMetrics:
             "observer_failures", "Calls to observers (logs, traces) that raised an exception"
         )
         self._observers = Observers(failures.inc)
-        self.observers = self._observers.members  # called with the same events
+        self.observers = self._observers.members  # each event is also sent to them
         self._make_request_metrics()
         self._make_step_metrics()
 

@@ -124,7 +124,7 @@ class EngineLog:
         """Report when it is time; called in every step, before its tokens are counted. Cheap."""
         now, last = self._clock(), self._last_tick
         self._last_tick = now
-        if now - last > 2 * self._interval_s:  # idle meanwhile: that time does not count
+        if now - last > 2 * self._interval_s:  # idle time does not count
             self._report(max(1.0, last - self._began))
             self._began = now
         elif now - self._began >= self._interval_s:

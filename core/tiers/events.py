@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 EventMedium = Literal["GPU", "CPU", "DISK"]
 """Place of a page: the pool, on any device ("GPU"), host memory, or a disk."""
 KEPT_BATCHES = 10_000  # most batches kept for replays
+
 # most bytes of the kept batches: a long prompt's batch has some hundred thousand bytes
 KEPT_BYTES = 2**28
 MAX_EVENTS = 4096  # most events of a batch: vllm-router refuses larger ones

@@ -42,7 +42,7 @@ def make_agent(role: str) -> Any:  # noqa: ANN401 - the package has no types
     The agent has no progress thread, which would take a fifth of a core while nothing is
     transferred.
     """
-    # UCX writes to stdout, and both log errors that callers get anyway.
+    # UCX logs to stdout, and both libraries log errors that callers get anyway.
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     try:

@@ -29,12 +29,14 @@ from .stores.peer_store import PeerStore
 logger = logging.getLogger(__name__)
 LEAST_TOKENS = 64  # least tokens that are worth a load
 CALL_BYTES = 8 << 20  # bytes that one call of the I/O thread moves: some milliseconds
-# divisor: most pages under I/O, as a part of the pool; a store that hangs keeps them
+
+# Divisor: the largest part of the pool that is under I/O. A store that hangs keeps these pages.
 POOL_SHARE = 16
 MAX_QUEUED = 4  # most pages that wait to be saved, as a multiple of the pool
+
 # time that a failed store stays closed; doubles each time
 CLOSED_SECONDS, MAX_CLOSED_SECONDS = 10.0, 600.0
-MOST_LATE = 1.5  # late loads, less the forgiven part, at which a tier is closed: two in succession
+MOST_LATE = 1.5  # late loads, less the forgiven part, that close a tier: two in a row suffice
 FORGIVEN = 1 / 64  # part of a late load that each page read forgives
 MEAN_RATE = 0.3  # weight of a new value in a running mean
 
@@ -55,6 +57,7 @@ class _Tier:
     num_saved: int = 0  # saved pages
     num_evicted: int = 0  # pages that left the pool before they were saved
     num_refused: int = 0  # pages that came while it was closed
+
     # tags to flush before the next look-up
     unflushed: set[bytes | None] = field(default_factory=set)
 

@@ -327,7 +327,7 @@ class BlockPass(HeadPass):
             embedding=head.table,
             layers=layers,
             final_norm=plain_norm(head.norm),
-            lm_head=target.weights.lm_head,  # unused: the frame makes the logits
+            lm_head=target.weights.lm_head,  # unused: the `BlockFrame` computes the logits
         )
         # A GPU's graph supports one plan, so all layers must have the same window.
         may_compile = self._ops.batch_device is None or len(self._windows) == 1

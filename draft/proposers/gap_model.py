@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 MAX_GAP = 8.0  # maximum gap that a gradient step uses
 RATE = 0.02  # learning rate
-LEAST = 0.05  # minimum of B and b
+LEAST = 0.05  # minimum of the parameters B and b
 
 GapNumbers: TypeAlias = tuple[float, float, float]
 """B, a and b of a `GapModel`."""
@@ -34,7 +34,7 @@ class GapModel:
     """Acceptance probabilities of one drafter's tokens, for either greedy or sampled requests."""
 
     def __init__(self, falloff: float, rest: float, slope: float) -> None:
-        self.falloff, self.rest, self.slope = falloff, rest, slope  # B, a and b
+        self.falloff, self.rest, self.slope = falloff, rest, slope  # parameters B, a and b
         self.mean_best = 0.7  # running mean of the best token's probability after a node
 
     def chances(self, scores: Sequence[float]) -> list[float]:

@@ -84,7 +84,7 @@ class TokenHistory:
     shared_salts: tuple[int, ...]  # [NUM_SHARED]; empty if other requests may not look into it
     shared_from: int  # positions before this one were indexed for others by another history
     indexed_to: int  # positions from `shared_from` to this one are in the table
-    indexed_from: int  # positions from this one to `shared_from` are in it for own look-ups
+    indexed_from: int  # positions from this to `shared_from` are in the table for own look-ups
     offset: int = 0  # position of tokens[0]
     hashes: array[int] = field(default_factory=lambda: array("Q", (0,)))
 

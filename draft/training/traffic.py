@@ -187,7 +187,7 @@ class TrafficRecorder(Recorder[_Finished]):
         return _Finished(
             array("q", request.tokens),
             request.prompt_len,
-            float(request.sampling.params.temperature),  # a default may have a type without JSON
+            float(request.sampling.params.temperature),  # a default may have a type that JSON lacks
             str(delta.finish_reason),
         )
 

@@ -20,7 +20,7 @@ from ...scheduling.page_loads import PageLoads
 from ..model_thread import Job, StepThread
 
 logger = logging.getLogger(__name__)
-LEAST_DRAIN_SECONDS = 1.0  # least time for saves at the end, after any drain
+LEAST_DRAIN_SECONDS = 1.0  # minimum time for the last saves, even if no time is left to drain
 CLOSE_SECONDS = 5.0  # time limit for closing the stores after the saves
 RENEW_SECONDS = 10.0  # interval in which peers are asked to hold pages for longer
 
@@ -55,7 +55,7 @@ class TierIO:
         self._timers: dict[PageLoad, asyncio.TimerHandle] = {}
         self._task: asyncio.Task[None] | None = None
         self._job: Job[Any] | None = None  # the job under way
-        self._ends: float | None = None  # end of the saves, once it is closing
+        self._ends: float | None = None  # time at which saving ends; None before `close`
         self._renewal: asyncio.TimerHandle | None = None  # set while requests offer pages of peers
         self._is_renewal_due = False
 

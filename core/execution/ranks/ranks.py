@@ -41,9 +41,9 @@ from . import worker
 from .worker import Ints, copy_message, pass_message, pool_message, send_shared_pool
 
 logger = logging.getLogger(__name__)
-START_SECONDS = 120.0  # for ranks to start
-LOAD_SECONDS = 900.0  # for ranks to load their shards after rank 0 has loaded its own
-END_SECONDS = 5.0  # for ranks to exit by themselves
+START_SECONDS = 120.0  # time limit for the ranks to start
+LOAD_SECONDS = 900.0  # time limit for the other ranks' shards, once rank 0 has loaded its own
+END_SECONDS = 5.0  # time limit for the ranks to exit by themselves
 _LOOK_SECONDS = 0.1  # interval of checks of the processes while the ranks meet
 _SOURCES = Path(__file__).parents[3]  # the folder of the package
 
@@ -81,7 +81,7 @@ class Ranks(Followers, Companions):
         threads of each rank. Raises `ModelLoadError` if a rank does not start.
         """
         self.size = size
-        self._lost = ""  # reason, once a rank is lost
+        self._lost = ""  # the reason if a rank was lost, else empty
         self._channels: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, _end, self._channels, self._processes)

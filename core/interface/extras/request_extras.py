@@ -19,6 +19,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     adapter: Adapter | None = None  # changes the model for this request
     images: tuple[PromptImage, ...] = ()  # images; their rows have negative ids in the tokens
+
     # tokens of the answer that keep their KV; 0: all. Set when the request is queued
     kv_budget: int = 0
 
@@ -34,9 +35,10 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """
 
     hands_over: bool = False
-    handed: HeldPages | None = None  # pages held for another engine, once they are
-    offer: PageOffer | None = None  # pages of a peer that it may read, until it needs no more
-    # load from a tier: a look-up while the request waits, then under way
+    handed: HeldPages | None = None  # pages held for another engine; None until they are held
+    offer: PageOffer | None = None  # pages of a peer, while the request may read them
+
+    # Load from a tier: a look-up while the request waits, then the load itself.
     load: PageLoad | None = None
 
 

@@ -64,7 +64,7 @@ class TierState:
     load_seconds: float
     saved_pages: int
     queued_pages: int  # pages that wait to be saved
-    dropped_pages: Mapping[str, int]  # by cause, before they were stored or later
+    dropped_pages: Mapping[str, int]  # number of pages dropped, by cause
     times_closed: int  # times that it was closed for a while, because it failed or was late
     is_open: bool
 
@@ -166,11 +166,12 @@ class PageLoad:
     """
 
     request_id: str
-    tokens: array[int]  # a copy
+    tokens: array[int]  # a copy of the request's tokens
     namespace: str | None
     first: int  # index of the first page that the pool lacks
     due: float  # time when the request stops waiting for it
-    # keys of its pages from the beginning, once found
+
+    # keys of the request's pages from the first page on, once the look-up has ended
     keys: list[bytes] = field(default_factory=list)
     is_found: bool = False
     page_ids: array[int] = field(

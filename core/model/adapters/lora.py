@@ -42,7 +42,7 @@ _REFUSED = {
     "use_bdlora": "block-diagonal LoRA",
     "arrow_config": "mixtures of adapters",
 }
-# With an `init_lora_weights` that begins so, training also changed the base's weights.
+# These beginnings of `init_lora_weights` mean that training also changed the base's weights.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Keys of rank_pattern and alpha_pattern are regular expressions by the adapter's author, and a
 # search may take exponential time. So keys must be names, with escapes and at most a few choices.

@@ -162,16 +162,16 @@ class LayerSpec:
     """
 
     window: int | None = None  # positions that a row attends to, its own included; None: all
-    rope: RopeSpec | None = None  # None: the model's
+    rope: RopeSpec | None = None  # None: the RoPE of the model
     experts: ExpertsSpec | None = None
-    width: int | None = None  # width of the MLP; None: the model's
+    width: int | None = None  # width of the MLP; None: the width of the model's MLPs
     kv_of: int | None = None
-    heads: HeadSpec | None = None  # None: the model's
+    heads: HeadSpec | None = None  # None: the heads of the model
     keys_as_values: bool = False
     mixer: MixerSpec | None = None
     beside_attention: bool = False
     is_mutual: bool = False  # Rows of an image attend to each other.
-    norms: NormNames | None = None  # None: the model's
+    norms: NormNames | None = None  # None: the norms of the model
     parts: Literal["both", "mixer", "mlp"] = "both"
 
     @property
@@ -226,6 +226,7 @@ class DecoderConfig:
     norms: NormNames = LLAMA_NORMS
     layer_norm: Literal["none", "plain", "bias"] = "none"  # replaces RMS norms
     is_parallel: bool = False  # MLP and attention read the same input
+
     # norms of queries and keys: per head, or over all heads together
     head_norm: HeadNormKind = "none"
     head_norm_names: tuple[str, str] = ("q_norm", "k_norm")
@@ -240,11 +241,13 @@ class DecoderConfig:
     attention_cap: float | None = None  # soft cap of scores
     logit_cap: float | None = None
     has_sinks: bool = False  # Attention has an extra score per head without a value.
+
     # The query matrix has a gate of the attention output after each head's query.
     has_gate: bool = False
     token_input_size: int = 0  # size of a token's extra input to each layer; 0: none
     layer_factor: str | None = None  # name of a factor on the stream after a layer
     is_nested: bool = False  # The checkpoint also holds other models beside this text model.
+
     # Latent attention has one key per position for all heads, whose first items are its value:
     # `num_kv_heads` is 1, and `head_dim` the key's.
     latent: LatentShape | None = None

@@ -26,6 +26,7 @@ class Fold:
     """
 
     embed_scale: float = 1.0  # factor on the embedding
+
     # The factor on both additions of a layer to the stream; for experts it is in the routing
     # weights.
     residual_scale: float = 1.0

@@ -30,7 +30,7 @@ class PageLayout:
 
     parts: tuple[PoolPart, ...]
     places: tuple[KvPlace | None, ...]  # [num_layers]
-    tables: tuple[Tables, ...]  # [num_layers], indices into the tables of the layer's part
+    tables: tuple[Tables, ...]  # [num_layers], indices into the `ropes` of the layer's part
 
     @classmethod
     def of(cls, config: DecoderConfig) -> PageLayout:

@@ -27,23 +27,24 @@ class RopeSpec:
     theta: float = 10000.0
     factor: float = 1.0
     original_max_len: int = 0  # context length of the original training, in tokens
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn; so are the next fields
+    low_freq_factor: float = 1.0  # for kind "llama3"
+    high_freq_factor: float = 4.0  # for kind "llama3"
+    beta_fast: float = 32.0  # for kind "yarn", as the fields up to `truncate`
     beta_slow: float = 1.0
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    # Divisors of each frequency, for longrope and for files that store llama3's scaling so.
+    # Divisors of each frequency, for longrope and for files that store llama3's scaling like this.
     divisors: tuple[float, ...] = ()
     # The share of a head's items that RoPE rotates, the first ones; 0: no RoPE. With kind
     # "proportional" the first items of each half rotate, at the frequencies of a full rotation.
     partial: float = 1.0
-    # Queries are multiplied by 1 + beta * log(1 + floor(position / original_max_len)) (Llama 4); 0:
-    # not.
+    # Queries are multiplied by 1 + beta * log(1 + floor(position / original_max_len)) (Llama 4).
+    # With 0 they are not scaled.
     query_beta: float = 0.0
-    # Numbers of frequencies that follow time, height and width in images; text has equal positions.
+    # Numbers of frequencies that rotate by an image row's time, height and width. In text the three
+    # positions are equal.
     sections: tuple[int, ...] = ()
     interleaves_sections: bool = False  # The axes alternate; time has the remaining frequencies.
 

@@ -65,6 +65,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("diffllama", "hrm_text"), "a layer computes attention twice in a pass"),
 }
 _LONGEST_WITHOUT_ATTENTION = 32_768  # tokens, for models whose config names no length
+
 # These fields count MTP layers, which follow the last layer.
 _FURTHER = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 

@@ -52,7 +52,7 @@ _CURRENT: ContextVar[Hooks] = ContextVar("foretoken_hooks")
 class AttentionCall(NamedTuple):
     """Arguments of an attention function besides queries, keys and values."""
 
-    mask: Tensor | None  # number of a rule
+    mask: Tensor | None  # the number of a mask's rule, from `_keep_rule`
     scale: float | None
     cap: float | None
     sinks: Tensor | None

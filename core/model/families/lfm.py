@@ -24,6 +24,7 @@ _NAMES = (
     (".w2.", ".down_proj."),
 )
 _RENORM = 1e-6  # added to the sum of a row's weights
+
 # These are the defaults of the config classes.
 _DEFAULTS = {
     "num_hidden_layers": 32,

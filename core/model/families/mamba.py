@@ -124,8 +124,8 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
         layers = with_experts(
             fields,
             layers,
-            # The factor in the routing weights lets experts stay packed; the shared matrix includes
-            # it.
+            # The routing weights include the factor, so that experts stay packed; the shared
+            # expert's matrix is multiplied by it.
             Routing(top_k_of(fields), of_chosen=True, factor=residual),
             names=ExpertNames(shared="mlp."),
             width="intermediate_size",

@@ -43,13 +43,13 @@ _BARE = (
     "self_attn.sinks", "e_score_correction_bias", "layer_scalar", "router.scale",
     "per_expert_scale", "A_log", "dt_bias", "mamba.D", "expert_bias", "pre_ff_layernorm.weight",
 )  # fmt: skip
-_ROW = "moe_statics.e_score_correction_bias"  # transformers has a matrix of one row
+_ROW = "moe_statics.e_score_correction_bias"  # a matrix of one row in transformers
 _CONV = (
     "conv1d.weight",
     "conv.conv.weight",
 )  # transformers stores an additional dimension of size 1
 _LOG = ("linear_attn.A_log", "mamba.A_log")
-_FLAT = ("mamba.A_log", "mamba.D", "mamba.norm.weight")  # The files have matrices.
+_FLAT = ("mamba.A_log", "mamba.D", "mamba.norm.weight")  # Vectors that are matrices in the files.
 _GATED_NORM = "linear_attn.norm.weight"  # This norm has no offset, unlike the others.
 
 
@@ -363,14 +363,14 @@ class GgufFile:
             values = [_value(each.data[index], each) for each in tensors]
             joined = stack([each for each in values if isinstance(each, QuantizedWeight)])
             rows = torch.arange(joined.shape[0]).view(len(parts), -1)
-            return joined.rows(rows.T.flatten())  # gate and up alternate
+            return joined.rows(rows.T.flatten())  # rows of gate and up alternate
 
         def read() -> StoredWeight:
             kinds = {each.tensor_type for each in tensors}
             if kinds <= set(BLOCK_TYPES) and len(kinds) == 1:
                 return QuantizedStack(len(tensors[0].data), one)
             values = [_wide(_value(each.data, each)) for each in tensors]
-            rows = torch.stack(values, dim=2).flatten(1, 2)  # gate and up alternate
+            rows = torch.stack(values, dim=2).flatten(1, 2)  # rows of gate and up alternate
             return rows.transpose(1, 2).contiguous() if rows.dim() == 3 else rows
 
         return read

@@ -257,7 +257,8 @@ GGUF_TYPES = frozenset(each.model_type for each in ARCHITECTURES.values()) | {
     "olmo3",
     "youtu",
 }
-# Multimodal files declare their text model so; others are new names of Llama's architecture.
+# The first names are multimodal files' names for their text model, the last ones other names for
+# Llama's architecture.
 ALIASES = {
     "qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe", "internlm2": "llama",
     "xverse": "llama",

@@ -85,7 +85,7 @@ def granite_hybrid(meta: Metadata) -> dict[str, Any]:
     found["shared_intermediate_size"] = shared or meta.number("feed_forward_length")
     if count:
         found["num_experts_per_tok"] = meta.number("expert_used_count")
-    if meta.optional("rope.scaling.finetuned", True):  # The converter sets this flag for RoPE.
+    if meta.optional("rope.scaling.finetuned", True):  # The converter sets it for models with RoPE.
         found["position_embedding_type"] = "rope"
     return found
 
@@ -236,7 +236,7 @@ def deepseek2(meta: Metadata) -> dict[str, Any]:
         "qk_nope_head_dim": key - turned,
         "v_head_dim": value,
     }
-    if log_multiplier := meta.optional(stretch, 0.0):  # a tenth of the model's value
+    if log_multiplier := meta.optional(stretch, 0.0):  # the file has a tenth of the value
         mscale = 10 * log_multiplier
         found["rope_parameters"] = {"mscale": mscale, "mscale_all_dim": mscale}
     if not meta.optional("expert_count", 0):

@@ -27,7 +27,8 @@ MODEL_NAMES = {
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
-STACKED = ("experts.gate_up_proj", "experts.down_proj")  # transformers stacks them, too
+STACKED = ("experts.gate_up_proj", "experts.down_proj")  # transformers stacks these as well
+
 # transformers has these experts one by one, and the file stacks them.
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -123,7 +124,7 @@ SHARED_GRANITE = {
     "ffn_up_shexp": "mlp.up_proj",
     "ffn_down_shexp": "mlp.down_proj",
 }
-FALCON_H1 = MAMBA | {"ffn_norm": "pre_ff_layernorm.weight"}  # stored without an ending
+FALCON_H1 = MAMBA | {"ffn_norm": "pre_ff_layernorm.weight"}  # GGUF stores it without ".weight"
 NEMOTRON_H = MAMBA | {"attn_norm": "norm"}
 HYBRID_EXPERTS = HYBRID | EXPERTS | SHARED_EXPERT
 GEMMA4 = BEFORE_AND_AFTER | {

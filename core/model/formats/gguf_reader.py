@@ -30,7 +30,8 @@ _LFS = b"version https://git-lfs"
 _MOST_NUMBERS = 4096  # longest array that is read: one number per layer of a model
 _MOST_DIMENSIONS = 4
 _MOST_NAME_BYTES = 1024
-_LEAST_FIELD = 8 + 4 + 1  # bytes: the length of a name, a type, a value
+_LEAST_FIELD = 8 + 4 + 1  # bytes: name length, type, value
+
 # bytes: name length, number of dimensions, one dimension, type, offset
 _LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
 _NUMBERS = {

@@ -18,7 +18,7 @@ _PREFIXES = (
     "thinker.model.",  # Qwen's Omni models
     "language_model.model.",
     "language_model.",  # saved without an output matrix
-    "model.",  # Qwen2-VL, Qwen2.5-VL and thinkers alone, beside `visual.`
+    "model.",  # Qwen2-VL, Qwen2.5-VL and single thinkers, which also have `visual.`
 )
 _MTP = "mtp."  # MTP layer beside the text model (Qwen 3.5)
 _HEAD = "lm_head."

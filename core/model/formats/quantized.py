@@ -255,7 +255,7 @@ class _Gptq:
                 fields,
                 f"GPTQ's checkpoint_format {layout!r} is not supported; supported: gptq, gptq_v2",
             )
-        self._less = int(layout == "gptq")  # The first version stores zeros minus one.
+        self._less = int(layout == "gptq")  # The first version stores each zero point minus one.
         self.label = f"GPTQ, {self._bits} bits"
 
     def gather(self, stored: Stored) -> dict[str, QuantizedTensor]:
@@ -403,7 +403,7 @@ def _zero_points(parts: Parts, bits: int, outputs: int) -> Tensor | None:
     zeros = parts.get("weight_zero_point")
     if zeros is None or zeros.dtype != torch.int32:
         return zeros
-    columns: Tensor = unpack(zeros.T, bits).T[:outputs].short()  # packed along the outputs
+    columns: Tensor = unpack(zeros.T, bits).T[:outputs].short()  # zeros are packed along outputs
     return columns.sub_(2 ** (bits - 1))
 
 

@@ -33,7 +33,7 @@ _ITEM_BYTES = {
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NO_WEIGHTS = ("I64", "BOOL")
 Rename: TypeAlias = Callable[[Collection[str]], dict[str, str]]
-_MAX_HEADER_BYTES = 100_000_000  # limit of the format
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 
 
 class SafetensorsCheckpoint:

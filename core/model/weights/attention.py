@@ -94,7 +94,7 @@ class Attention(Mixer):
         config = self._config
         rows = [
             packer.vector(norm)
-            # The weight is one head's, for all heads, or a whole row's.
+            # All heads share a weight of one head's length; a longer weight is a whole row's.
             .view(-1, self._heads.head_dim)
             .expand(count, -1)
             for norm, count in zip(self.head_norms, self._heads[:2], strict=False)

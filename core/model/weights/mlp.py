@@ -187,7 +187,7 @@ def _stacks(prefix: str, hidden: int, spec: ExpertsSpec) -> list[TensorSpec]:
         shapes = {_FUSED: (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
     # gpt-oss alternates rows of gate and up; the other layouts have all rows of gate first.
     blocks = (1,) if stacked == "gpt-oss" else (1, 1)
-    middle = (1, 2) if stacked == "rows" else (2, 1)  # the axes of the MLP's inner rows or columns
+    middle = (1, 2) if stacked == "rows" else (2, 1)  # axis of the MLP's width in each tensor
     shares: dict[str, Share] = {
         _FUSED: Cut(middle[0], blocks, of_one=0),
         "down_proj": Cut(middle[1], of_one=1),

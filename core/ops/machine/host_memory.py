@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the command line imports this before it needs torch
 
 MapBytes: TypeAlias = "Callable[[int], Tensor]"
 """Returns a number of zero bytes as uint8: `map_zeros`, or memory shared with other processes."""
-CAN_SHARE = hasattr(os, "memfd_create")  # Linux
+CAN_SHARE = hasattr(os, "memfd_create")  # only on Linux
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # constants of <malloc.h>
 _NEVER = 2**31 - 1
 _LARGEST = 32 * 2**20  # bytes; the greatest value that glibc accepts
@@ -51,7 +51,7 @@ def map_zeros(num_bytes: int) -> Tensor:
     """
     import torch
 
-    if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows
+    if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows lacks it
         return torch.zeros(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

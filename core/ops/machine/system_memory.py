@@ -17,7 +17,7 @@ UNKNOWN = 2**40  # bytes, if the system reports no number
 class _Names(NamedTuple):
     """Names of a control group's files in one version of the hierarchy."""
 
-    limit: str  # "max" in version 2, a huge number in version 1: no limit
+    limit: str  # without a limit it has "max" in version 2, a huge number in version 1
     usage: str
     cache: tuple[str, ...]  # fields of memory.stat that count file cache
 

@@ -57,7 +57,7 @@ class NativeOps(Ops, RoughOps):
     stored_kinds: frozenset[WeightKind] = frozenset(
         kind
         for kind in get_args(WeightKind)
-        if kind != "int4"  # its kernel rounds activations to int8
+        if kind != "int4"  # the kernel of int4 rounds activations to int8
     )
 
     def __init__(

@@ -28,7 +28,7 @@ SETTING = "FORETOKEN_BF16_PRODUCTS"
 _KINDS: tuple[Products, ...] = get_args(Products)
 _MARGIN = 1.1  # float32 is chosen if it is at least this many times faster
 _SIZE = 512  # rows and columns of the measured weight: 512 KiB fit into the second-level cache
-_ROWS = 64  # with few rows both kinds wait for memory
+_ROWS = 64  # with fewer rows both kinds would wait for memory
 _ROUNDS = 5
 
 

@@ -24,6 +24,7 @@ Variant: TypeAlias = Literal["amx", "avx512", "avx2", "scalar", "amx-emulated"]
 PACKAGED: tuple[Variant, ...] = ("amx", "avx512", "avx2", "scalar")
 FOLDER = Path(__file__).parent
 KERNELS = FOLDER / "kernels"  # the C sources, in a folder for each subject
+
 # -ffp-contract=off: the choice of fused products must not depend on the unrolling of a loop.
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
 WARNINGS = ("-Wall", "-Wno-unknown-pragmas", "-Wno-psabi")

@@ -33,8 +33,8 @@ from .declarations import STRUCTS
 from .library import NativeLibrary
 
 HOST = torch.device("cpu")
-MOST_BEST = 8  # the same as in sample.c
-_ERRORS = {-1: NOT_FINITE, -2: ALL_BANNED}  # the same codes as in sample.h
+MOST_BEST = 8  # must be equal to FT_MOST of sample.c
+_ERRORS = {-1: NOT_FINITE, -2: ALL_BANNED}  # must have the codes of sample.h
 _GREEDY = SamplingMetadata(params=TokenSamplingParams(temperature=0.0), seed=0, prompt_len=0)
 _REFUSED = EncodedSampling(_GREEDY, 1)  # for refused rows: only checks that logits are finite
 

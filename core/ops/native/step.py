@@ -50,7 +50,8 @@ class NativeStep:
     def __init__(self, library: NativeLibrary, weights: DecoderWeights) -> None:
         self._library = library
         self._weights = weights  # kept alive while the structs point into it
-        self._with_states: list[RecurrentStructs | ConvStructs] = []  # kept alive, too
+        self._with_states: list[RecurrentStructs | ConvStructs] = []  # kept alive as well
+
         # Each layer has four linears that adapters may change.
         self._places: list[PackedLinear | None] = []
         self._updates: WeakKeyDictionary[LoraWeights, Updates] = WeakKeyDictionary()
@@ -134,7 +135,8 @@ class NativeStep:
         """
         native_plans = [plan for plan in plans if isinstance(plan, NativePlan)]
         assert len(native_plans) == len(plans)
-        assert native_plans[0].states is not None or not self._with_states  # C needs them
+        # The kernels of recurrent layers read the states.
+        assert native_plans[0].states is not None or not self._with_states
         plan = native_plans[0]
         parts = (STRUCTS.ft_part * len(plans))(*(each.part for each in native_plans))
         token_ids = token_ids.contiguous()
@@ -193,7 +195,8 @@ def _linears_of(mixer: MixerWeights | None) -> tuple[PackedLinear | None, Packed
     """Return a mixer's first and last linear, or None twice."""
     if mixer is None:
         return None, None
-    linears = mixer.linears  # latent attention has more between, which ``ft_latent`` contains
+    # Latent attention has more linears between the first and the last: ``ft_latent`` has them.
+    linears = mixer.linears
     return linears[0], linears[-1]
 
 

@@ -20,6 +20,7 @@ from ..kv_pool import KVPool
 from ..weights import HeadLayout
 
 BLOCK = 256  # positions
+
 # Widths of a last block. Cutting off hidden keys changes no bit of a sum at widths up to 128 in
 # steps of 32; between 128 and 256, float32 bmm splits the sum at another place (measured).
 _SHORT_WIDTHS = (32, 64, 96, 128)
@@ -45,6 +46,7 @@ class Block:
     last: int
     width: int
     kv_rows: Tensor  # [num_blocks * count * num_kv_heads * pages] into the blocks of layer 0
+
     # K and V rows after the end of a sequence in its pages, whose stale content may be NaN.
     void_rows: Tensor | None
     tail: TailRows | None

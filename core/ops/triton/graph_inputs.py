@@ -85,7 +85,7 @@ class _Host:
         self.block = _host_memory(size, torch.uint8, device)
         self.fields: HostFields = {n: v.numpy() for n, v in _views(self.block, fields).items()}
         self.event = make_event(device)
-        self.is_lent = False  # a copy of it may not have ended
+        self.is_lent = False  # whether a copy of the block may still run
 
 
 class AsyncCopy:

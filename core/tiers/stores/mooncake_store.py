@@ -82,7 +82,7 @@ class MooncakeStore(PageStore):
 
     @override
     def put(self, key: bytes, tag: bytes, page: memoryview, is_valid: IsValid) -> bool:
-        del tag  # the key has it
+        del tag  # the key contains it
         if self.find([key]):
             return True
         self._staged[: self._page_bytes] = page

@@ -53,6 +53,7 @@ class PeerStore(PageStore):
         # by the key of the last page; lists are never empty
         self._offers: dict[bytes, list[PageOffer]] = {}
         self._pages: dict[bytes, tuple[PageOffer, int]] = {}  # by key: offer and index in its pages
+
         # the keys of `_pages`, by offer and index
         self._keys: dict[PageOffer, dict[int, bytes]] = {}
         self._staged: dict[bytes, memoryview] = {}  # pages that the reader's last call read

@@ -51,7 +51,7 @@ class SlabFiles(Slots):
         least_pages: int,
         noun: str,
     ) -> None:
-        self.capacity = 0  # until it is loaded
+        self.capacity = 0  # until the index is loaded
         self._folder = folder
         self._page_bytes = page_bytes
         self._most_bytes, self._least_pages, self._noun = most_bytes, least_pages, noun

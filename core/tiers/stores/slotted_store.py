@@ -84,7 +84,7 @@ class SlottedStore(PageStore):
         self._owned = NamespaceQuota(share, IDLE_AFTER * self.capacity)
         self._pages: OrderedDict[bytes, _Kept] = OrderedDict()  # oldest first
         self._by_tag: dict[str | None, OrderedDict[bytes, None]] = {}  # keys, oldest first
-        self._num_slots = max((slot + 1 for slot, _ in found), default=0)  # no later slot was used
+        self._num_slots = max((slot + 1 for slot, _ in found), default=0)  # slots ever used
         used = {slot for slot, _ in found}
         self._free = [slot for slot in range(self._num_slots) if slot not in used]
         for slot, entry in sorted(found, key=lambda each: each[1].tick):

@@ -114,7 +114,7 @@ class StoreFolder:
     def close(self) -> None:
         """Unlock the folder."""
         if self._lock is not None:
-            # without this, the folder may be removed earlier than others
+            # if it fails, the folder may be removed earlier than others
             with contextlib.suppress(OSError):
                 os.utime(self._lock)
             os.close(self._lock)

@@ -34,6 +34,7 @@ class TapConfig:
 
     kind: ClassVar[str]  # name of the kind in the table of kinds, and as a source of drafts
     first_position: ClassVar[int] = 0  # first position that has head KV
+
     # Whether head KV after a prefix hit depends on the feature of the hit's last position.
     keeps_page_features: ClassVar[bool] = False
 

@@ -171,7 +171,7 @@ def seen_kv(scheduled: ScheduledRequest, first: int, page_size: int) -> SeenKv:
     first_page = -(-first // page_size)
     stop, count = min(anchor, first_page * page_size), max(0, anchor - first_page * page_size)
     if first < stop:  # These positions are all in the page before.
-        shift = (page_ids[first_page - 1] - (first_page - 1)) * page_size  # position to slot
+        shift = (page_ids[first_page - 1] - (first_page - 1)) * page_size  # slot minus position
         edge = np.arange(first + shift, stop + shift)
     pages = page_ids[first_page : first_page + max(1, -(-count // page_size))] or page_ids[:1]
     return SeenKv(np.asarray(pages, dtype=np.int64), count, edge)
@@ -238,7 +238,7 @@ class PassLayout:
         return self._batch(
             page_size, np.zeros_like(positions), positions, written.slots,
             positions[written.firsts], written.lens,
-            (np.ones(count, np.int64), np.zeros(count, np.int64)),  # The pages are not read.
+            (np.ones(count, np.int64), np.zeros(count, np.int64)),  # dummy pages: they are not read
             (np.zeros(count, np.int64), _NONE),
         )  # fmt: skip
 

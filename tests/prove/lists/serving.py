@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation(
         "thread-lets-go-of-a-running-call",
         "Job.result",
-        "self._ended = self.loop.create_future()  # only the waiting was cancelled",
+        "self._ended = self.loop.create_future()  # the wait was cancelled, not the job",
         "break",
         ("test_who_is_cancelled_waits_for_the_call_to_end",),
         "law 5: requests do not change under a step",

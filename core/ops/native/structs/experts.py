@@ -11,7 +11,7 @@ from ..library import address
 from .declared import activation_struct
 from .linear import linear_pointer, native
 
-MAX_EXPERTS = 1024  # the same as in experts.h
+MAX_EXPERTS = 1024  # must be equal to FT_MAX_EXPERTS of experts.h
 
 
 def experts_struct(weights: ExpertWeights) -> Structure:

@@ -18,7 +18,7 @@ from ..declarations import STRUCTS
 from ..library import DTYPES, NativeLibrary
 
 Updates: TypeAlias = "ctypes.Array[ctypes._Pointer[Structure]]"
-CHUNK = 64  # outputs of a chunk, the same as in lora.h
+CHUNK = 64  # outputs of a chunk; must be equal to FT_LORA_CHUNK of lora.h
 
 
 class NativeLora(PackedLora):

@@ -18,7 +18,7 @@ from ..declarations import STRUCTS
 from ..library import DTYPES
 from .state import StatesStructs
 
-# Both are the same as in decoder.h.
+# Both must be equal to the constants of decoder.h.
 MAX_HEAD_DIM = 576
 MAX_PARTS = 4
 

@@ -12,7 +12,7 @@ from ...weights import ConvWeights, DeltaWeights, RecurrentWeights
 from ..declarations import STRUCTS
 from ..library import address
 
-MAX_TAPS = 8  # the same as in state.h
+MAX_TAPS = 8  # must be equal to FT_MAX_TAPS of state.h
 
 
 class RecurrentStructs:

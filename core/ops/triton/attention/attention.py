@@ -158,7 +158,7 @@ def attend_kernel(
     SCALES_AT: tl.constexpr,
     CODEC: tl.constexpr,
     SPLIT: tl.constexpr,
-    KV_SPLIT_GROUP: tl.constexpr,  # splits of a stretch
+    KV_SPLIT_GROUP: tl.constexpr,  # splits that make a stretch
     TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # queries of a tile: rows times heads of a group, at least 16
     WINDOW: tl.constexpr,  # positions that a row sees; 0: no window
@@ -267,7 +267,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     KV_SPLIT_GROUP: tl.constexpr,
-    WIDE_TILE: tl.constexpr,  # queries
+    WIDE_TILE: tl.constexpr,  # queries of a wide tile
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_CHAINED: tl.constexpr,

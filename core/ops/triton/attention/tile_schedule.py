@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ...batch import IntArray, RaggedBatch
 
 SPLIT = 256  # positions of a split
+
 # Splits of a stretch. A tile of 64 queries that stores partial sums of a stretch moves 8 bytes for
 # each number, after 4 * 4096 operations for it: a few percent of the time, and nothing for the
 # first 4,096 positions of a prompt, which are one stretch. In return, 64 rows after 32k positions
@@ -64,6 +65,7 @@ class TileSchedule:
     places: IntArray  # [num_rows]; -1: no places
     rows_in_tile: IntArray  # [num_rows]; -1: a narrow row
     last_seen: IntArray  # [num_rows] last position of pages and tail that a row sees
+
     # [num_rows] number of places up to and including each row; a tile's count at its first row
     ends: IntArray
 
@@ -217,7 +219,8 @@ def _wide(tiles: _Tiles, kv_split_group: int) -> WorkItems:
     first_splits = np.maximum(lo[owners], numbers * kv_split_group)
     last_splits = np.minimum(hi[owners], (numbers + 1) * kv_split_group - 1)
     tables = tiles.tables[owners]
-    order = np.lexsort((numbers, tables, first_splits - last_splits))  # last key first
+    # lexsort sorts by its last key first.
+    order = np.lexsort((numbers, tables, first_splits - last_splits))
     owners = owners[order]
     return WorkItems(
         rows=tiles.rows,
@@ -302,7 +305,8 @@ def _by_pages(batch: RaggedBatch, segments: IntArray) -> tuple[IntArray, IntArra
     pages, size = batch.pages.tobytes(), batch.pages.itemsize
     ends = (batch.first_pages + batch.page_counts).tolist()
     lists = [pages[lo * size : hi * size] for lo, hi in zip([0, *ends], ends, strict=False)]
-    order = np.array(sorted(segments.tolist(), key=lists.__getitem__))  # by any order of ids
+    # Any order in which equal prefixes of page ids are neighbours is right.
+    order = np.array(sorted(segments.tolist(), key=lists.__getitem__))
     tables, starts = batch.page_table[order], np.minimum(batch.starts, batch.tail_from)[order]
     differs = np.ones((len(order) - 1, tables.shape[1] + 1), dtype=bool)
     differs[:, :-1] = tables[1:] != tables[:-1]

@@ -77,7 +77,7 @@ def fill(
     _put(to["positions"], batch.positions.numpy()[:count], 0)
     _put(to["slots"], batch.slots.numpy()[:count], -1)
     _put(to["logit_rows"], batch.logit_rows.numpy(), 0)
-    if works:  # these two are equal in all work lists
+    if works:  # both arrays are equal in all work lists
         _put(to["rows_in_tile"], works[0].rows_in_tile, -1)
         _put(to["last_seen"], works[0].last_seen, 0)
     if batch.device_tokens is not None:  # sources are read only with device tokens

@@ -20,7 +20,7 @@ from ..sampling.sampler import TritonPendingBest, TritonPendingTokens, TritonSam
 from .input_fields import fill_controls
 
 # Greatest number of rows. With more rows, the kernels after the graph are launched while the graph
-# computes. Logits of every graph stay in memory: all buckets up to here have 217 rows of them.
+# computes. The logits of every graph stay in memory: all buckets up to 64 have 217 rows together.
 MAX_ROWS = 64
 
 
@@ -31,7 +31,7 @@ class GraphOutputs(NamedTuple):
     taps: Tensor | None = None  # [bucket, num_taps * hidden]
     logits: Tensor | None = None  # [bucket, vocab] float32, for the logit rows
     winners: Tensor | None = None  # int64 [bucket] or [bucket, num_best]; void at unused places
-    draft_vocab: DraftVocab | None = None  # tokens that the logits are of, if not all
+    draft_vocab: DraftVocab | None = None  # tokens with logits; None: all tokens
 
     @classmethod
     def of(cls, layers: LayersOutput) -> GraphOutputs:

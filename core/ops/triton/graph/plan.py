@@ -23,6 +23,7 @@ from .input_fields import Windows, fields, fill, words_needed
 
 NARROW_TILE, WIDE_TILE = 16, 128  # queries of a tile: rows times heads of a group
 MAX_PARTIAL_SUMS = 2**28  # bytes
+
 # cos and sin of each table, [num_positions, head_dim / 2] float32
 Turns: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
 
@@ -139,7 +140,7 @@ class DevicePlan:
     rows_in_tile: Tensor  # [num_rows] int32: index of a row in its wide tile; -1: a narrow row
     last_seen: Tensor  # [num_rows] int32: last position of its pages and tail that a row sees
     words: Tensor  # int32: pages, tails, rows of items, items
-    works: Mapping[int | None, Sequence[Work]]  # by window; parts are computed in turn
+    works: Mapping[int | None, Sequence[Work]]  # by window: parts of the pass, computed in turn
     partial_sums: PartialSums
     turns: Turns
     states: PassStates | None = None  # for models with recurrent layers

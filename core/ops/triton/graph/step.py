@@ -87,7 +87,7 @@ class _Captured:
     outcome: GraphOutputs
     num_positions: int  # positions of the RoPE tables
     num_places: int  # places of partial sums
-    given: Tensor | None = None  # [bucket, hidden] vectors with which rows may begin
+    given: Tensor | None = None  # [bucket, hidden] vectors that replace embeddings of rows
 
     def fits(self, plan: TritonPlan, works: list[TileSchedule]) -> bool:
         """Whether the graph's buffers have room for a pass."""
@@ -123,7 +123,7 @@ class _Captured:
         self.graph.replay()
         if states is not None:
             move_on(batch, states)
-        wanted.tell_started()  # after the launch: other threads would take the GIL from it
+        wanted.tell_started()  # after the launch: the threads it wakes compete for the GIL
         logit_rows = self.graph_inputs.device["logit_rows"][: len(batch.logit_rows)]
         return self.outcome.of_pass(batch.num_rows, logit_rows, has_chosen=has_chosen)
 

@@ -96,7 +96,7 @@ def route_kernel(
     choice = scores
     if HAS_BIAS:
         choice += tl.load(bias_ptr + number, mask=is_open, other=0.0)
-    choice = tl.where(choice == choice, choice, float("-inf"))  # with NaN, experts stay valid
+    choice = tl.where(choice == choice, choice, float("-inf"))  # NaN would choose invalid experts
     if NUM_GROUPS > 1:
         is_open = kept_groups(
             choice, is_open, number, TILE, NUM_GROUPS, KEPT_GROUPS, NUM_EXPERTS // NUM_GROUPS,

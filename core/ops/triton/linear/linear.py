@@ -280,7 +280,7 @@ def linear_kernel(
         tile_at = arrived_ptr + column_tile * tl.cdiv(num_rows, TILE_ROWS) + row_tile
         if tl.atomic_add(tile_at, 1, sem="acq_rel") < pieces - 1:
             return
-        tl.store(tile_at, 0)  # for the next call
+        tl.store(tile_at, 0)  # so that the next call finds zeros
         total = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
         for each in range(pieces):
             part_at = parts_ptr + each * part_size + at

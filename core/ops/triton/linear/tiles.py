@@ -22,7 +22,7 @@ import torch
 Bits: TypeAlias = Literal[0, 4, 8]  # bits of a weight; 0: unquantised
 ROUGH_STEP = 128  # inputs of a step with 4 bits: four groups, one in each quarter of a word
 FILL = 192  # programs that keep an H100's 132 multiprocessors reading
-BUSY = 128  # programs that keep them busy
+BUSY = 128  # programs that keep an H100's multiprocessors computing
 FEW_ROWS = 64
 # A tile of a 4-bit weight for few rows, whose sums need no fixed order. It is small and uses the
 # older instructions, because wgmma, for four warps together, would wait for each instruction.
@@ -32,6 +32,7 @@ FEW_COLUMNS = 64
 _WIDE = 4096  # outputs from which a tile of a quantised weight has 128 columns
 _MIN_STEPS = 6  # least steps of a piece; shorter ones would mostly wait for their first bytes
 _NEIGHBOURS = 1024  # rows whose x stays in the L2 cache while the weight is read
+
 # Rows and columns of a tile for many rows. The largest tiles read each number least often, and are
 # used if there are enough of them. The widest tile has registers for one sum, but not for the sum
 # of a piece as well.

@@ -162,7 +162,7 @@ def short_conv_kernel(
     at_ptr,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
     SLOT: tl.constexpr, LOG: tl.constexpr,
-    TILE: tl.constexpr,  # channels
+    TILE: tl.constexpr,  # channels of a program
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute some channels of a row of a gated short convolution; zeros for an empty row."""
@@ -203,7 +203,7 @@ def keep_inputs_kernel(
     at_ptr,
     STRIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
     SLOT: tl.constexpr, LOG: tl.constexpr,
-    TILE: tl.constexpr,  # channels
+    TILE: tl.constexpr,  # channels of a program
 ):  # fmt: skip
     """Write some channels of a segment's inputs: to kept states, to its own state, to its log."""
     segment = tl.program_id(1)

@@ -170,7 +170,7 @@ def recur_kernel(
             tl.store(u_ptr + to, u, mask=value_mask)
             tl.store(read_ptr + head * VALUE_DIM + to, read, mask=value_mask)
         if end == base + PAGE:
-            tl.debug_barrier()  # other threads read u, too
+            tl.debug_barrier()  # other threads also read u
             last = tl.sum(tl.where(place == PAGE - 1, cs, 0.0), 0)
             state = folded(
                 state, x_ptr, k_at, u_ptr, c_ptr, log_k_ptr, log_u_ptr, log_c_ptr,

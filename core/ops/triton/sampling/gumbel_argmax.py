@@ -17,7 +17,7 @@ from .top_k_top_p import cut_kernel
 TILE = 1024  # tokens of a program
 LIST_TILE = 512  # values of a cut row that are weighed together
 EDIT_TILE = 256  # edits applied together
-ROUNDED = {"enable_fp_fusion": False}  # rounds after every operation
+ROUNDED = {"enable_fp_fusion": False}  # results are rounded after every operation
 
 
 class SentEdits(NamedTuple):

@@ -13,7 +13,7 @@ import triton.language as tl
 from . import row_edits
 from .gumbel_argmax_kernels import NUM_COLUMNS, ROW, rank_of
 
-# A step of a place has each token at most once; only bans may repeat tokens.
+# Each step edits a token of a place at most once; only the step of bans may repeat a token.
 REPEAT, BAN = tl.constexpr(row_edits.REPEAT), tl.constexpr(row_edits.BAN)
 NUM_STEPS = tl.constexpr(len(row_edits.STEPS))
 
@@ -55,7 +55,7 @@ def edit_kernel(
     ids_ptr,  # [num_edits] int32
     amounts_ptr,  # [num_edits] float32
     VOCAB: tl.constexpr,
-    TILE: tl.constexpr,  # edits
+    TILE: tl.constexpr,  # edits applied together
 ):
     """Apply all edits of single tokens to one row, step by step."""
     edited = tl.program_id(0).to(tl.int64)

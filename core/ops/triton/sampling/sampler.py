@@ -238,7 +238,7 @@ class _Post:
 
     def __init__(self) -> None:
         self._graph_inputs: GraphInputs | None = None
-        self._capacity = 0  # numbers
+        self._capacity = 0  # size in numbers
 
     def send(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
         """Return the arrays on the device, flat, each with its own dtype.

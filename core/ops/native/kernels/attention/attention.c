@@ -85,7 +85,8 @@ static void end_task(const attend_task *task, const attend_space *space) {
 static void attend_block(const attend_task *task, attend_space *space, const ft_attend_step *step,
                          const char **rows, const char *const *next_rows) {
     int64_t first = space->first_query[step->first], stop = space->first_query[step->stop];
-    while (first < stop && space->reaches[first] <= step->lo) first++; /* sees no key */
+    /* The first queries may see no key of the block. */
+    while (first < stop && space->reaches[first] <= step->lo) first++;
     if (first == stop) return;
     if (is_scaled(task)) {
         load_scales(task, space, step);

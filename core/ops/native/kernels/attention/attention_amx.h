@@ -37,7 +37,7 @@ static void pack_pairs(const attend_task *task, attend_space *space, int64_t que
 
 /* ---- bf16 ---- */
 
-/* Scores of the block's 64 keys for the tile of queries from `at` on. */
+/* Compute scores of the block's 64 keys for the tile of queries from `at` on. */
 FT_INLINE void score_pairs_amx(attend_space *space, int64_t at, int64_t words) {
     const char *queries = (const char *)space->wide + at * words * 4;
     AMX_ZERO(0);
@@ -136,10 +136,10 @@ FT_INLINE void store_byte_sums(amx_sums sums[2]) {
     AMX_STORE(3, sums[1].low, 64);
 }
 
-/* Scores of 32 keys from key 16 * `sub` on for queries [at, stop), at most sixteen. */
+/* Compute scores of 32 keys from key 16 * `sub` on for queries [at, stop), at most sixteen. */
 static void score_bytes_amx(attend_space *space, int64_t at, int64_t stop, int64_t words, int sub) {
     amx_sums sums[2];
-    const char *queries = (const char *)space->queries[at]; /* see pack_query */
+    const char *queries = (const char *)space->queries[at]; /* bytes that pack_query wrote */
     AMX_ZERO(0);
     AMX_ZERO(1);
     AMX_ZERO(2);
@@ -165,7 +165,7 @@ static void score_bytes_amx(attend_space *space, int64_t at, int64_t stop, int64
         }
 }
 
-/* Sums of `vecs` (1 or 2) times 16 dimensions from `d` on. */
+/* Sum the weighted values of `vecs` (1 or 2) times 16 dimensions from `d` on. */
 FT_INLINE void gather_bytes_amx(const attend_space *space, int64_t padded, int64_t d, int vecs,
                                 amx_sums sums[2]) {
     AMX_ZERO(0);

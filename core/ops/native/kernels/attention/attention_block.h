@@ -62,7 +62,7 @@ typedef struct {
     _Alignas(64) float wide[ROOM * MAX_DIM];      /* [queries][dim] queries widened to fp32 */
     _Alignas(64) float exp_sums[QUERIES][16];     /* sum i has keys i, i + 16, ... of each block */
     float max_score[QUERIES], keep[QUERIES];
-    /* Only for scaled keys and values: */
+    /* The fields up to `bias` are used only for scaled keys and values. */
     _Alignas(64) float key_scales[KEYS], value_scales[KEYS];
     float taint;
     float query_scale[QUERIES], weight_scale[QUERIES];

@@ -122,7 +122,7 @@ static void pack_query(attend_space *space, int64_t query, const char *items, in
     float reach = v_reach(wide, dim);
     for (int64_t d = 0; d < dim; d += FT_WIDTH) {
         ft_vec x = v_round(v_mul(v_load(wide + d), v_set(QUERY_TOP / reach)));
-        x = v_max(v_min(x, v_set(QUERY_TOP)), v_set(-QUERY_TOP)); /* NaN is replaced */
+        x = v_max(v_min(x, v_set(QUERY_TOP)), v_set(-QUERY_TOP)); /* NaN becomes QUERY_TOP */
         split_numbers(x, 128, high + d, low + d);
     }
     space->queries[query] = high;
@@ -146,7 +146,7 @@ static void pack_weights(attend_space *space, int64_t query, const ft_vec *weigh
     float reach = v_top(top);
     for (int sub = 0; sub < SUBS; sub++) {
         ft_vec x = v_round(v_mul(scaled[sub], v_set(WEIGHT_TOP / reach)));
-        x = v_min(x, v_set(WEIGHT_TOP)); /* NaN is replaced */
+        x = v_min(x, v_set(WEIGHT_TOP)); /* NaN becomes WEIGHT_TOP */
         split_numbers(x, 0, high + sub * 16, low + sub * 16);
     }
     space->weight_scale[query] = reach / WEIGHT_TOP + space->taint;
@@ -156,13 +156,13 @@ static void pack_weights(attend_space *space, int64_t query, const ft_vec *weigh
 
 typedef struct {
     vi high[PARTS], low[PARTS];
-} byte_sums; /* sixteen of each */
+} byte_sums; /* sixteen high and sixteen low sums */
 
 FT_INLINE vf join_sums(const byte_sums *sums, int part) {
     return vf_fma(vf_from_vi(sums->high[part]), vf_set1(256.0f), vf_from_vi(sums->low[part]));
 }
 
-/* Scores of 32 keys from key 16 * `sub` on: more sums would not fit into the registers. */
+/* Compute scores of 32 keys from key 16 * `sub` on: more sums would not fit into the registers. */
 FT_INLINE void score_bytes(attend_space *space, int64_t first, int count, int64_t words, int sub) {
     byte_sums sums[TILE][2];
     for (int r = 0; r < count; r++)

@@ -27,7 +27,7 @@ static sharer find_sharer(const ft_batch *batch, int64_t page_size, int64_t segm
     return (sharer){(const char *)pages, (size_t)count * sizeof *pages, segment};
 }
 
-/* Order by the bytes of the page ids: any order will do that puts equal prefixes side by side. */
+/* Compare the bytes of the page ids. Any order will do in which equal prefixes are neighbours. */
 static int by_pages(const void *first, const void *second) {
     const sharer *a = first, *b = second;
     int order = memcmp(a->pages, b->pages, a->bytes < b->bytes ? a->bytes : b->bytes);
@@ -143,7 +143,7 @@ static void build_tasks(builder *build, int64_t num_kv_heads) {
     build->firsts[build->num_tasks] = build->num_parts;
 }
 
-/* Place the arrays of a plan in `memory`. Returns their bytes; with `memory` NULL, only that. */
+/* Place the arrays of a plan in `memory`. Returns their size in bytes, also if `memory` is NULL. */
 static size_t lay_out(builder *build, char *memory) {
     int64_t most = 0, segments = build->batch->num_segments;
     for (int64_t i = 0; i < segments; i++)

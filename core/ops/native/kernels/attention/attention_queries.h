@@ -23,7 +23,7 @@ FT_INLINE int sixteens(const int count) {
 #endif
 }
 
-/* Scores of 16 * `subs` keys from key 16 * `from` on. */
+/* Compute scores of 16 * `subs` keys from key 16 * `from` on. */
 FT_INLINE void score_wide(attend_space *space, int64_t first, int count, int64_t dim, int from,
                           const int subs) {
     ft_vec sums[TILE][SUBS];

@@ -1,10 +1,10 @@
 /* Latent attention. The products with the matrices of all heads are one job. */
 #include "latent.h"
 
-/* The working memory of a call. Rows are [heads, rows] where a head's matrix reads or writes
- * them. */
+/* The working memory of a call. Where the heads' matrices read or write rows,
+ * these are [heads, rows]. */
 typedef struct {
-    char *made;     /* [rows, q_width + key] of `first` */
+    char *made;     /* [rows, q_width + key], the output of `first` */
     char *q;        /* [rows, q_width], after the norm */
     char *queries;  /* [rows, num_heads * (nope + turned)]; unused without q_up */
     char *latent;   /* [rows, rank] */
@@ -12,8 +12,8 @@ typedef struct {
     int64_t *firsts;   /* [num_heads + 1] */
 } latent_space;
 
-/* Copy `count` pieces of `bytes` bytes in each row. The strides are in bytes: from row to row, and
- * from piece to piece (each). */
+/* Copy `count` pieces of `bytes` bytes in each row. Strides are in bytes: `from_row` and `to_row`
+ * from row to row, `from_each` and `to_each` from piece to piece. */
 typedef struct {
     const char *from;
     char *to;
@@ -39,7 +39,7 @@ static void *take(char **memory, int64_t bytes) {
     return taken;
 }
 
-/* Place the arrays of a call in `memory`. Returns their bytes; with `memory` NULL, only that. */
+/* Place the arrays of a call in `memory`. Returns their size in bytes, also if `memory` is NULL. */
 static int64_t lay_out(const ft_latent *latent, const ft_linear_weight *first,
                        const ft_heads *heads, int64_t rows, int64_t item, char *memory,
                        latent_space *space) {
@@ -57,8 +57,8 @@ static int64_t lay_out(const ft_latent *latent, const ft_linear_weight *first,
     return at - memory;
 }
 
-/* Compute the queries as they are before the key matrices of the heads. Returns their address, or
- * NULL when there is no memory, and sets the bytes from one row to the next. */
+/* Compute the queries, to which the heads' key matrices are not applied yet. Returns their address,
+ * or NULL when there is no memory, and sets `row_bytes`, the distance of rows. */
 static const char *make_queries(const ft_latent *latent, const latent_space *space, int64_t rows,
                                 int64_t *row_bytes, int dtype) {
     const int64_t item = dtype == FT_BFLOAT16 ? 2 : 4, width = latent->q_width;

@@ -11,7 +11,7 @@
  * values of all heads. */
 typedef struct {
     const ft_norm *q_norm, *kv_norm;     /* q_norm is NULL where `first` computes the queries */
-    const ft_linear_weight *q_up;        /* or NULL */
+    const ft_linear_weight *q_up;        /* NULL where `first` computes the queries */
     const ft_linear_weight *const *keys; /* [num_heads] of [rank, nope] */
     const ft_linear_weight *const *values; /* [num_heads] of [value dimensions, rank] */
     int64_t q_width;

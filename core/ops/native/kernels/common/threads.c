@@ -62,7 +62,7 @@ enum {
     WINDOW = 100000000, /* nanoseconds of jobs that are judged together */
     LEAST_PATIENCE = 2,
     MOST_PATIENCE = 32,
-    MOST_DELAY = 250, /* thousandths of a core, which an event loop takes from two threads */
+    MOST_DELAY = 250, /* thousandths of a core: an event loop delays two threads that much */
 };
 
 /* Whether the last of `threads` threads adds at least a sixth of the average rate of the others.
@@ -109,7 +109,7 @@ typedef struct {
 
 /* The arguments of a worker when it starts. */
 typedef struct {
-    uint64_t seen; /* the last job before the worker */
+    uint64_t seen; /* number of the last job before it */
     int thread;    /* number of the worker; the caller's is 0 */
     _Atomic pid_t id; /* thread id, set by the worker once it runs */
 } start;
@@ -164,14 +164,15 @@ static void take_pieces(int thread) {
         take_range(&pool.ranges[(thread + i) % pool.num_ranges]);
 }
 
-/* Memory [at, end) that a worker has still to prefetch of its share of the announcement `of`. */
+/* Memory [at, end) that a worker has still to prefetch: a part of what was announced at `of`. */
 typedef struct {
     const char *of, *at, *end;
 } fetch;
 
 static int fetch_some(fetch *left, int thread) {
     const char *ahead = atomic_load_explicit(&pool.ahead, memory_order_relaxed);
-    if (ahead != left->of) { /* the size may be another announcement's: a prefetch cannot fault */
+    if (ahead != left->of) {
+        /* The size may belong to another announcement: a prefetch beyond the memory is harmless. */
         const size_t bytes = atomic_load_explicit(&pool.ahead_bytes, memory_order_relaxed);
         const size_t own = bytes / (size_t)atomic_load(&pool.active);
         left->of = ahead;

@@ -7,7 +7,7 @@
 
 #include "common/common.h"
 
-typedef struct ft_states ft_states; /* see state.h */
+typedef struct ft_states ft_states; /* defined in state.h */
 
 /* A ragged batch: the rows of all segments, one segment after the other. The rows of a segment are
  * at positions start, start + 1, ... of its own sequence. */
@@ -38,7 +38,7 @@ typedef struct {
     int64_t page_size;   /* tokens */
     int64_t block_bytes;
     int64_t scales_at; /* bytes before a block's scales; 0: no scales */
-    int64_t codec;     /* see kv_codec.h */
+    int64_t codec;     /* a code of kv_codec.h */
 } ft_kv;
 
 /* The heads of a row of QKV: queries, then keys, then values. With a rank (latent attention)
@@ -139,7 +139,7 @@ typedef struct {
     int64_t window;     /* above 0: a row sees itself and the window - 1 positions before it */
     const float *sinks; /* [num_heads] scores of a key without a value, or NULL */
     float cap;          /* above 0: scores become cap * tanh(scores / cap) */
-    int32_t is_mutual;  /* whether rows see up to the batch's `reaches` */
+    int32_t is_mutual;  /* whether rows see all keys below the batch's `reaches` */
 } ft_rule;
 
 /* The tasks of a step's attention, the same for all layers; see attention_plan.h. */

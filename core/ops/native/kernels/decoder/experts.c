@@ -191,7 +191,7 @@ static int64_t one_here(const ft_experts *experts) {
     return number;
 }
 
-/* Place the arrays of a call in `memory`. Returns their bytes; with `memory` NULL, only that. */
+/* Place the arrays of a call in `memory`. Returns their size in bytes, also if `memory` is NULL. */
 static int64_t lay_out(const ft_experts *experts, int64_t rows, int64_t hidden, int64_t item,
                        char *memory, experts_space *space) {
     const ft_routing *routing = &experts->routing;

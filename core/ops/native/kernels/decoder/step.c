@@ -1,4 +1,4 @@
-/* All layers of a decoder in one call, by the kernels and in the order of separate calls. */
+/* All layers of a decoder in one call: the same kernels in the same order as in separate calls. */
 #include "decoder.h"
 #include "experts.h"
 #include "attention/latent.h"
@@ -64,7 +64,7 @@ typedef struct {
     int64_t is_parallel;       /* whether the MLP reads what attention reads */
     const ft_experts *experts; /* replaces gate_up and down; or NULL */
     int64_t part, kv_layer;    /* part of the pool, and layer in it, of keys and values */
-    const ft_extras *extras;   /* or NULL */
+    const ft_extras *extras;   /* NULL: no extras */
     const ft_recurrent *recurrent; /* replaces attention; or NULL */
     const ft_conv *conv;           /* replaces attention; or NULL */
     const ft_recurrent *beside;    /* beside attention, with the same input; or NULL */
@@ -79,7 +79,8 @@ typedef struct {
     float embedding_factor;
     const ft_norm *final_norm;
     int64_t hidden, width; /* items of a row of the residual stream, and of the widest MLP */
-    int64_t mixed, gates, read; /* widest rows of recurrent layers or gates, see step_space */
+    /* Items that recurrent layers and gates need in a row of step_space: wide, beside, narrow. */
+    int64_t mixed, gates, read;
     ft_token_inputs token_inputs;
     const ft_linear_weight *head; /* the output layer */
 } ft_decoder;
@@ -154,7 +155,7 @@ typedef struct {
     int64_t num_adapted;
     const int64_t *ids; /* [rows] */
     int64_t num_behind; /* number of first layers after which image rows are added */
-    const char *behind; /* [num_behind, rows, hidden] these image rows */
+    const char *behind; /* [num_behind, rows, hidden] the image rows to add */
 } step_job;
 
 /* Add the updates of adapters to y, the output of the linear at `place` for x. Returns -1 when
@@ -408,7 +409,7 @@ static const char *run_layer(const step_job *step, int64_t index, const char *x,
     return add(step, added, layer->extras ? layer->extras->factor : 1.0f, next_norm, out);
 }
 
-/* Copies of the residual stream at the boundaries at[count], to out [num_rows, count, hidden]. */
+/* Boundaries at[count] whose residual streams are copied to out [num_rows, count, hidden]. */
 typedef struct {
     int64_t count;
     const int64_t *at;

@@ -251,7 +251,7 @@ static int64_t words_of_row(const ft_linear_weight *weight) {
     }
 }
 
-/* Make the job for a weight, without its `others`, and at least one row. */
+/* Make the job for one or more rows and a weight, whose `others` are left out. */
 static ft_linear_job make_job(const ft_linear_weight *weight, int64_t rows, void *y, int64_t y_stride,
                               int y_dtype) {
     ft_linear_job job = {

@@ -58,7 +58,7 @@ static void configure(int64_t first_rows, int64_t second_rows) {
     } while (0)
 
 /* Copy a panel's steps after its whole tiles to `room`, padded with zeros. The bytes of the next
- * panel would not do, although they meet zeros of x: a bf16 NaN times zero is NaN. */
+ * panel cannot serve as padding, although x is zero there: a bf16 NaN times zero is NaN. */
 static const char *rest_of_panel(const amx_job *job, const char *panel, char *room) {
     const int64_t bytes = job->rest_steps * STRIDE;
     memcpy(room, panel + job->num_whole * K_BYTES, (size_t)bytes);

@@ -23,7 +23,7 @@ typedef struct {
                               * negated offset of the values unless the kind has minima or zeros;
                               * int6_k: two of each group */
     int64_t rows;
-    int64_t tiles, tile_rows; /* the last tile may have fewer */
+    int64_t tiles, tile_rows; /* number of tiles, rows of each; the last may have fewer */
     int64_t x_steps;
     int64_t groups; /* scales of a row of x */
     int64_t steps;  /* steps of a panel; for grouped kinds, groups */
@@ -47,8 +47,8 @@ FT_INLINE int ft_has_words(const ft_linear_weight *weight) {
  * -1 when there is no memory. The rows lie in this thread's scratch memory. */
 int ft_prepare_rows(ft_linear_job *job, const void *x, int x_dtype);
 
-/* Like ft_prepare_rows, in memory of `ft_prepared_bytes`, which is 0 where kernels read x
- * itself. */
+/* ft_prepare_rows_in: like ft_prepare_rows, but in `memory`. ft_prepared_bytes: the bytes that it
+ * needs, 0 where kernels read x itself. */
 size_t ft_prepared_bytes(const ft_linear_job *job);
 void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *memory);
 

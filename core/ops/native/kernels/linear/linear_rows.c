@@ -13,8 +13,8 @@ typedef struct {
     int64_t group_size; /* items that share a scale */
     int32_t weight_offset;
     int halves;     /* whether the halves of a group have separate offsets */
-    int fine;       /* whether numbers have 16 bits: a group's low bytes, then its high bytes; or */
-    int words;      /* pairs of 16-bit words, which for int8 weights hold numbers of byte range */
+    int fine;       /* whether numbers have 16 bits; unless `words`, low bytes before high ones */
+    int words;      /* whether numbers are 16-bit words in pairs; for int8 weights of byte range */
     int8_t *bytes;  /* quantised rows, before they are interleaved: [rows, x_steps * 4] */
     uint32_t *out;  /* becomes job->x */
     float *scale;

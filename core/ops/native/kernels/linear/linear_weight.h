@@ -59,7 +59,7 @@ typedef struct ft_linear_weight {
     int32_t in_features;
     const void *weight;
     const float *scale; /* [out_features, padded to panels] for int8, else NULL */
-    const float *bias;  /* the same shape, or NULL */
+    const float *bias;  /* [out_features, padded to panels], or NULL */
     int32_t is_rough;   /* int4_min with byte activations, for drafts, which need not be exact */
     int32_t num_own;    /* outputs of this kind */
     const struct ft_linear_weight *others; /* rows of another kind for the next outputs, or NULL */

@@ -36,7 +36,7 @@ typedef struct {
 typedef struct {
     const ft_source *source;
     int32_t kind;
-    int64_t num_rows, first_row; /* rows of the source; row of the weight for the first one */
+    int64_t num_rows, first_row; /* rows of the source; index of the first in the weight */
     int64_t in_features;
     char *out;
 } pack_job;

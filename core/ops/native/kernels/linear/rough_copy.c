@@ -39,7 +39,7 @@ static void read_bytes(const char *quads, int64_t column, const float *scales, f
  * one for each output of an int8 panel. */
 static void read_group(const ft_linear_weight *weight, const char *panel, int64_t first,
                        const float *scales, float columns[FT_GROUP][PANEL]) {
-    /* Both are used for INT8_GROUP only. */
+    /* `group` and `of_group` are used for INT8_GROUP only. */
     const char *group = panel + group_at(FT_LINEAR_INT8_GROUP, first / FT_GROUP);
     float of_group[PANEL];
     if (weight->kind == FT_LINEAR_INT8_GROUP)

@@ -15,8 +15,8 @@ enum { FIRST_SHIFT = 20, DIGIT = 10 };
 static void masses_block(const float *restrict values, float unit, float *restrict out) {
     for (int i = 0; i < FT_BLOCK; i++) {
         float x = values[i] < -87.0f ? -87.0f : values[i];
-        float power = fmaf(x, 1.44269504f, 12582912.0f); /* rounds: 1.5 * 2**23 */
-        uint32_t shift = ft_float_bits(power) << 23;     /* for the exponent */
+        float power = fmaf(x, 1.44269504f, 12582912.0f); /* adding 1.5 * 2**23 rounds */
+        uint32_t shift = ft_float_bits(power) << 23;     /* the integer, in the exponent's bits */
         power -= 12582912.0f;
         float rest = fmaf(power, -0.693359375f, x); /* ln 2 in two parts */
         rest = fmaf(power, 2.12194440e-4f, rest);
@@ -135,7 +135,7 @@ static int64_t find_digit(const ft_cut_space *space, int64_t count, int shift, u
 
 typedef struct {
     ft_kept kept;
-    int64_t num_ties; /* tokens with that key, kept or not */
+    int64_t num_ties; /* tokens with the key `kept.key`, kept or not */
 } selection;
 
 /* Find the keys that stay: from the best on, as long as the weight before them is below `limit`.

@@ -84,7 +84,7 @@ typedef struct {
 /* Working memory of one thread for one row. */
 typedef struct {
     uint32_t *keys; /* [ids rounded up to whole blocks, plus one block] */
-    float *masses;  /* the same shape */
+    float *masses;  /* [ids rounded up to whole blocks, plus one block] */
     int64_t *bins;  /* [FT_BINS] */
 } ft_cut_space;
 

@@ -120,7 +120,7 @@ FT_INLINE void bound_block(const float *scaled, const int64_t *hashes, uint64_t 
     }
 }
 
-#define BOUND_OFFSET (LN2 * 158.0f) /* exponent bias, and 31 bits */
+#define BOUND_OFFSET (LN2 * 158.0f) /* 127, the exponent bias, + 31 for units of 2**-31 */
 #define SLACK 1e-3f
 
 /* The best tokens so far, usually one: by falling score, among equal scores by rising id. */
