@@ -67,16 +67,18 @@ def _in_python(path: Path) -> Iterator[tuple[str, Sentence]]:
         yield "docstring", (name, text)
     yield from _in_nodes(tree, name)
     blocks: list[tuple[int, int, str]] = []  # first and last line, text
+    stood_alone = False
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
             if token.type != tokenize.COMMENT or re.match(r"#( fmt:| type:| noqa|!| --)", token[1]):
                 continue
             line, text = token.start[0], token.string.lstrip("#: ")
             stands_alone = token.line.lstrip().startswith("#")
-            if blocks and stands_alone and line == blocks[-1][1] + 1:
+            if blocks and stands_alone and stood_alone and line == blocks[-1][1] + 1:
                 blocks[-1] = (blocks[-1][0], line, f"{blocks[-1][2]} {text}")
             else:
                 blocks.append((line, line, text))
+            stood_alone = stands_alone
     for first, last, text in blocks:
         code = lines[first - 1].partition("#")[0].strip() or "".join(lines[last : last + 1])
         yield "comment", (f"{name}: {code.strip()}", text)
@@ -87,7 +89,7 @@ def _in_c(path: Path) -> Iterator[tuple[str, Sentence]]:
     source, name = path.read_text("utf-8"), str(path.relative_to(ROOT))
     for found in IN_C.finditer(source):
         text = MARK.sub("", found[1] or found[2] or "")
-        if text.strip():
+        if text.strip() and not text.startswith("--"):  # a heading
             before = source[: found.start()].rpartition("\n")[2].strip()
             code = before or source[found.end() :].lstrip().partition("\n")[0]
             yield "comment", (f"{name}: {code}", text)
