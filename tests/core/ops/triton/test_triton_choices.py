@@ -71,13 +71,13 @@ class Twins:
         for runner in self.runners:
             runner.pool.data[BROKEN_PAGE] = torch.nan
         sampler: Any = decoders[0].sampler
-        begin, self.num_behind = sampler._begin, 0  # choices launched behind the graphs
+        winners, self.num_behind = sampler._winners, 0  # choices launched behind the graphs
 
         def counted(*args: Any) -> Any:
             self.num_behind += 1
-            return begin(*args)
+            return winners(*args)
 
-        sampler._begin = counted
+        sampler._winners = counted
 
     def step(self, rows: Rows, *, in_graph: bool) -> Sequence[RequestOutput]:
         """The same outcome and content of both."""
