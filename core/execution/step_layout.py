@@ -63,7 +63,7 @@ def request_segments(
     samples: bool,
 ) -> list[Segment]:
     """Return a segment of the pending ``tokens`` and the trunk, then one for each other run."""
-    runs = draft.runs() if draft.token_ids else []
+    runs = draft.runs
     shift = scheduled.extras.num_packed_away
     trunk_len = runs[0][1] if runs else 0
     tokens.extend(draft.token_ids[:trunk_len])

@@ -486,7 +486,7 @@ def test_trees_stay_within_the_rows_that_are_offered() -> None:
     for budget in (*range(0, 60, 3), 200):
         plans = bench.plan(*requests, budget=budget)
         assert sum(plan.num_rows for plan in plans) <= budget
-        num_runs |= {len(plan.draft.runs()) for plan in plans}
+        num_runs |= {len(plan.draft.runs) for plan in plans}
     assert num_runs >= {0, 1, 2, 3}
 
 
