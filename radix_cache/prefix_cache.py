@@ -65,7 +65,9 @@ class PrefixCache:
         )
         self.pins = PinnedPrefixes(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
         self.transfers = TransferLocks(self.tree, max_pages=int(num_pages * POOL_SHARE))
-        self._last_match: tuple[tuple[object, ...], Match] | None = None  # of `_match`, by its key
+        self._last_match: tuple[tuple[object, ...], Match] | None = (
+            None  # the last key of `_match` and its match
+        )
         self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
         self.states = states  # owner of the slots that no lease owns
         if states is not None:

@@ -162,7 +162,7 @@ def functions_of(engine: Engine) -> list[Function]:
         (runner, "launch", "launch"),
         *([] if proposer is None else [(proposer, "propose", MODEL)]),
         (StepLayout, "of", "layout"),
-        (decoder, "batch", "build_batch"),
+        (decoder, "row_batch", "batch"),
         (plan, "build_tile_schedule", "tile schedule"),
         (step, "fill", INPUTS),
         (FusedLmHead, "fill", INPUTS),

@@ -347,6 +347,8 @@ class ModelRunner:
 
     def _batch(self, layout: StepLayout, after: Pending | None) -> RaggedBatch:
         inputs = self._next_inputs(layout, after) if layout.unknown_rows else None
+        if layout.rows is not None:
+            return self.decoder.row_batch(layout.rows, device_tokens=inputs)
         page_size = self.pool.page_size
         return self.decoder.batch(layout.segments, page_size=page_size, device_tokens=inputs)
 

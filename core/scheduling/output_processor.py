@@ -102,13 +102,13 @@ def _end_at(request: Request, token_id: int, delta: Delta) -> None:
 
 
 def _count(request: Request, out: RequestOutput, delta: Delta, now: float) -> None:
-    usage, draft = request.usage, out.draft
-    num_tokens, names = len(delta.token_ids), set(draft.sources)
-    served = min(len(out.path), num_tokens)
+    usage, draft, num_tokens = request.usage, out.draft, len(delta.token_ids)
+    names = set(draft.sources) if draft.sources else ()
     if len(names) == 1:  # by far the most frequent case, which needs no look at each token
-        accepted = [*names] * served
+        accepted = [*names] * min(len(out.path), num_tokens)
     else:
-        accepted = [draft.sources[node] for node in out.path[:served]]
+        accepted = [draft.sources[node] for node in out.path[:num_tokens]]
+    served = len(accepted)
     if usage.completion_tokens == 0:
         usage.time_to_first_token = now - request.arrival_time
     usage.completion_tokens += num_tokens
