@@ -43,7 +43,7 @@ from ...core.execution.step_layout import StepLayout
 from ...core.interface.output import StepOutput
 from ...core.interface.request import Request
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from ...core.ops.triton.graph import plan, step
+from ...core.ops.triton.graph import step
 from ...core.ops.triton.graph.lm_head import FusedLmHead
 from ...core.ops.triton.graph_inputs import GraphInputs
 from ...core.scheduling.request_table import SchedulerLimits
@@ -163,11 +163,10 @@ def functions_of(engine: Engine) -> list[Function]:
         *([] if proposer is None else [(proposer, "propose", MODEL)]),
         (StepLayout, "of", "layout"),
         (decoder, "row_batch", "batch"),
-        (plan, "build_tile_schedule", "tile schedule"),
-        (step, "fill", INPUTS),
+        (step, "fill_narrow", INPUTS),
         (FusedLmHead, "fill", INPUTS),
         (GraphInputs, "upload", INPUTS),
-        (decoder.sampler, "begin", INPUTS),
+        (decoder.sampler, "begin_runs", INPUTS),
         (PendingStep, "finish", "finish, follow"),
         (scheduler, "commit", "commit"),
         (speculator, "observe", "observe"),
