@@ -26,7 +26,7 @@ from ..core.interface.protocols import ProposerTraits, RowPrice, Speculator
 from ..core.interface.request import Request
 from .control.controller import Allocation, Controller, StepCandidates
 from .control.cost_model import Mean
-from .control.draft_state import NO_SURVIVAL, DraftState, padded
+from .control.draft_state import MAX_PERIOD, NO_SURVIVAL, DraftState, padded
 from .control.estimators import AcceptanceModel, NodeWorth
 from .control.outcome import DraftOutcome
 from .sources.grammar import GrammarSource
@@ -77,6 +77,7 @@ class DraftSpeculator(Speculator):
         self._states: dict[str, DraftState] = {}  # states of requests that may draft, by request id
         self._decide_s = Mean()  # seconds of a decision
         self._num_steps = 0  # number of steps observed
+        self._is_resting = False  # whether all look-ups of the last plan backed off
         self._proposer_use = _ProposerUse()  # the proposer's work in the current step
         self._uses_proposer = proposer is not None and depth != "auto"
         self._node_worth = NodeWorth(PROPOSER_NODES, **PROPOSER_PRIORS)
@@ -88,9 +89,14 @@ class DraftSpeculator(Speculator):
 
     @override
     def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
-        if self._uses_proposer and any(each.request_id in self._states for each in requests):
-            return False  # The proposer drafts even if the look-ups find nothing.
-        return all(self._finds_nothing(request, num_new_tokens) for request in requests)
+        # The proposer drafts even if the look-ups find nothing.
+        uses_proposer = self._uses_proposer and any(
+            each.request_id in self._states for each in requests
+        )
+        self._is_resting = not uses_proposer and all(
+            self._finds_nothing(request, num_new_tokens) for request in requests
+        )
+        return self._is_resting
 
     def _finds_nothing(self, request: Request, num_new_tokens: int) -> bool:
         state = self._states.get(request.request_id)
@@ -335,6 +341,9 @@ class DraftSpeculator(Speculator):
 
     @override
     def has_work(self) -> bool:
+        # Look-ups that back off resume in steps whose number is a multiple of `MAX_PERIOD`.
+        if self._is_resting and (self._num_steps + 1) % MAX_PERIOD:
+            return self._indexer.is_behind
         return self._indexer.has_work
 
     def work(self) -> None:

@@ -65,6 +65,9 @@ class PrefixCache:
         )
         self.pins = PinnedPrefixes(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
         self.transfers = TransferLocks(self.tree, max_pages=int(num_pages * POOL_SHARE))
+        self._last_match: tuple[tuple[object, ...], Match] | None = (
+            None  # the last key of `_match` and its match
+        )
         self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
         self.states = states  # owner of the slots that no lease owns
         if states is not None:
@@ -101,9 +104,20 @@ class PrefixCache:
         self, tokens: array[int], *, namespace: str | None = None, limit: int | None = None
     ) -> int:
         """Return how many cached tokens `acquire` would find. O(len + depth)."""
+        return self._num_resumable(self._match(tokens, namespace, limit)) * self.page_size
+
+    def _match(self, tokens: array[int], namespace: str | None, limit: int | None) -> Match:
+        """Return the match of a request that is not admitted yet; it is only read.
+
+        While the tree does not change, the last match is returned again: the first of the waiting
+        requests is looked up in every step.
+        """
         limit = _borrowable(len(tokens), limit)
-        match = self.tree.match(tokens, namespace=namespace, limit=limit)
-        return self._num_resumable(match) * self.page_size
+        key = self.tree.version, namespace, limit, tokens  # grown tokens have another limit
+        if self._last_match is None or self._last_match[0] != key:
+            match = self.tree.match(tokens, namespace=namespace, limit=limit)
+            self._last_match = key, match
+        return self._last_match[1]
 
     def _num_resumable(self, match: Match) -> int:
         """Return how many leading pages of a match a request can resume from."""
@@ -133,9 +147,7 @@ class PrefixCache:
         pins hold are available. The cache is not changed. O(len + depth), and O(slots) for models
         with recurrent states, which need an available slot, too.
         """
-        limit = _borrowable(len(tokens), limit)
-        match = self.tree.match(tokens, namespace=namespace, limit=limit)
-        match = self._resumable(match, tokens)
+        match = self._resumable(self._match(tokens, namespace, limit), tokens)
         if self.states is not None and not self.states.has_room(match.page_ids):
             return False
         num_pages = max(-(-upto // self.page_size), len(match.page_ids))

@@ -43,7 +43,7 @@ from ...core.execution.step_layout import StepLayout
 from ...core.interface.output import StepOutput
 from ...core.interface.request import Request
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from ...core.ops.triton.graph import plan, step
+from ...core.ops.triton.graph import step
 from ...core.ops.triton.graph.lm_head import FusedLmHead
 from ...core.ops.triton.graph_inputs import GraphInputs
 from ...core.scheduling.request_table import SchedulerLimits
@@ -162,12 +162,11 @@ def functions_of(engine: Engine) -> list[Function]:
         (runner, "launch", "launch"),
         *([] if proposer is None else [(proposer, "propose", MODEL)]),
         (StepLayout, "of", "layout"),
-        (decoder, "batch", "build_batch"),
-        (plan, "build_tile_schedule", "tile schedule"),
-        (step, "fill", INPUTS),
+        (decoder, "row_batch", "batch"),
+        (step, "fill_narrow", INPUTS),
         (FusedLmHead, "fill", INPUTS),
         (GraphInputs, "upload", INPUTS),
-        (decoder.sampler, "begin", INPUTS),
+        (decoder.sampler, "begin_runs", INPUTS),
         (PendingStep, "finish", "finish, follow"),
         (scheduler, "commit", "commit"),
         (speculator, "observe", "observe"),

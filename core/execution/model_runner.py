@@ -21,7 +21,7 @@ from ..interface.plan import ScheduledRequest, StepPlan
 from ..interface.protocols import OnKernelsStarted, Pending, StepCancelled, ignore_kernels
 from ..model.decoder import Decoder
 from ..model.images.vision import Vision
-from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, Wanted
+from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, SamplingPlan, Wanted
 from ..ops.kv_pool import KVPool
 from ..ops.machine.device import Stopwatch, make_stopwatch
 from ..sampling.sampler import DeviceSampler, PendingTokens
@@ -160,11 +160,12 @@ class ModelRunner:
         layout = StepLayout.of(plan.requests, drafts, self.pool.page_size)
         batch = self._batch(layout, after)
         num_images = 0 if self.vision is None else self.vision.num_computed
-        output = self._forward(batch, layout, on_kernels_started)
+        draws = layout.sampling_plan(batch.num_logits) if self._chooses_on_device else None
+        output = self._forward(batch, layout, draws, on_kernels_started)
         if self.vision is not None:
             num_images = self.vision.num_computed - num_images
         computing.stop()
-        tokens = self._begin(output, layout)
+        tokens = self._begin(output, layout, draws)
         seconds = time.perf_counter() - began
         work = LaunchedStep(plan, layout, batch, output, tokens, clocks, seconds, num_images)
         return PendingStep(work, self._finish)
@@ -346,13 +347,18 @@ class ModelRunner:
 
     def _batch(self, layout: StepLayout, after: Pending | None) -> RaggedBatch:
         inputs = self._next_inputs(layout, after) if layout.unknown_rows else None
+        if layout.rows is not None:
+            return self.decoder.row_batch(layout.rows, device_tokens=inputs)
         page_size = self.pool.page_size
         return self.decoder.batch(layout.segments, page_size=page_size, device_tokens=inputs)
 
     def _forward(
-        self, batch: RaggedBatch, layout: StepLayout, on_kernels_started: OnKernelsStarted
+        self,
+        batch: RaggedBatch,
+        layout: StepLayout,
+        draws: SamplingPlan | None,
+        on_kernels_started: OnKernelsStarted,
     ) -> ForwardOutput:
-        draws = layout.sampling_plan(batch.num_logits) if self._chooses_on_device else None
         # The taps of a disabled proposer stay: a GPU's graphs were captured with them.
         inputs, layer_vectors = None, None
         if any([scheduled.extras.images for scheduled in layout.requests]):  # noqa: C419 - faster
@@ -381,12 +387,18 @@ class ModelRunner:
         vocab_size = self.decoder.config.vocab_size
         return after.next_inputs(layout.unknown_rows, layout.num_rows, vocab_size)
 
-    def _begin(self, output: ForwardOutput, layout: StepLayout) -> PendingTokens | None:
+    def _begin(
+        self, output: ForwardOutput, layout: StepLayout, draws: SamplingPlan | None
+    ) -> PendingTokens | None:
         """Return the tokens that the device is choosing; None if it chooses none."""
         if output.tokens is not None or not (layout.drafted and self._chooses_on_device):
             return output.tokens
         sampler = self.decoder.sampler
         assert isinstance(sampler, DeviceSampler)
+        if draws is not None:
+            tokens = sampler.begin_runs(output.logits, draws.rows, draws.counts)
+            if tokens is not None:
+                return tokens
         return sampler.begin(layout.sampled_logits(output.logits), layout.sample_rows())
 
     def _verify(self, work: LaunchedStep) -> list[Verified]:

@@ -21,6 +21,8 @@ from ..interface.output import TokenLogprob
 from ..interface.plan import PLAIN, ScheduledRequest
 from ..ops.batch import SamplingPlan, Segment
 from ..ops.row_extras import RowExtras, SegmentState
+from ..ops.rows.row_table import RowTable
+from ..ops.rows.step_inputs import rows_library
 from ..sampling.drafted_row import DraftedRow
 from ..sampling.logprobs import token_logprobs
 from .image_positions import image_positions, image_reaches
@@ -63,7 +65,7 @@ def request_segments(
     samples: bool,
 ) -> list[Segment]:
     """Return a segment of the pending ``tokens`` and the trunk, then one for each other run."""
-    runs = draft.runs() if draft.token_ids else []
+    runs = draft.runs
     shift = scheduled.extras.num_packed_away
     trunk_len = runs[0][1] if runs else 0
     tokens.extend(draft.token_ids[:trunk_len])
@@ -95,6 +97,28 @@ def request_segments(
             )
         )
     return segments
+
+
+def all_plain(requests: Sequence[ScheduledRequest]) -> bool:
+    """Whether no request has extras."""
+    return not [each for each in requests if each.extras is not PLAIN]  # faster than `any`
+
+
+def add_rows(
+    rows: RowTable,
+    scheduled: ScheduledRequest,
+    tokens: array[int],
+    draft: Draft,
+    num_logits: int,
+) -> None:
+    """Add the rows that `request_segments` lays out for a request without extras."""
+    page_ids, runs = scheduled.page_ids, draft.runs if draft.parents else ()
+    if len(runs) > 1:
+        spare = scheduled.spare_page_ids
+        args = (draft.token_ids, draft.parents, runs, spare)
+        rows.add_tree(tokens, scheduled.start, num_logits, page_ids, *args)
+    else:
+        rows.add(tokens, scheduled.start, num_logits, page_ids, draft.token_ids)
 
 
 def row_extras(scheduled: ScheduledRequest, start: int, num_rows: int) -> RowExtras | None:
@@ -162,6 +186,8 @@ class StepLayout:
     requests: Sequence[ScheduledRequest]
     drafts: Sequence[Draft]
     page_size: int
+    # The rows of all requests as records, or as segments if a request has extras.
+    rows: RowTable | None = None
     segments: list[Segment] = field(default_factory=list)
     first_rows: list[int] = field(default_factory=list)  # first batch row of each request
     first_logits: list[int] = field(default_factory=list)  # first row of logits of each request
@@ -173,6 +199,8 @@ class StepLayout:
     @property
     def num_rows(self) -> int:
         """Number of rows of the batch."""
+        if self.rows is not None:
+            return self.rows.num_rows
         return sum(len(segment.token_ids) for segment in self.segments)
 
     @classmethod
@@ -180,7 +208,9 @@ class StepLayout:
         cls, requests: Sequence[ScheduledRequest], drafts: Sequence[Draft], page_size: int
     ) -> StepLayout:
         """Return the layout of a step with these requests and drafts."""
-        layout, row, logit = cls(requests, drafts, page_size), 0, 0
+        has_records = all_plain(requests) and rows_library() is not None
+        rows = RowTable(page_size) if has_records else None
+        layout, row, logit = cls(requests, drafts, page_size, rows), 0, 0
         for scheduled, draft in zip(requests, drafts, strict=True):
             layout.first_rows.append(row)
             layout.first_logits.append(logit)
@@ -191,10 +221,14 @@ class StepLayout:
             num_drafted, samples = len(draft.token_ids), scheduled.samples
             layout.samples.append(samples)
             row += len(tokens) + num_drafted
-            logit += num_logits(scheduled, num_drafted, samples=samples)
-            layout.segments.extend(
-                request_segments(scheduled, tokens, draft, page_size, samples=samples)
-            )
+            count = num_logits(scheduled, num_drafted, samples=samples)
+            logit += count
+            if rows is not None:
+                add_rows(rows, scheduled, tokens, draft, count)
+            else:
+                layout.segments.extend(
+                    request_segments(scheduled, tokens, draft, page_size, samples=samples)
+                )
             if samples:
                 layout.sampled_rows.extend(range(logit - num_drafted - 1, logit))
                 layout.drafted.append(
@@ -222,13 +256,16 @@ class StepLayout:
         """
         if len(self.sampled_rows) != num_logits:
             return None
-        counts = [segment.num_logits for segment in self.segments if segment.num_logits]
-        rows, ahead = list[DraftedRow](), iter(counts)
-        for drafted in self.drafted:
-            node = -1
-            while node < len(drafted.draft):
-                rows.append(drafted.at(node))
-                node += next(ahead)
+        rows, counts = list[DraftedRow](), list[int]()
+        drafts = [
+            draft for draft, samples in zip(self.drafts, self.samples, strict=True) if samples
+        ]
+        for drafted, draft in zip(self.drafted, drafts, strict=True):
+            rows.append(drafted.at(-1))
+            counts.append(1 + draft.trunk_len)
+            for first, stop in draft.runs[1:]:
+                rows.append(drafted.at(first))
+                counts.append(stop - first)
         return SamplingPlan(rows, counts)
 
     def sample_rows(self) -> list[DraftedRow]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import count, takewhile
 
 import msgspec
@@ -63,34 +64,24 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         """Return the depth of each node, 1 for the children of the last of ``tokens``."""
         if not self.parents:
             return list(range(1, len(self.token_ids) + 1))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return depths
+        return _depths(self.parents)
 
     @property
     def height(self) -> int:
         """Number of tokens on its longest path."""
-        if not self.parents:
-            return len(self.token_ids)
-        return max(self.depths(), default=0)
+        return _height(tuple(self.parents)) if self.parents else len(self.token_ids)
 
-    def runs(self) -> list[tuple[int, int]]:
-        """Return the runs ``[first, stop)`` of nodes that are chains; the trunk comes first."""
-        num_nodes = len(self.token_ids)
-        if not self.parents:
-            return [(0, num_nodes)] if num_nodes else []
-        starts = [
-            node for node, parent in enumerate(self.parents) if node == 0 or parent != node - 1
-        ]
-        return list(zip(starts, [*starts[1:], num_nodes], strict=True))
+    @property
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """The runs ``[first, stop)`` of nodes that are chains; the trunk comes first."""
+        if self.parents:
+            return _runs(tuple(self.parents))
+        return ((0, len(self.token_ids)),) if self.token_ids else ()
 
     @property
     def trunk_len(self) -> int:
         """Number of nodes of the trunk."""
-        if not self.parents:
-            return len(self.token_ids)
-        return sum(takewhile(bool, map(int.__eq__, self.parents, count(-1))))
+        return _trunk_len(tuple(self.parents)) if self.parents else len(self.token_ids)
 
     @property
     def is_chain(self) -> bool:
@@ -104,6 +95,30 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
             return True
         sound = all(-1 <= parent < node for node, parent in enumerate(self.parents))
         return sound and len(self.parents) == len(self.token_ids)
+
+
+# Planning, laying out and counting a draft each ask for the shape of its tree.
+@lru_cache(maxsize=256)
+def _height(parents: tuple[int, ...]) -> int:
+    return max(_depths(parents))
+
+
+@lru_cache(maxsize=256)
+def _runs(parents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    starts = [node for node, parent in enumerate(parents) if node == 0 or parent != node - 1]
+    return tuple(zip(starts, [*starts[1:], len(parents)], strict=True))
+
+
+@lru_cache(maxsize=256)
+def _trunk_len(parents: tuple[int, ...]) -> int:
+    return sum(takewhile(bool, map(int.__eq__, parents, count(-1))))
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
 
 
 NO_DRAFT = Draft()

@@ -26,6 +26,8 @@ from ..ops.kv_pool import KVPool, KvShape, bytes_per_mixed_page, make_pool
 from ..ops.layers import run_layers
 from ..ops.lora import adapted_rows
 from ..ops.machine.host_memory import MapBytes, map_zeros
+from ..ops.rows.row_table import RowTable
+from ..ops.rows.step_inputs import lay_out, rows_library
 from ..ops.state_pool import LayerStates, StatePool
 from ..ops.weights import DecoderWeights, HeadLayout, PackedLinear
 from ..sampling.sampler import Sampler
@@ -90,6 +92,14 @@ class Decoder(Protocol):
         device_tokens: DeviceTokens | None = None,
     ) -> RaggedBatch:
         """Lay out segments for this decoder's backend. Raises ValueError as `build_batch` does."""
+
+    def row_batch(
+        self, rows: RowTable, *, device_tokens: DeviceTokens | None = None
+    ) -> RaggedBatch:
+        """Lay out the requests of a step for this decoder's backend, where `rows_library` exists.
+
+        Raises ValueError for rows without a page.
+        """
 
     def warm_up(self, pool: KVPool, max_len: int, wanted: Wanted = NOTHING_MORE) -> None:
         """Prepare for passes over a pool, of up to ``max_len`` positions; the pool is not written.
@@ -184,6 +194,20 @@ class PagedDecoder(Decoder):
         return build_batch(
             segments,
             page_size=page_size,
+            device=self.ops.batch_device or self.device,
+            min_rows=self.ops.min_rows,
+            device_tokens=device_tokens,
+        )
+
+    @override
+    def row_batch(
+        self, rows: RowTable, *, device_tokens: DeviceTokens | None = None
+    ) -> RaggedBatch:
+        library = rows_library()
+        assert library is not None, "the caller asks"
+        return lay_out(
+            rows,
+            library,
             device=self.ops.batch_device or self.device,
             min_rows=self.ops.min_rows,
             device_tokens=device_tokens,

@@ -111,6 +111,14 @@ class DeviceSampler(Sampler, Protocol):
     def begin(self, logits: Tensor, rows: Sequence[DraftedRow]) -> PendingTokens:
         """Draw as `sample` does, for at least one row, without waiting."""
 
+    def begin_runs(
+        self, logits: Tensor, rows: Sequence[DraftedRow], counts: Sequence[int]
+    ) -> PendingTokens | None:
+        """Draw runs of tokens, as `SamplingPlan` describes them, without waiting.
+
+        Returns None if a row is edited or may be refused: such rows need the drafts (`begin`).
+        """
+
 
 class TorchSampler(Sampler):
     """The oracle `Sampler`, in torch on any device."""

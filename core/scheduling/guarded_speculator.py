@@ -94,7 +94,8 @@ def guard(
         except Exception:
             self.failed(name)
             return if_failed
-        self.breakers[name].record_success()
+        if self.breakers:  # some method has failed before
+            self.breakers[name].record_success()
         return found
 
     return wraps(method)(call)

@@ -102,9 +102,12 @@ def _end_at(request: Request, token_id: int, delta: Delta) -> None:
 
 
 def _count(request: Request, out: RequestOutput, delta: Delta, now: float) -> None:
-    usage, draft = request.usage, out.draft
-    num_tokens = len(delta.token_ids)
-    accepted = [draft.sources[node] for node in out.path[:num_tokens]]
+    usage, draft, num_tokens = request.usage, out.draft, len(delta.token_ids)
+    names = set(draft.sources) if draft.sources else ()
+    if len(names) == 1:  # by far the most frequent case, which needs no look at each token
+        accepted = [*names] * min(len(out.path), num_tokens)
+    else:
+        accepted = [draft.sources[node] for node in out.path[:num_tokens]]
     served = len(accepted)
     if usage.completion_tokens == 0:
         usage.time_to_first_token = now - request.arrival_time
@@ -120,13 +123,12 @@ def _count(request: Request, out: RequestOutput, delta: Delta, now: float) -> No
         delta.num_proposed = len(draft.token_ids)
         delta.proposed_sources = list(draft.sources)
         delta.accepted_sources = accepted
-        _add_counts(usage.proposed_by_source, delta.proposed_sources)
-        _add_counts(usage.accepted_by_source, delta.accepted_sources)
-
-
-def _add_counts(counts: dict[str, int], sources: Sequence[str]) -> None:
-    for source in dict.fromkeys(sources):  # mostly one source
-        counts[source] = counts.get(source, 0) + sources.count(source)
+        proposed_by_source, accepted_by_source = usage.proposed_by_source, usage.accepted_by_source
+        for name in names:
+            num_proposed = delta.proposed_sources.count(name)
+            proposed_by_source[name] = proposed_by_source.get(name, 0) + num_proposed
+            if num_accepted := accepted.count(name):
+                accepted_by_source[name] = accepted_by_source.get(name, 0) + num_accepted
 
 
 def _new_prompt_logprobs(

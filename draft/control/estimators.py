@@ -17,6 +17,7 @@ between their scores.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from sys import maxsize
@@ -39,7 +40,7 @@ PRIOR_DRAFTS = 4.0  # weight of a node's prior, in observed drafts
 TRIAL_WEIGHT = 5.0  # weight of a probe of an unused proposer, in drafts
 NODE_WINDOW = 60.0  # number of drafts over which counts of nodes fade
 
-_STOPS = (*BUCKETS[1:], maxsize)  # end of each bucket of positions
+_SPANS = tuple(zip(BUCKETS, (*BUCKETS[1:], maxsize), strict=True))  # positions of each bucket
 _CLASS_OF = np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1
 
 
@@ -47,15 +48,16 @@ _CLASS_OF = np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1
 class _Curve:
     """The survival of one kind of guess.
 
-    The arrays [MAX_LENGTH] must be recomputed from the counts while ``is_stale``.
+    The arrays [MAX_LENGTH] do not count the new ``scores`` until `refresh`.
     """
 
     hits: list[float]  # [len(BUCKETS)] faded number of accepted tokens
     trials: list[float]  # [len(BUCKETS)] faded number of tokens with a known outcome
     log_survival: FloatArray = field(default_factory=lambda: np.zeros(MAX_LENGTH))
-    misses: FloatArray = field(default_factory=lambda: np.zeros(MAX_LENGTH))  # expected rejections
     survival: FloatArray = field(default_factory=lambda: np.ones(MAX_LENGTH))
-    is_stale: bool = True
+    misses: list[float] = field(default_factory=list)  # [MAX_LENGTH] expected rejections
+    # (accepted, tried) tokens of the guesses that were scored since the arrays were computed
+    scores: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, prior: Chances) -> _Curve:
@@ -63,28 +65,30 @@ class _Curve:
         curve.refresh()
         return curve
 
-    def count(self, num_hits: int, missed: bool) -> None:
-        """Count ``num_hits`` tokens as accepted, and the next one as rejected if ``missed``."""
-        num_tried = num_hits + missed
-        for index, start in enumerate(BUCKETS):
-            if start >= num_tried:
+    def count(self) -> None:
+        """Add the new scores to the counts. The guesses of a step all weigh the same."""
+        for index, (start, stop) in enumerate(_SPANS):
+            hits = tried = 0
+            for num_hits, num_tried in self.scores:
+                if num_tried > start:
+                    hits += (num_hits if num_hits < stop else stop) - start
+                    tried += (num_tried if num_tried < stop else stop) - start
+            if not tried:
                 break
-            stop = _STOPS[index] if _STOPS[index] < num_tried else num_tried
-            hit, tried = num_hits if num_hits < stop else stop, stop - start
-            keep = max(0.0, 1.0 - tried / WINDOW)
-            self.hits[index] = keep * self.hits[index] + hit - start
+            keep = math.exp(-tried / WINDOW)
+            self.hits[index] = keep * self.hits[index] + hits
             self.trials[index] = keep * self.trials[index] + tried
-        self.is_stale = True
+        self.scores.clear()
 
     def refresh(self) -> None:
-        """Recompute the arrays from the counts."""
+        """Count the new scores and recompute the arrays."""
+        self.count()
         low, high = CHANCE_RANGE
         pairs = zip(self.hits, self.trials, strict=True)
         chances = np.array([min(high, max(low, hit / tried)) for hit, tried in pairs])
         np.cumsum(np.log(chances)[_CLASS_OF], out=self.log_survival)
-        np.cumsum((1.0 - chances)[_CLASS_OF], out=self.misses)
         self.survival = np.exp(self.log_survival)
-        self.is_stale = False
+        self.misses = (1.0 - chances)[_CLASS_OF].cumsum().tolist()
 
 
 @dataclass(slots=True)
@@ -125,7 +129,7 @@ class AcceptanceModel:
         the temperature is above 0.
         """
         curve = self._curves[source][sampled][kind]
-        if curve.is_stale:
+        if curve.scores:
             curve.refresh()
         adjustments = self._adjustments.get(request_id)
         adjustment = None if adjustments is None else adjustments.get(source)
@@ -145,9 +149,8 @@ class AcceptanceModel:
         if not num_tried:
             return
         curve = self._curves[source][sampled][kind]
-        expected = float(curve.misses[num_tried - 1])
-        self._adjustment(request_id, source).count(expected, missed)
-        curve.count(num_hits, missed)
+        self._adjustment(request_id, source).count(curve.misses[num_tried - 1], missed)
+        curve.scores.append((num_hits, num_hits + missed))
 
     def _adjustment(self, request_id: str, source: str) -> _Adjustment:
         """Return the record of a source's hazard for one request; create it on first use."""

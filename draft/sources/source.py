@@ -113,21 +113,29 @@ class SourceIndexer:
         # Running requests and the number of their indexed tokens; the request that was indexed
         # longest ago comes first.
         self._num_indexed: OrderedDict[str, tuple[Request, int]] = OrderedDict()
+        self._new: set[str] = set()  # running requests that were never indexed as a whole
         self._ended: deque[Request] = deque()  # ended requests whose tokens are not stored yet
 
     def join(self, request: Request) -> None:
         """Add a running request."""
         self._num_indexed[request.request_id] = request, 0
+        self._new.add(request.request_id)
 
     def leave(self, request: Request) -> None:
         """Mark a request as ended; `work` stores its tokens later."""
         self._num_indexed.pop(request.request_id, None)
+        self._new.discard(request.request_id)
         self._ended.append(request)
 
     @property
     def has_work(self) -> bool:
         """Whether there may be tokens to index or to store. O(1)."""
         return bool(self._num_indexed or self._ended)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more than the newest tokens of running requests may be left to index. O(1)."""
+        return bool(self._new or self._ended)
 
     def work(self) -> None:
         """Index and store tokens of ended requests, then index tokens of running requests.
@@ -146,6 +154,8 @@ class SourceIndexer:
             is_whole = done < INDEX_CHUNK  # whether every source has indexed all tokens
             self._num_indexed[request.request_id] = request, len(request.tokens) * is_whole
             self._num_indexed.move_to_end(request.request_id)
+            if is_whole:
+                self._new.discard(request.request_id)
             room -= done
 
     def keep(self) -> int:

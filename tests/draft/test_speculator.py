@@ -293,6 +293,32 @@ def test_every_token_of_a_running_request_is_indexed() -> None:
         assert source.num_tokens == len(request.tokens)
 
 
+def test_while_look_ups_back_off_requests_are_indexed_before_the_next_one_only() -> None:
+    bench = Bench(overlaps=True)
+    request, rests, works = bench.request(TEXT), list[bool](), list[bool]()
+    for token_id in range(1000, 1040):
+        rests.append(bench.speculator.drafts_nothing([request]))
+        works.append(bench.speculator.has_work())
+        bench.step(request, [token_id])
+    assert [at for at, rest in enumerate(rests) if rest and works[at]] == [7, 15, 23, 31, 39]
+    assert all(work for work, rest in zip(works, rests, strict=True) if not rest)
+    assert rests.count(False) < 12
+    bench.speculator.leave(request)
+    assert bench.speculator.has_work(), "an ended request is stored at once"
+    bench.speculator.work()
+    assert bench.plan(bench.request(range(1010, 1020))) != [NO_DRAFT_PLAN]
+
+
+def test_a_prompt_is_indexed_at_once_while_others_back_off() -> None:
+    bench = Bench(overlaps=True)
+    request = bench.request(TEXT)
+    while not bench.speculator.drafts_nothing([request]) or bench.speculator.has_work():
+        bench.step(request, [1000 + len(request.tokens)])
+    late = bench.request(NEWS)
+    bench.speculator.leave(late)
+    assert bench.speculator.has_work()
+
+
 # -- fixed depths -------------------------------------------------------------------------------
 
 
@@ -486,7 +512,7 @@ def test_trees_stay_within_the_rows_that_are_offered() -> None:
     for budget in (*range(0, 60, 3), 200):
         plans = bench.plan(*requests, budget=budget)
         assert sum(plan.num_rows for plan in plans) <= budget
-        num_runs |= {len(plan.draft.runs()) for plan in plans}
+        num_runs |= {len(plan.draft.runs) for plan in plans}
     assert num_runs >= {0, 1, 2, 3}
 
 

@@ -12,6 +12,7 @@ from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.ops.rows.row_table import RowTable
 from support.draft_trees import RandomTrees, TreeDepth
 from support.equality_harness import REQUESTS, House, shuffled, tiny_house
 
@@ -122,18 +123,19 @@ def swapped_siblings(draft: Draft) -> Draft:
 def test_siblings_swapped_behind_verification_are_noticed(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segments = step_layout.request_segments
+    add_rows = step_layout.add_rows
 
-    def swapped(row: ScheduledRequest, tokens, draft: Draft, *rest, **named):  # type: ignore[no-untyped-def]
+    def swapped(rows: RowTable, row: ScheduledRequest, tokens, draft: Draft, num_logits: int):  # type: ignore[no-untyped-def]
         draft = swapped_siblings(draft) if draft.parents else draft
-        return segments(row, tokens, draft, *rest, **named)
+        add_rows(rows, row, tokens, draft, num_logits)
 
-    monkeypatch.setattr(step_layout, "request_segments", swapped)
+    monkeypatch.setattr(step_layout, "add_rows", swapped)
     served = house.run(shuffled(1), None, speculator=RandomTrees(house.solo), max_batch_tokens=160)
     assert any(served[i] != house.solo[i] for i in served)
 
 
 def test_a_wrong_slot_in_a_tail_is_noticed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_layout, "all_plain", lambda _: False)  # segments, not records
     spare = step_layout.spare_slots
 
     def rotated(row: ScheduledRequest, page_size: int) -> list[int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 
 from foretoken.radix_cache import KVLease, PrefixCache
+from foretoken.radix_cache.node import Match
 
 
 def ids(*values: int) -> array[int]:
@@ -121,6 +123,32 @@ def test_would_fit_counts_a_match_as_borrowed_and_not_as_evictable(
     lease = cache.acquire(seq(4))
     assert cache.extend(lease, upto + slack) == fits
     cache.check([holder, lease])
+
+
+def test_a_waiting_request_is_matched_again_only_when_the_tree_or_its_tokens_changed() -> None:
+    cache, num_matches = PrefixCache(16, 1), 0
+    serve(cache, seq(4))
+    match = cache.tree.match
+
+    def counted(*args: Any, **kwargs: Any) -> Match:
+        nonlocal num_matches
+        num_matches += 1
+        return match(*args, **kwargs)
+
+    cache.tree.match = counted  # type: ignore[method-assign]
+    waiting = seq(6)
+    assert [cache.match_len(waiting), cache.would_fit(waiting, 6)] == [4, True]
+    assert [cache.match_len(waiting), cache.would_fit(waiting, 17)] == [4, False]
+    assert num_matches == 1
+    assert cache.match_len(waiting, limit=2) == 2
+    serve(cache, seq(6))
+    assert cache.match_len(waiting) == 5
+    cache.flush()
+    assert cache.match_len(waiting) == 0
+    serve(cache, seq(8))
+    assert cache.match_len(waiting) == 5
+    waiting.append(seq(7)[6])
+    assert cache.match_len(waiting) == 6
 
 
 def test_would_fit_counts_a_page_begun_as_a_whole_one() -> None:

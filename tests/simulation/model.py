@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -33,6 +34,8 @@ from foretoken.core.interface.protocols import (
 )
 from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.ops.batch import ForwardOutput, Segment, Wanted
+from foretoken.core.ops.rows.row_table import RowTable
+from foretoken.core.ops.rows.step_inputs import lay_out, rows_library
 from foretoken.core.sampling.drafted_row import DraftedRow
 from foretoken.core.sampling.verifier import NOT_FINITE, Verified
 from support.launch_behind import Finished, launch_behind
@@ -161,6 +164,34 @@ class HashDecoder:
         self, segments: Sequence[Segment], *, page_size: int, device_tokens: None = None
     ) -> Laid:
         return Laid(segments)
+
+    def row_batch(self, rows: RowTable, *, device_tokens: None = None) -> Laid:
+        """The segments of the batch that C lays out."""
+        library = rows_library()
+        assert library is not None
+        batch = lay_out(rows, library, device="cpu", min_rows=1)
+        owners = np.searchsorted(batch.first_rows, batch.logit_rows.numpy(), side="right") - 1
+        num_logits = np.bincount(owners, minlength=len(batch.lens)).tolist()
+        token_ids, pages, tails = (
+            np.split(of, ends[:-1])
+            for of, ends in (
+                (batch.token_ids.numpy(), batch.lens.cumsum()),
+                (batch.pages, batch.page_counts.cumsum()),
+                (batch.tails, batch.tail_lens.cumsum()),
+            )
+        )
+        return Laid(
+            [
+                Segment(
+                    array("q", token_ids[index].tolist()),
+                    start,
+                    array("q", pages[index].tolist()),
+                    num_logits[index],
+                    tail=array("q", tails[index].tolist()),
+                )
+                for index, start in enumerate(batch.starts.tolist())
+            ]
+        )
 
     def forward(self, batch: Laid, pool: Pages, wanted: Wanted) -> ForwardOutput:
         """Hidden states [num_rows, 1], not a number where a row is broken; writes all KV."""

@@ -171,11 +171,27 @@ def build(variant: Variant) -> Path:
 
     Raises `NativeBuildError` if it cannot be built.
     """
-    compiler = _find_compiler()
     flags = (*FLAGS, *variant_flags(variant), *WARNINGS)
-    files = _sources(variant)
+    return _built(f"kernels-{variant}", flags, _sources(variant))
+
+
+def load_host() -> ctypes.PyDLL:
+    """Load the functions of kernels/host, whose calls keep the GIL.
+
+    Packaged kernels have them; otherwise these files alone are compiled, in about a second. Raises
+    `NativeBuildError` or `OSError`.
+    """
+    packaged = FOLDER / packaged_name("scalar")
+    if is_whole(packaged) and not os.environ.get("CC"):
+        return ctypes.PyDLL(str(packaged))
+    files = [path for path in sources() if path.parent.name == "host" or path.name == "common.h"]
+    return ctypes.PyDLL(str(_built("host", (*FLAGS, *WARNINGS), files)))
+
+
+def _built(name: str, flags: Sequence[str], files: Sequence[Path]) -> Path:
+    compiler = _find_compiler()
     try:
-        target = cache_folder() / f"kernels-{variant}-{_key(compiler, flags, files)}.so"
+        target = cache_folder() / f"{name}-{_key(compiler, flags, files)}.so"
         if not _may_load(target):
             _compile([*compiler, *flags], files, target)
     except OSError as error:
@@ -282,7 +298,7 @@ def _run(command: list[str], timeout: float) -> str:
     return output
 
 
-def _key(compiler: list[str], flags: tuple[str, ...], files: Sequence[Path]) -> str:
+def _key(compiler: list[str], flags: Sequence[str], files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     version = _run([*compiler, "--version"], timeout=10)
     parts = ["sealed", version, *compiler, *flags, platform.machine(), *sorted(cpu_flags())]

@@ -51,9 +51,9 @@ def test_parents_that_make_no_tree_leave_what_is_a_chain_of_it(parents: tuple[in
 
 def test_levels_and_runs_of_a_tree() -> None:
     assert TREE.depths() == [1, 2, 3, 2, 3, 1]
-    assert TREE.runs() == [(0, 3), (3, 5), (5, 6)]
+    assert TREE.runs == ((0, 3), (3, 5), (5, 6))
     assert (TREE.height, TREE.trunk_len) == (3, 3)
     assert CHAIN.depths() == [1, 2, 3]
     assert [each.is_chain for each in (CHAIN, TREE, NO_DRAFT)] == [True, False, True]
-    assert CHAIN.runs() == replace(CHAIN, parents=(-1, 0, 1)).runs() == [(0, 3)]
-    assert (NO_DRAFT.height, NO_DRAFT.trunk_len, NO_DRAFT.runs()) == (0, 0, [])
+    assert CHAIN.runs == replace(CHAIN, parents=(-1, 0, 1)).runs == ((0, 3),)
+    assert (NO_DRAFT.height, NO_DRAFT.trunk_len, NO_DRAFT.runs) == (0, 0, ())

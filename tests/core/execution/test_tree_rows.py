@@ -52,7 +52,7 @@ def test_random_trees(decoder: Decoder, backend, length: int) -> None:
     rng = random.Random(length)
     right = [rng.randrange(VOCAB) for _ in range(5)]
     draft = tree_of(random_paths(rng, right, 8, VOCAB))
-    assert len(draft.runs()) > 2
+    assert len(draft.runs) > 2
     TreeRows(decoder, page_size, length, kv_dtype=backend[2]).check(draft)
 
 

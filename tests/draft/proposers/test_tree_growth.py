@@ -337,7 +337,7 @@ class Doubting:
         drafts = self._proposer.propose(rows)
         for draft, right in zip(drafts, newcomer.propose(rows), strict=True):
             assert draft == right or not draft.token_ids, "not caught up is the only excuse"
-            self.num_trees += len(draft.runs()) > 1
+            self.num_trees += len(draft.runs) > 1
         return drafts
 
 

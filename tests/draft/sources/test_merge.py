@@ -79,7 +79,7 @@ def test_a_guess_that_goes_on_where_the_trunk_ends_lengthens_it() -> None:
     )
     assert tree.survival.tolist() == pytest.approx([0.9, 0.45, 0.225])
     assert laid_out(tree.draft(3)) == [(1, -1, "a"), (2, 0, "b"), (3, 1, "b")]
-    assert tree.draft(3).runs() == [(0, 3)]
+    assert tree.draft(3).runs == ((0, 3),)
 
 
 def test_equal_branches_are_one() -> None:

@@ -7,9 +7,9 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "acceptance-misses-teach-nothing",
-        "_Curve.count",
-        "num_tried = num_hits + missed\n        for index",
-        "num_tried = num_hits\n        for index",
+        "AcceptanceModel.score",
+        "curve.scores.append((num_hits, num_hits + missed))",
+        "curve.scores.append((num_hits, num_hits))",
         ("control/test_estimators.py",),
         "chances converge to the truth",
     ),
@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "silence-of-one-is-taken-for-all",
         "DraftSpeculator.drafts_nothing",
-        "return all(self._finds_nothing(request, num_new_tokens) for request in requests)",
-        "return any(self._finds_nothing(request, num_new_tokens) for request in requests)",
+        "not uses_proposer and all(",
+        "not uses_proposer and any(",
         ("test_speculator.py",),
         "a step is planned unless all are silent",
     ),

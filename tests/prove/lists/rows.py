@@ -10,7 +10,7 @@ MUTATIONS = (
         "request_segments",
         'tail=array("q", ancestors + own),',
         'tail=array("q", own),',
-        ("test_known_trees_change_no_token",),
+        ("test_random_steps_have_the_bytes_of_their_segments",),
         "I7: a node sees the KV of its own path",
     ),
     Mutation(

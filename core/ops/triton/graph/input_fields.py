@@ -17,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...batch import RaggedBatch
+from ...native.declarations import STRUCTS
+from ...rows.step_inputs import rows_library
 from ...state_pool import StatePool
-from ..attention.tile_schedule import TileSchedule, WorkItems
+from ..attention.tile_schedule import SPLIT, TileSchedule, WorkItems
 from ..graph_inputs import Field, HostFields
 from ..recurrent.pass_states import fill_states
 from ..sampling.sampling_inputs import NUM_COLUMNS, ROW, SamplingInputs
@@ -91,6 +93,65 @@ def fill(
             counts[2 * kind : 2 * kind + 2] = used + len(items.rows), len(items)
             used = _put_items(words, used, items, batch)
         _put(to[f"places{index}"], work.places, -1)
+    return used
+
+
+def fill_narrow(
+    to: HostFields, batch: RaggedBatch, windows: Windows, *, tile_rows: int, max_places: int
+) -> int | None:
+    """Write what `fill` writes for a batch without long chunks, in C and without a `TileSchedule`.
+
+    ``tile_rows``: rows of a narrow tile. ``max_places``: room for partial sums. Returns the number
+    of used words, or None for a batch with states, images or packed KV, for one without room, and
+    without the C library.
+    """
+    library = rows_library()
+    has_extras = batch.states is not None or batch.turned_until or batch.reaches is not None
+    if library is None or has_extras:
+        return None
+    tensors = {
+        name: getattr(batch, name).numpy()
+        for name in ("token_ids", "positions", "slots", "logit_rows")
+    }
+    arrays = tensors | {
+        name: getattr(batch, name)
+        for name in ("starts", "lens", "page_counts", "tail_lens", "pages", "tails")
+    }
+    ragged = STRUCTS.ft_ragged(
+        num_rows=int(batch.lens.sum()),
+        num_logits=batch.num_logits,
+        num_segments=len(batch.lens),
+        num_pages=len(batch.pages),
+        num_tails=len(batch.tails),
+        page_size=batch.page_size,
+        **{name: array.ctypes.data for name, array in arrays.items()},
+    )
+    works = (STRUCTS.ft_pass_work * len(windows))(
+        *(
+            STRUCTS.ft_pass_work(
+                window=window or 0,
+                split=SPLIT,
+                tile_rows=tile_rows,
+                counts=to[f"counts{index}"].ctypes.data,
+                places=to[f"places{index}"].ctypes.data,
+            )
+            for index, window in enumerate(windows)
+        )
+    )
+    names = (
+        "token_ids", "positions", "slots", "logit_rows", "rows_in_tile", "last_seen", "words",
+    )  # fmt: skip
+    room = STRUCTS.ft_pass_fields(
+        room=len(to["token_ids"]),
+        num_words=len(to["words"]),
+        num_places=max_places,
+        **{name: to[name].ctypes.data for name in names},
+    )
+    used = int(library.ft_fill_pass(ragged, works, len(windows), room))
+    if used < 0:
+        return None
+    if batch.device_tokens is not None:  # sources are read only with device tokens
+        _put(to["sources"], batch.device_tokens.sources, -1)
     return used
 
 

@@ -15,7 +15,12 @@ from ...batch import RaggedBatch, pass_states
 from ...kv_pool import KVPool
 from ...state_pool import StatePool
 from ...weights import HeadLayout
-from ..attention.tile_schedule import KV_SPLIT_GROUP, TileSchedule, build_tile_schedule
+from ..attention.tile_schedule import (
+    KV_SPLIT_GROUP,
+    NARROW_LEN,
+    TileSchedule,
+    build_tile_schedule,
+)
 from ..graph_inputs import Field, GraphInputs
 from ..recurrent.pass_states import PassStates, state_fields
 from ..sampling.gumbel_argmax_kernels import take_kernel
@@ -175,7 +180,7 @@ class TritonPlan:
     @property
     def has_wide(self) -> bool:
         """Whether some rows belong to a long chunk."""
-        return any(len(work.wide) for work in self._work_lists.values())
+        return int(self.batch.lens.max()) > NARROW_LEN
 
     def work_lists(self, windows: Windows) -> list[TileSchedule]:
         """Return the schedule of each window, computed at its first use."""

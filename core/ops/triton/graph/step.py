@@ -21,13 +21,21 @@ from ...kv_pool import KVPool
 from ...layers import run_layers
 from ...lora import AdaptedRows
 from ...weights import AttentionWeights, DecoderWeights, HeadLayout
-from ..attention.tile_schedule import NARROW_LEN, SPLIT, TileSchedule
-from ..graph_inputs import NUM_BUFFERS, GraphInputs
+from ..attention.tile_schedule import NARROW_LEN, SPLIT
+from ..graph_inputs import NUM_BUFFERS, GraphInputs, HostFields
 from ..recurrent.pass_states import move_on
 from ..sampling.sampler import TritonSampler
 from .adapters import PassAdapters, StepAdapters, room_for
 from .graphs import Graph, MakeGraph
-from .input_fields import ITEM_WORDS, fields, fill, fill_idle, words_needed
+from .input_fields import (
+    ITEM_WORDS,
+    Windows,
+    fields,
+    fill,
+    fill_idle,
+    fill_narrow,
+    words_needed,
+)
 from .lm_head import MAX_ROWS, FusedLmHead, GraphOutputs
 from .plan import (
     DevicePlan,
@@ -89,22 +97,31 @@ class _Captured:
     num_places: int  # places of partial sums
     given: Tensor | None = None  # [bucket, hidden] vectors that replace embeddings of rows
 
-    def fits(self, plan: TritonPlan, works: list[TileSchedule]) -> bool:
-        """Whether the graph's buffers have room for a pass."""
-        return (
-            plan.last_stop <= self.num_positions
-            and max(work.num_places for work in works) <= self.num_places
-            and words_needed(plan.batch, works) <= len(self.graph_inputs.device["words"])
-        )
+    def fill(self, to: HostFields, plan: TritonPlan, windows: Windows) -> int | None:
+        """Write a pass and return the used words, or None if the buffers have no room for it."""
+        if plan.last_stop > self.num_positions:
+            return None
+        batch, geometry = plan.batch, plan.geometry
+        if not plan.has_wide:
+            tile_rows = geometry.narrow_tile // geometry.heads.group_size
+            limits = {"tile_rows": tile_rows, "max_places": self.num_places}
+            num_words = fill_narrow(to, batch, windows, **limits)
+            if num_words is not None:
+                return num_words
+        works = plan.work_lists(windows)
+        num_places = max(work.num_places for work in works)
+        if num_places > self.num_places or words_needed(batch, works) > len(to["words"]):
+            return None
+        return fill(to, batch, works, geometry.pool.states)
 
     def run(
         self,
         plan: TritonPlan,
-        works: list[TileSchedule],
+        windows: Windows,
         wanted: Wanted,
         adapters: PassAdapters | None = None,
-    ) -> LayersOutput:
-        """Compute a pass that fits; its outputs are valid until the next replay.
+    ) -> LayersOutput | None:
+        """Compute a pass; its outputs are valid until the next replay. None if it does not fit.
 
         Two launches use the device's buffers in turn without an event: in the stream, the second
         one's copy, tokens and replay come after all work of the first, the copy of its tokens to
@@ -112,7 +129,9 @@ class _Captured:
         """
         batch, to = plan.batch, self.graph_inputs.open()
         states = plan.geometry.pool.states
-        num_words = fill(to, batch, works, states)
+        num_words = self.fill(to, plan, windows)
+        if num_words is None:
+            return None
         if adapters is not None:  # graphs without adapters do not read these fields
             adapters.fill(to)
         has_chosen = self.head is not None and self.head.fill(to, wanted.draws, batch.num_logits)
@@ -217,20 +236,19 @@ class TritonStep:
         """Compute the plan's token ids ``[T]`` and write their KV to the pool."""
         (plan,) = plans  # all layers have heads of one shape
         assert isinstance(plan, TritonPlan)
-        works = plan.work_lists(self._windows)
         num_rows = len(token_ids)
         bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
         adapters = self._adapters.of_pass(adapted)
         if bucket is not None:
             shape = _Shape.of(bucket, wanted, has_wide=plan.has_wide)
             captured = self._captured(plan.geometry, shape)
-            if captured is not None and not captured.fits(plan, works):
-                self._say(plan)
-                captured = None
             if captured is not None and adapters is not None:
                 captured = self._adapted(plan.geometry, shape, captured, len(adapted))
             if captured is not None:
-                return captured.run(plan, works, wanted, adapters)
+                output = captured.run(plan, self._windows, wanted, adapters)
+                if output is not None:
+                    return output
+                self._say(plan)
         wanted.tell_started()
         shared = self._graphs.get(plan.geometry.pool)
         partial_sums = None if shared is None else shared.partial_sums

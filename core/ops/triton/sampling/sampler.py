@@ -13,7 +13,7 @@ token depends on that row alone, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,13 @@ from ...batch import SamplingPlan
 from ..graph_inputs import NUM_BUFFERS, AsyncCopy, Field, GraphInputs
 from . import gumbel_argmax_kernels
 from .gumbel_argmax import TILE, GumbelArgmax, SentEdits
-from .sampling_inputs import EditLists, SamplingInputs, write_controls, write_plain_controls
+from .sampling_inputs import (
+    EditLists,
+    SamplingInputs,
+    plain_inputs,
+    write_controls,
+    write_plain_controls,
+)
 
 # Logits processed at once, to limit the working space. A step's second block writes to the memory
 # of the previous launch's block and may wait for it, so 256 rows of the largest vocabularies must
@@ -94,8 +100,9 @@ class TritonSampler(DeviceSampler):
             logits, draft_vocab = draft_vocab.widened(logits), None
         if not rows:
             return []
-        places = list(enumerate(rows))
-        words, refusals = self._gumbel_argmax(logits, places, num_best, draft_vocab)
+        vocab_size = logits.shape[-1] if draft_vocab is None else draft_vocab.vocab_size
+        blocks = self._blocks(logits, list(enumerate(rows)), vocab_size)
+        words, refusals = self._gumbel_argmax(logits, blocks, num_best, draft_vocab)
         return TritonPendingBest(words.view(-1, num_best), refusals, draft_vocab).bests()
 
     @override
@@ -104,6 +111,18 @@ class TritonSampler(DeviceSampler):
             raise ValueError("there is no row to draw a token for")
         _check(len(logits), len(rows))
         return self._begin(logits, list(enumerate(rows)))
+
+    @override
+    def begin_runs(
+        self, logits: Tensor, rows: Sequence[DraftedRow], counts: Sequence[int]
+    ) -> TritonPendingTokens | None:
+        controls = self.plain_controls(SamplingPlan(rows, counts), len(logits), logits.shape[-1])
+        if controls is None:
+            return None
+        step = _block_rows(logits)
+        starts = range(0, len(controls.columns), step)
+        blocks = (plain_inputs(controls.columns[start : start + step]) for start in starts)
+        return TritonPendingTokens(*self._gumbel_argmax(logits, blocks))
 
     def plain_controls(
         self, draws: SamplingPlan, num_logits: int, vocab_size: int
@@ -123,13 +142,22 @@ class TritonSampler(DeviceSampler):
         return self._begin(logits, places).choices() if places else []
 
     def _begin(self, logits: Tensor, places: Sequence[LogitsRow]) -> TritonPendingTokens:
-        return TritonPendingTokens(*self._gumbel_argmax(logits, places))
+        blocks = self._blocks(logits, places, logits.shape[-1])
+        return TritonPendingTokens(*self._gumbel_argmax(logits, blocks))
+
+    def _blocks(
+        self, logits: Tensor, places: Sequence[LogitsRow], vocab_size: int
+    ) -> Iterator[SamplingInputs]:
+        """Yield the inputs of as many places as are processed at once."""
+        step = _block_rows(logits)
+        for start in range(0, len(places), step):
+            yield write_controls(places[start : start + step], vocab_size)
 
     @torch.inference_mode()
     def _gumbel_argmax(
         self,
         logits: Tensor,
-        places: Sequence[LogitsRow],
+        blocks: Iterable[SamplingInputs],
         num_best: int = 1,
         draft_vocab: DraftVocab | None = None,
     ) -> tuple[Tensor, dict[int, str]]:
@@ -137,18 +165,16 @@ class TritonSampler(DeviceSampler):
 
         Errors of the logits are among the words.
         """
-        width = vocab_size = logits.shape[-1]
         if draft_vocab is None:
-            hashes = vocabulary_hashes(vocab_size, logits.device)
+            hashes = vocabulary_hashes(logits.shape[-1], logits.device)
         else:
-            hashes, vocab_size = draft_vocab.hashes, draft_vocab.vocab_size
+            hashes = draft_vocab.hashes
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        step = max(1, BLOCK // width)
-        winners, refusals = [], dict[int, str]()
-        for start in range(0, len(places), step):
-            controls = write_controls(places[start : start + step], vocab_size)
+        winners, refusals, start = list[Tensor](), dict[int, str](), 0
+        for controls in blocks:
             refusals |= {start + index: why for index, why in controls.refusals.items()}
             winners.append(self._winners(logits, controls, hashes, num_best))
+            start += len(controls.columns)
         return winners[0] if len(winners) == 1 else torch.cat(winners), refusals
 
     def _winners(
@@ -160,6 +186,11 @@ class TritonSampler(DeviceSampler):
             logits, sent_columns, cuts, hashes, sent, tile=self._tile, num_best=num_best
         )
         return argmax.run()
+
+
+def _block_rows(logits: Tensor) -> int:
+    """Return how many rows of ``logits`` are processed at once."""
+    return max(1, BLOCK // logits.shape[-1])
 
 
 def _check(num_logits: int, num_tokens: int) -> None:

@@ -76,7 +76,11 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
     offsets = np.array(firsts, np.int64) - counts.cumsum() + counts
     rows = np.arange(counts.sum())
     positions = rows + offsets.repeat(counts)
-    columns = _columns(records, positions, rows)
+    return plain_inputs(_columns(records, positions, rows))
+
+
+def plain_inputs(columns: NDArray[np.int64]) -> SamplingInputs:
+    """Return the inputs of places without edits, whose controls are ``columns``."""
     return SamplingInputs(columns, _cuts(columns), None, {})
 
 

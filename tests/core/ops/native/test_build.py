@@ -167,6 +167,21 @@ def test_a_packaged_library_needs_no_compiler(packaged, monkeypatch):
 
 
 @needs_compiler
+def test_the_functions_of_the_host_are_compiled_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(building, "FOLDER", tmp_path)  # nothing is packaged
+    library = building.load_host()
+    assert library.ft_lay_out
+    assert library.ft_fill_pass
+    assert not hasattr(library, "ft_linear")
+
+
+@needs_compiler
+def test_packaged_kernels_have_the_functions_of_the_host(packaged, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert building.load_host()._name == str(packaged)
+
+
+@needs_compiler
 def test_a_compiler_that_is_named_compiles_in_place_of_a_packaged_library(
     packaged, small, monkeypatch
 ):

@@ -51,7 +51,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five rows are a long chunk already, 256 positions a stretch: the interpreter is slow."""
-    for module in (step, tile_schedule):
+    for module in (step, plan, tile_schedule):
         monkeypatch.setattr(module, "NARROW_LEN", 4)
     monkeypatch.setattr(plan, "KV_SPLIT_GROUP", 1)
 

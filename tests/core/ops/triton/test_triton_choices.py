@@ -28,7 +28,7 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpretedFunction
 
 from foretoken.core.ops.triton.attention import tile_schedule
-from foretoken.core.ops.triton.graph import step
+from foretoken.core.ops.triton.graph import plan, step
 from foretoken.core.ops.triton.graph.input_fields import fields, fill_controls, fill_idle
 from foretoken.core.ops.triton.graph_inputs import GraphInputs
 from foretoken.core.ops.triton.sampling.gumbel_argmax import GumbelArgmax
@@ -71,13 +71,13 @@ class Twins:
         for runner in self.runners:
             runner.pool.data[BROKEN_PAGE] = torch.nan
         sampler: Any = decoders[0].sampler
-        begin, self.num_behind = sampler._begin, 0  # choices launched behind the graphs
+        winners, self.num_behind = sampler._winners, 0  # choices launched behind the graphs
 
         def counted(*args: Any) -> Any:
             self.num_behind += 1
-            return begin(*args)
+            return winners(*args)
 
-        sampler._begin = counted
+        sampler._winners = counted
 
     def step(self, rows: Rows, *, in_graph: bool) -> Sequence[RequestOutput]:
         """The same outcome and content of both."""
@@ -95,7 +95,7 @@ class Twins:
 def twins(device: torch.device) -> Iterator[Twins]:
     """Five rows of a request are a long chunk already."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (step, tile_schedule):
+        for module in (step, plan, tile_schedule):
             patch.setattr(module, "NARROW_LEN", 4)
         yield Twins()
 

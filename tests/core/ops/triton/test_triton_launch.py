@@ -28,6 +28,7 @@ pytest.importorskip("triton")
 
 from foretoken.core.ops.triton import graph_inputs
 from foretoken.core.ops.triton.sampling.sampler import TritonPendingTokens, TritonSampler
+from foretoken.core.ops.triton.sampling.sampling_inputs import SamplingInputs
 from support.fake_graph import Memory
 from support.fake_stream import FakeStream, StreamGraph
 from support.graph_fixture import PAGE_SIZE, VOCAB, Graphs, make_decoder, make_pool
@@ -152,13 +153,15 @@ only_graphs = pytest.mark.parametrize("lab", ["graphs"], indirect=True)
 def num_behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each choice that was launched behind a pass, not with it."""
     counts: list[int] = []
-    begin = TritonSampler._begin
+    winners = TritonSampler._winners
 
-    def counted(sampler: TritonSampler, logits: Any, places: Any) -> Any:
-        counts.append(len(places))
-        return begin(sampler, logits, places)
+    def counted(  # type: ignore[no-untyped-def]
+        sampler: TritonSampler, logits: Any, controls: SamplingInputs, *rest
+    ) -> Any:
+        counts.append(len(controls.columns))
+        return winners(sampler, logits, controls, *rest)
 
-    monkeypatch.setattr(TritonSampler, "_begin", counted)
+    monkeypatch.setattr(TritonSampler, "_winners", counted)
     return counts
 
 

@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -54,6 +55,29 @@ def test_any_mixture_of_parameters_draws_what_torch_draws(vocab: int, shape: str
     before = logits.clone()
     assert SAMPLER.sample(logits, rows) == oracle(logits, rows)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("block", [2**26, 50 * 4])
+def test_runs_of_tokens_draw_what_their_rows_draw(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module, "BLOCK", block)
+    logits, counts = logits_of(9, 50), [3, 1, 5]
+    runs = [row_of(seed, temperature=1.0, top_p=0.9 - 0.2 * (seed % 2)) for seed in range(3)]
+    runs[1] = row_of(1, temperature=0.0)
+    rows = [
+        msgspec.structs.replace(row, draft=(7,) * at)
+        for row, count in zip(runs, counts, strict=True)
+        for at in range(count)
+    ]
+    drawing = SAMPLER.begin_runs(logits, runs, counts)
+    assert drawing is not None
+    assert drawing.choices() == SAMPLER.begin(logits, rows).choices() == oracle(logits, rows)
+
+
+def test_runs_with_an_edited_row_are_not_drawn_without_their_drafts() -> None:
+    runs = [row_of(0), row_of(1, repetition_penalty=1.3)]
+    assert SAMPLER.begin_runs(logits_of(3, 50), runs, [1, 2]) is None
 
 
 CUTS: list[dict[str, Any]] = [

@@ -1,0 +1,181 @@
+/* The inputs of a pass on a GPU, and the work items of its attention, where all rows are narrow.
+ *
+ * core/ops/triton/attention/tile_schedule.py defines the items, and graph/input_fields.py beside it
+ * the fields. Integers alone.
+ */
+#include "common/common.h"
+
+#include <stdlib.h>
+
+enum { ITEM_WORDS = 7 }; /* the same as in input_fields.py */
+
+/* A batch: arrays of core/ops/batch.py's `RaggedBatch`. */
+typedef struct {
+    int64_t num_rows, num_logits, num_segments, num_pages, num_tails, page_size;
+    const int64_t *token_ids, *positions, *slots; /* [num_rows] */
+    const int64_t *logit_rows;                    /* [num_logits] */
+    const int64_t *starts, *lens, *page_counts, *tail_lens; /* [num_segments] */
+    const int64_t *pages, *tails;
+} ft_ragged;
+
+/* The fields of a pass's inputs. Each array of rows holds `room` rows. */
+typedef struct {
+    int64_t room, num_words, num_places; /* capacities */
+    int32_t *token_ids, *positions, *slots, *logit_rows, *rows_in_tile, *last_seen; /* [room] */
+    int32_t *words; /* [num_words] */
+} ft_pass_fields;
+
+/* Attention layers with one window. */
+typedef struct {
+    int64_t window; /* 0: none */
+    int64_t split;  /* positions of a split */
+    int64_t tile_rows;
+    int32_t *counts; /* [4] */
+    int32_t *places; /* [room] */
+} ft_pass_work;
+
+/* A segment in the order in which the items take them. */
+typedef struct {
+    const int64_t *pages;
+    int64_t num_pages, first_page, first_row, first_tail, index;
+    int64_t shared; /* leading positions in the same pages as the previous segment's */
+} ordered;
+
+static void put(int32_t *to, const int64_t *values, int64_t count, int64_t room, int32_t padding) {
+    for (int64_t i = 0; i < count; i++) to[i] = (int32_t)values[i];
+    for (int64_t i = count; i < room; i++) to[i] = padding;
+}
+
+static int by_number(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x > y) - (x < y);
+}
+
+static int by_pages(const void *a, const void *b) {
+    const ordered *x = a, *y = b;
+    int64_t both = ft_min(x->num_pages, y->num_pages);
+    int differs = memcmp(x->pages, y->pages, both * sizeof *x->pages);
+    if (differs) return differs;
+    if (x->num_pages != y->num_pages) return x->num_pages < y->num_pages ? -1 : 1;
+    return x->index < y->index ? -1 : 1;
+}
+
+/* Whether two segments have the same page at the end of the first split. */
+static int may_share(const ordered *segments, int64_t count, int64_t split, int64_t page_size,
+                     int64_t *scratch) {
+    int64_t last = (split - 1) / page_size, found = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (segments[i].num_pages > last) scratch[found++] = segments[i].pages[last];
+    qsort(scratch, found, sizeof *scratch, by_number);
+    for (int64_t i = 1; i < found; i++)
+        if (scratch[i] == scratch[i - 1]) return 1;
+    return 0;
+}
+
+static int64_t pages_from(const ft_ragged *batch, const ordered *segment) { /* own and in a tail */
+    int64_t start = batch->starts[segment->index];
+    int64_t stop = start + batch->lens[segment->index];
+    return ft_min(start, stop - batch->tail_lens[segment->index]);
+}
+
+/* Put sharers of pages next to each other. */
+static void order_by_pages(const ft_ragged *batch, ordered *segments) {
+    qsort(segments, batch->num_segments, sizeof *segments, by_pages);
+    for (int64_t i = 1; i < batch->num_segments; i++) {
+        ordered *mine = segments + i, *before = mine - 1;
+        int64_t both = ft_min(mine->num_pages, before->num_pages), common = 0;
+        while (common < both && mine->pages[common] == before->pages[common]) common++;
+        mine->shared = ft_min(common * batch->page_size,
+                              ft_min(pages_from(batch, mine), pages_from(batch, before)));
+    }
+}
+
+FT_INLINE int64_t first_split(const ft_pass_work *work, int64_t place) {
+    return work->window ? ft_max(0, place - work->window + 1) / work->split : 0;
+}
+
+/* Write a work list from word `used` on. Returns the words used after it, or -1 without room. */
+static int64_t list_items(const ft_ragged *batch, const ordered *segments, const ft_pass_work *work,
+                          const ft_pass_fields *to, int64_t used) {
+    int64_t place = 0, num_entries = 0, lowest = INT64_MAX, highest = 0;
+    for (int64_t row = 0, segment = 0; segment < batch->num_segments; segment++)
+        for (int64_t i = 0; i < batch->lens[segment]; i++, row++) {
+            int64_t at = batch->starts[segment] + i, first = first_split(work, at);
+            work->places[row] = (int32_t)place;
+            place += at / work->split - first + 1;
+            lowest = ft_min(lowest, first);
+            highest = ft_max(highest, at / work->split);
+        }
+    num_entries = place;
+    for (int64_t row = batch->num_rows; row < to->room; row++) work->places[row] = -1;
+    if (place > to->num_places || used + num_entries > to->num_words) return -1;
+    int32_t *rows = to->words + used, *item = rows + num_entries, *end = to->words + to->num_words;
+    int64_t entry = 0, num_items = 0;
+    for (int64_t split = lowest; split <= highest; split++) {
+        int64_t last_owner = -2, in_tile = 0;
+        for (int64_t owner = 0; owner < batch->num_segments; owner++) {
+            const ordered *segment = segments + owner;
+            int64_t index = segment->index, start = batch->starts[index];
+            int64_t stop = start + batch->lens[index];
+            if ((stop - 1) / work->split < split) continue;
+            for (int64_t i = 0; i < batch->lens[index]; i++) {
+                int64_t at = start + i;
+                if (at / work->split < split || first_split(work, at) > split) continue;
+                int joins = owner == last_owner || (owner == last_owner + 1 && last_owner >= 0 &&
+                                                    segment->shared >= (split + 1) * work->split);
+                last_owner = owner;
+                in_tile = joins ? in_tile + 1 : 0;
+                if (in_tile % work->tile_rows == 0) {
+                    if (item + ITEM_WORDS > end) return -1;
+                    item[0] = (int32_t)(used + entry);
+                    item[1] = 0;
+                    item[2] = (int32_t)segment->first_page;
+                    item[3] = item[4] = (int32_t)split;
+                    item[5] = (int32_t)(stop - batch->tail_lens[index]);
+                    item[6] = (int32_t)(batch->num_pages + segment->first_tail);
+                    item += ITEM_WORDS;
+                    num_items++;
+                }
+                item[1 - ITEM_WORDS]++;
+                rows[entry++] = (int32_t)(segment->first_row + i);
+            }
+        }
+    }
+    work->counts[0] = (int32_t)(used + num_entries);
+    work->counts[1] = (int32_t)num_items;
+    work->counts[2] = (int32_t)(item - to->words);
+    work->counts[3] = 0;
+    return item - to->words;
+}
+
+/* Write a pass of narrow rows, and one work list for each of `works`. Returns the words used, -1 if
+ * they or the places have no room, or if there is no memory. */
+FT_EXPORT int64_t ft_fill_pass(const ft_ragged *batch, const ft_pass_work *works, int64_t num_works,
+                               const ft_pass_fields *to) {
+    int64_t used = batch->num_pages + batch->num_tails, num_segments = batch->num_segments;
+    if (used > to->num_words) return -1;
+    put(to->token_ids, batch->token_ids, batch->num_rows, to->room, 0);
+    put(to->positions, batch->positions, batch->num_rows, to->room, 0);
+    put(to->last_seen, batch->positions, batch->num_rows, to->room, 0);
+    put(to->slots, batch->slots, batch->num_rows, to->room, -1);
+    put(to->logit_rows, batch->logit_rows, batch->num_logits, to->room, 0);
+    put(to->rows_in_tile, NULL, 0, to->room, -1);
+    put(to->words, batch->pages, batch->num_pages, batch->num_pages, 0);
+    put(to->words + batch->num_pages, batch->tails, batch->num_tails, batch->num_tails, 0);
+    ordered *segments = calloc(num_segments, sizeof *segments + sizeof(int64_t));
+    if (segments == NULL) return -1;
+    int64_t page = 0, row = 0, tail = 0;
+    for (int64_t i = 0; i < num_segments; i++) {
+        segments[i] = (ordered){batch->pages + page, batch->page_counts[i], page, row, tail, i, 0};
+        page += batch->page_counts[i];
+        row += batch->lens[i];
+        tail += batch->tail_lens[i];
+    }
+    int64_t *scratch = (int64_t *)(segments + num_segments);
+    if (num_works && may_share(segments, num_segments, works->split, batch->page_size, scratch))
+        order_by_pages(batch, segments);
+    for (int64_t i = 0; i < num_works && used >= 0; i++)
+        used = list_items(batch, segments, works + i, to, used);
+    free(segments);
+    return used;
+}
