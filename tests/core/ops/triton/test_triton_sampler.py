@@ -181,7 +181,7 @@ def test_the_best_of_a_greedy_row_are_its_greatest_logits() -> None:
     assert second == Best((), (), NOT_FINITE)
     with pytest.raises(ValueError, match="1 tokens"):
         SAMPLER.best(logits, [row], 3)
-    with pytest.raises(ValueError, match="0 best"):
+    with pytest.raises(ValueError, match="num_best must be at least 1"):
         SAMPLER.best(logits, [row, row], 0)
     assert SAMPLER.best(logits[:0], [], 3) == []
 
