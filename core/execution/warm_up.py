@@ -65,7 +65,7 @@ def _segment(pool: KVPool, tokens: array[int], index: int = 0) -> Segment:
 def _compute(
     decoder: Decoder, pool: KVPool, segments: list[Segment], taps: Taps, num_best: int = 0
 ) -> None:
-    """Compute a pass and sample each segment; with ``num_best`` also its best tokens."""
+    """Compute a pass and sample each segment; with ``num_best``, also rank the best tokens."""
     batch = decoder.batch(segments, page_size=pool.page_size)
     logits = decoder.forward(batch, pool, Wanted(taps=taps)).logits
     rows = [

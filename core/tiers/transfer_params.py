@@ -59,11 +59,11 @@ class Params(Struct, frozen=True):
 
 
 class TransferParams:
-    """Writer of P's parameters and reader of D's. Belongs to the event loop's thread.
+    """Writes the parameters of P, and reads them for D. Belongs to the event loop's thread.
 
-    ``secret``: shared by the whole cluster. ``memory``: this engine's, if it gives pages.
-    ``end_offer`` notifies the peer of an offer, if this engine takes pages; ``row_bytes``: bytes
-    per row of each part of its records.
+    ``secret``: shared by the whole cluster. ``memory``: this engine's pool, if it gives pages.
+    ``end_offer``: tells a peer that it may free the pages of an offer, if this engine takes pages.
+    ``row_bytes``: bytes per row of each part of a page's record.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TransferParams:
         return has_pool and params is not None and params.get("do_remote_decode") is True
 
     def is_held(self, part: HeldPages) -> bool:
-        """Whether another engine may still read a part of a prompt."""
+        """Whether another engine may still read the pages of `hold_part`."""
         return self._locks.is_held(part.name)
 
     def hold_part(self, request: Request) -> HeldPages | None:
@@ -115,7 +115,7 @@ class TransferParams:
         )
 
     def write(self, request: Request, part: HeldPages | None = None) -> dict[str, Any]:
-        """Return the parameters of an answer; without held pages they name none.
+        """Return the parameters of an answer; they name no pages if none are held.
 
         ``part``: pages of `hold_part`, used in place of the whole prompt's pages.
         """
@@ -163,7 +163,10 @@ class TransferParams:
     # -- D --------------------------------------------------------------------------------------
 
     def read(self, params: Mapping[str, Any] | None) -> Transfer:
-        """Read the transfer that a request asks for; only count unusable parameters."""
+        """Return the transfer that a request asks for.
+
+        Unusable parameters are only counted: the prompt is then computed.
+        """
         if not params:
             return NO_TRANSFER
         if self.is_prefill(params):

@@ -139,10 +139,10 @@ class KeepByTriAttention(KeepPolicy):
         return torch.stack(found)
 
     def _scores(self, keys: Tensor, turns: Tensor, layer: int) -> Tensor:
-        """Return scores [num_kv_heads, n] of keys [num_kv_heads, n, pairs], complex.
+        """Return scores [num_kv_heads, n] of complex ``keys`` [num_kv_heads, n, pairs].
 
-        ``turns`` [pairs]: mean rotation of later queries. The scores of each query head are
-        standardised; a group of query heads takes the largest one.
+        ``turns`` [pairs]: mean RoPE rotation of later queries. The scores of each query head are
+        standardised, and each KV head gets the largest score among its query heads.
         """
         num_kv_heads = len(keys)
         shape = (num_kv_heads, -1, keys.shape[2])

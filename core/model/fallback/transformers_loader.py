@@ -1,4 +1,4 @@
-"""Loading of models for `TransformersDecoder`: refusals, the meta model, the weights."""
+"""Loading of models for `TransformersDecoder`: checks, a model without memory, and the weights."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _decoder_config(
     text: PreTrainedConfig,
     sites: tuple[AttentionSite, ...] | None,
 ) -> DecoderConfig:
-    """Build the config for other rooms; transformers' modules use their own."""
+    """Build the `DecoderConfig` for the engine; the modules use the config of transformers."""
     first = sites[0] if sites else None
     num_layers = int(text.num_hidden_layers)
     specs = [LayerSpec(window=site.window) for site in sites or ()]

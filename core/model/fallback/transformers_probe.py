@@ -180,9 +180,9 @@ class _Probe:
         return torch.zeros_like(x)
 
     def _reach(self, name: str, mask: Tensor | None) -> tuple[int | None, int | None]:
-        """Return a rule's window, and the positions up to which the rule is only causal.
+        """Return the window of a mask rule, and the number of positions where it is only causal.
 
-        Either may be None. Raises `ModelLoadError` for another rule.
+        Each is None if there is no such limit. Raises `ModelLoadError` for any other rule.
         """
         if mask is None or mask.shape != (1, 1, 1, 1) or mask.is_floating_point():
             raise ModelLoadError(f"{name} has no mask, or an unknown kind of mask, such as ALiBi")
@@ -275,7 +275,10 @@ class _WatchedLinear(nn.Linear):
 
 @contextmanager
 def _watched_linears(model: nn.Module) -> Iterator[set[str]]:
-    """Yield a set that at the end has the names of linears whose weights other modules read."""
+    """Yield a set that gets the names of linears whose weights other modules read in the block.
+
+    It is filled at the end of the block.
+    """
     linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
     read: set[str] = set()
     for module in linears.values():

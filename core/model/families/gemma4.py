@@ -65,7 +65,11 @@ def gemma4_unified(fields: Fields) -> DecoderConfig:
 
 
 def _with_heads(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Give each layer its heads: full-attention layers, or ``per_layer_config``, have their own."""
+    """Return the layers with the heads of each.
+
+    Full-attention layers have heads of their own; with ``per_layer_config``, the layers that it
+    lists.
+    """
     own = HeadSpec(
         fields.positive("num_attention_heads"),
         fields.positive("num_key_value_heads", 4),
@@ -87,7 +91,10 @@ def _with_heads(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpe
 
 
 def _listed(fields: Fields, own: HeadSpec, num_layers: int) -> dict[int, HeadSpec]:
-    """Return the heads of the layers in ``per_layer_config``, by number, such as "5" or "05"."""
+    """Return the heads that ``per_layer_config`` lists, by layer number.
+
+    Its keys are numbers as text, such as "5" or "05".
+    """
     found, listed = {}, fields.object("per_layer_config")
     for name in listed.values:
         if not name.isdigit() or int(name) >= num_layers:

@@ -238,7 +238,7 @@ class _Cursor:
         return bytes(self.take(self.number("Q", f"the length of {what}"), what))
 
     def skip_texts(self, count: int, what: str) -> None:
-        """Skip ``count`` strings, in a loop of its own: a vocabulary has 200,000."""
+        """Skip ``count`` strings, without a call for each: a vocabulary has 200,000."""
         data, at, end = self.data, self.at, len(self.data)
         for _ in range(count):
             at += 8 + int.from_bytes(data[at : at + 8], "little")

@@ -1,8 +1,8 @@
 """Remote tier: pages in a Mooncake Store, which several engines on several machines share.
 
 A page is an object ``ft/FINGERPRINT/TAG/KEY``: its bytes and their checksum. Mooncake moves the
-objects between registered memory and the machine that keeps them, and evicts by itself. Written for
-its clients over TCP and tested with them.
+objects between registered memory and the machine that keeps them, and evicts by itself. This module
+was written for Mooncake's clients over TCP, and tested with them.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class SlottedStore(PageStore):
         return False
 
     def _stop_growing(self) -> None:
-        """Limit the capacity to the used slots. Without any page, the next one may try again."""
+        """Limit the capacity to the slots in use; if none is, leave the capacity unchanged."""
         if self._num_slots:
             self.capacity = self._num_slots
             logger.warning(

@@ -84,7 +84,7 @@ class StoreFolder:
         self.path.chmod(0o700)
 
     def open(self, name: str) -> int:
-        """Return a descriptor of a file in the folder. Raises OSError, also once it is closed."""
+        """Return a descriptor of a file in the folder. Raises OSError, also after `close`."""
         if self._lock is None:
             raise OSError("the store is closed")
         return _open(self.path / name)
