@@ -44,7 +44,7 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of an engine. Each field is a setting with a command-line flag and a help text.
+    """Options of an engine: settings that each have a command-line flag and a help text.
 
     A field that is None gets a value that suits the model and the device.
     """

@@ -135,7 +135,7 @@ class RankLost(ForetokenError):  # noqa: N818
 class ModelLoadError(ForetokenError):
     """Raised for a checkpoint that is incomplete, damaged or not supported by foretoken.
 
-    ``may_pass``: loading may succeed if it is tried again, for example if a hub was unreachable.
+    ``may_pass``: a later attempt may succeed, for example if a hub was unreachable.
     """
 
     wire_fields = ("may_pass",)

@@ -44,9 +44,9 @@ def inspect(scheduler: Scheduler) -> AuditResult:
 
 
 def _advance(steps: Steps, num_steps: int | None) -> str | None:
-    """Run ``num_steps`` steps of an audit, or all that are left.
+    """Run ``num_steps`` steps of an audit, or all.
 
-    Returns None if steps may be left, otherwise the violation, or "" if there is none.
+    Returns None if steps may be left, otherwise the violation, which is "" without one.
     """
     try:
         num_done = sum(1 for _ in islice(steps, num_steps))

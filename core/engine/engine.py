@@ -216,7 +216,7 @@ class Engine:
     async def flush_cache(self, *namespaces: str | None) -> int:
         """Drop unused cached prefixes and the tokens indexed for look-up drafts in ``namespaces``.
 
-        Without arguments, those of all namespaces. Returns how many pages became free.
+        Without arguments, all namespaces are flushed. Returns how many pages became free.
         """
         num_pages = self.scheduler.flush(*namespaces)
         if self._tier_io is not None:

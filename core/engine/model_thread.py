@@ -119,8 +119,8 @@ class ModelThread:
     def _is_given_up(self) -> bool:
         """Whether the thread is in a call that was abandoned.
 
-        No caller waits for a step's launch, so it counts as abandoned if the latest started call
-        is.
+        No caller waits for the launch of a step. It counts as abandoned if the call that was
+        started last is.
         """
         job, latest = self._current, None if self._latest is None else self._latest()
         return job is not None and (job.is_over or (latest is not None and latest.is_over))

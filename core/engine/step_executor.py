@@ -255,7 +255,7 @@ class StepExecutor:
             self._next = self._start(plan, runner, after=in_flight)
 
     async def _abandon_next(self) -> None:
-        """Discard the step started ahead of one that failed."""
+        """Discard the step that was launched after one that failed."""
         in_flight = self._next
         if in_flight is not None:
             output = await self._compute(in_flight, self._clock())  # a running step is not stopped

@@ -321,8 +321,8 @@ class ModelRunner:
     def _place_states(self, plan: StepPlan) -> None:
         """Initialise the state slots of requests that begin or resume from a saved state.
 
-        The slots of one step are distinct, so their order does not matter. A repeated step places
-        them again.
+        The slots of one step are distinct, so their order does not matter. A step that is run again
+        initialises them again.
         """
         states = self.pool.states
         if states is None:

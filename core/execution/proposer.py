@@ -80,7 +80,8 @@ class Proposer(Protocol):
         """Observe a step after its verification, plain and prefill steps included.
 
         ``verified`` [requests of the plan]. All arguments are valid only during the call. If a
-        later step was already launched, ``output.hidden`` and ``output.logits`` are void.
+        later step was already launched, ``output.hidden`` and ``output.logits`` are overwritten and
+        must not be used.
         """
 
     @property

@@ -252,7 +252,7 @@ class StepLayout:
         """Return the rows that the pass itself can sample; None if some logits decide no token.
 
         The plan depends only on the layout. The logits of a request's first segment follow its last
-        token and its trunk; those of each other segment follow a run of draft nodes.
+        token and its trunk; each other segment's logits follow a run of draft nodes.
         """
         if len(self.sampled_rows) != num_logits:
             return None

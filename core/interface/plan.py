@@ -1,10 +1,9 @@
 """StepPlan: a step for the model thread to compute.
 
-While a step runs, the event loop changes no request, so a plan may lend the request's own
-``tokens`` and page table instead of copying them; the model thread only reads them.
-
-Each step makes several such objects for each request. They are msgspec structs because a dataclass
-takes several times as long to construct and is tracked by the garbage collector.
+While a step runs, the event loop changes no request, so a plan may refer to the request's own
+``tokens`` and page table instead of copying them; the model thread only reads them. Each step makes
+several such objects for each request. They are msgspec structs because a dataclass takes several
+times as long to construct and is tracked by the garbage collector.
 """
 
 from __future__ import annotations

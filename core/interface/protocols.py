@@ -80,8 +80,7 @@ class Speculator:
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Learn from a committed step.
 
-        ``seconds``: time since the last commit, or since the planning of the step if that was
-        later.
+        ``seconds``: time since the last commit, without idle time.
         """
 
     def join(self, request: Request) -> None:
@@ -136,7 +135,7 @@ class Pending(Protocol):
 
 
 def ignore_kernels() -> None:
-    """Do nothing, as an `OnKernelsStarted`."""
+    """Do nothing; the default `OnKernelsStarted`."""
 
 
 class StepRunner(Protocol):
@@ -155,10 +154,10 @@ class StepRunner(Protocol):
         """Launch one ragged batch and return the pending step.
 
         Requests that are ``is_ahead`` take their last token from ``after``, the preceding step,
-        which must include them; if it chose no token for a request, the request's output is void.
-        Only a runner that `is_async` gets such requests. ``on_kernels_started`` is called at least
-        once, when this thread leaves Python's global lock to others for a while: before kernels
-        begin, or once the device has them. Raises ValueError for a plan that cannot follow
+        which must include them; if it chose no token for a request, the request's output must be
+        ignored. Only a runner that `is_async` gets such requests. ``on_kernels_started`` is called
+        at least once, when this thread leaves Python's global lock to others for a while: before
+        kernels begin, or once the device has them. Raises ValueError for a plan that cannot follow
         ``after``, and any error of the launch.
         """
 

@@ -180,7 +180,7 @@ class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request for numbers of the prompt's last row instead of an answer.
 
     They are the hidden state after the final norm, or, with ``token_ids``, the unprocessed logits
-    of these tokens.
+    of the named tokens.
     """
 
     token_ids: tuple[TokenId, ...] = NO_IDS

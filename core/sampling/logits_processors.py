@@ -46,7 +46,7 @@ def apply_processors(values: Tensor, rows: Sequence[DraftedRow]) -> list[str | N
 def scaled(values: Tensor, rows: Sequence[DraftedRow]) -> Tensor:
     """Return ``values`` [num_rows, vocab] divided by the temperature.
 
-    Each row's best is exactly 0.
+    The largest value of each row becomes exactly 0.
     """
     temperatures = [row.encoded(values.shape[-1]).fields["temperature"] for row in rows]
     # torch may multiply by the reciprocal of a scalar divisor; a tensor divides alike on every

@@ -29,10 +29,7 @@ def mass_unit(vocab_size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TopKTopP:
-    """Limits of top-k, min-p and top-p of several rows.
-
-    Each keeps a prefix of its ranked tokens.
-    """
+    """Limits of top-k, min-p and top-p of several rows; each row keeps its best tokens."""
 
     top_k: Tensor  # int64 [num_rows, 1]; the vocabulary size: off
     min_p_logit: Tensor  # float32 [num_rows, 1]; least value for min-p, -inf: off

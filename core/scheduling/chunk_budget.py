@@ -127,8 +127,7 @@ class ChunkBudget:
     def _plain(self, num_decodes: int) -> float:
         """Return the seconds of a step without chunks for ``num_decodes`` requests.
 
-        If there is no measurement for this number, the nearest one is used; 0 if there is none at
-        all.
+        If this number was not measured, the nearest one is used; 0 if nothing was measured.
         """
         size = num_decodes.bit_length()
         nearest = min(self._plain_s, key=lambda known: (abs(known - size), known), default=None)

@@ -63,7 +63,7 @@ def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Reques
 
 
 def num_uncached_tokens(cache: PrefixCache, request: Request) -> int:
-    """Return how many of its tokens would have to be computed if it were admitted now."""
+    """Return how many tokens would have to be computed if a request were admitted now."""
     limit = cache_limit(request)
     num_cached = cache.match_len(request.tokens, namespace=request.namespace, limit=limit)
     return len(request.tokens) - num_cached

@@ -77,12 +77,12 @@ class PageLoads:
 
     @property
     def fetched(self) -> Collection[Request]:
-        """Fetched requests: their tokens end with the pages that they offer."""
+        """Fetched requests; the tokens of each end with the pages of its offer."""
         return self._fetched.values()
 
     @property
     def leases(self) -> list[KVLease]:
-        """Leases without a running request: of fetched ones, and with pages under I/O."""
+        """Leases of fetched requests, and leases whose pages the I/O thread still uses."""
         fetched = [each.lease for each in self._fetched.values() if each.lease is not None]
         return [*self._leases.values(), *fetched]
 
@@ -112,7 +112,7 @@ class PageLoads:
     # -- fetches --------------------------------------------------------------------------------
 
     def fetch(self, request: Request, now: float) -> None:
-        """Load the pages that a request offers into the tree, if its prompt fits.
+        """Load the pages of a request's offer into the tree, if its prompt fits.
 
         Pages that are missing, late or damaged are left out. No running request is preempted for
         it.
@@ -299,7 +299,7 @@ class PageLoads:
         self.on_order(load)
 
     def loaded(self, load: PageLoad, num_asked: int, num_pages: int, now: float) -> None:
-        """Record the result of a call of the I/O thread: ``num_pages`` of ``num_asked`` are whole.
+        """Record the result of a call of the I/O thread: ``num_pages`` of ``num_asked`` arrived.
 
         The time limit restarts with every call: without an estimate, the number of calls is
         unknown.

@@ -184,9 +184,10 @@ class WaitingQueue:
         return None if foremost is None else foremost.requests[0]
 
     def shortest(self, may_run: Callable[[Request], bool]) -> Request | None:
-        """Return the shortest request of the least served tenant whose shortest one ``may_run``.
+        """Return the shortest request of the least served tenant, if it ``may_run``.
 
-        Priority goes before both. O(tenants).
+        Tenants whose shortest request may not run are left out. More urgent requests come first.
+        O(tenants).
         """
         return min(
             (own[0] for own in self._by_work.values() if may_run(own[0])),

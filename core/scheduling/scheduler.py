@@ -131,7 +131,7 @@ class Scheduler:
             self.page_loads.look_up(request, now)
 
     def fetch(self, request: Request, now: float) -> None:
-        """Load the pages that a request offers, for another request with the same prompt.
+        """Load the pages of a request's offer, for another request with the same prompt.
 
         The request is not queued, and nothing is computed for it. Ignored without tiers.
         """
@@ -243,7 +243,7 @@ class Scheduler:
         return self.make_plan(scheduled + chunks, is_plain=drafts is None)
 
     def make_plan(self, scheduled: list[ScheduledRequest], *, is_plain: bool) -> StepPlan:
-        """Return a plan of these requests, with the pages and released ids since the last plan."""
+        """Return a plan of some requests, with the pages and released ids since the last plan."""
         if not scheduled:  # an empty plan is not computed: ids and pages wait for the next one
             return StepPlan(requests=(), newly_allocated_pages=array("q"))
         released_request_ids, self._released_request_ids = self._released_request_ids, []
@@ -492,7 +492,7 @@ class Scheduler:
     def flush(self, *namespaces: str | None) -> int:
         """Drop the unused cached pages and the tokens indexed for look-up drafts in ``namespaces``.
 
-        Without arguments, those of all namespaces; None is the shared default namespace. Returns
+        Without arguments, all namespaces are flushed; None is the shared default namespace. Returns
         how many pages became free.
         """
         try:

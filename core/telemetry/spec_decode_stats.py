@@ -41,7 +41,7 @@ class SpecDecodeStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens of a step that verified a draft; 0 without any."""
+        """Mean tokens of a step that verified a draft; 0 if there was no such step."""
         num_tokens = sum(length * count for length, count in self.lengths.items())
         return num_tokens / max(1, self.num_drafts)
 

@@ -88,7 +88,7 @@ class NixlServer(PageServer):
 
 @dataclass(frozen=True, slots=True)
 class _LateRead:
-    """Read that was given up and may still write to its buffer."""
+    """A read that was given up and may still write to its buffer."""
 
     peer: bytes
     handle: Any

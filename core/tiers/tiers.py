@@ -166,7 +166,7 @@ class Tiers(KVTiers):
     def _last_state(self, tier: _Tier, keys: Sequence[bytes], first: int, found: int) -> int:
         """Return the last number of ``keys``, up to ``found``, after which a tier has a state.
 
-        Returns ``first`` if there is none after that.
+        Returns ``first`` if there is no later one.
         """
         with self._asking(tier):
             for count in range(found, first, -1):
@@ -266,7 +266,7 @@ class Tiers(KVTiers):
             self._flush(tier)
 
     def _flush(self, tier: _Tier) -> None:
-        """Flush the due tags; a failed flush stays due, and the tier is closed meanwhile."""
+        """Flush the pending namespaces. One that fails stays pending, and the tier is closed."""
         with self._asking(tier):
             while tier.unflushed:
                 tag = next(iter(tier.unflushed))

@@ -161,7 +161,10 @@ def pairs(rows: Tensor) -> Tensor:
 
 
 def read_keys(pool: KVPool, page_ids: Sequence[int], places: Tensor, layer: int) -> Tensor:
-    """Return a request's keys at ``places``, ``[num_kv_heads, len(places), head_dim]`` float32."""
+    """Return a request's keys at indices ``places`` of its KV.
+
+    The result is [num_kv_heads, len(places), head_dim] float32.
+    """
     pages = torch.tensor(list(page_ids), dtype=torch.int64)
     heads = (
         torch.arange(pool.num_kv_heads).unsqueeze(1) + layer * pool.num_blocks * pool.num_kv_heads

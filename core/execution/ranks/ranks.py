@@ -259,7 +259,7 @@ def _end(
 
 
 class TpDecoder(OwnDecoder):
-    """The decoder of rank 0, which computes its shard and orders the same of the other ranks.
+    """The decoder of rank 0: it computes its shard, and has the other ranks compute theirs.
 
     ``config`` is the whole model's; weights and pool are this rank's. There is one pool at a time.
     With ``shares_pools`` this process maps the pools of all ranks, so that a store of pages can

@@ -32,9 +32,9 @@ def most_kv(prompt_len: int, budget: int, num_tokens: int) -> int:
 class KvPack(msgspec.Struct, gc=False):
     """An order to pack a request's KV before a step.
 
-    Of the KV vectors from index ``first`` up to ``stop`` in the request's pages, those of
-    ``num_packed_away`` tokens are dropped. The runner sets the flags, because a failed step may be
-    run again and must not pack twice.
+    ``num_packed_away`` of the KV vectors from index ``first`` up to ``stop`` in the request's pages
+    are dropped. The runner sets the flags, because a failed step may be run again and must not pack
+    twice.
     """
 
     first: int

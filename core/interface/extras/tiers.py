@@ -103,7 +103,7 @@ class KVTiers(Protocol):
         """Forget the pages of some namespaces, by default of all."""
 
     def meet(self, offer: PageOffer) -> None:
-        """Reach the peer whose pages a request may read, before they are looked up."""
+        """Connect to the engine whose pages a request may read, before they are looked up."""
 
     def renew_offers(self) -> None:
         """Ask the peers of all offers to hold the pages for longer."""

@@ -63,7 +63,7 @@ class PageServer(Protocol):
     memory: PoolMemory  # location of the memory
 
     def notes(self) -> Sequence[bytes]:
-        """Return the notes that readers have sent since the last call; returns at once."""
+        """Return the messages that readers have sent since the last call; returns at once."""
 
     def close(self) -> None:
         """Release the memory."""
@@ -87,7 +87,7 @@ class PageReader(Protocol):
         """
 
     def send(self, memory: PoolMemory, note: bytes) -> None:
-        """Send a note to the process of a pool."""
+        """Send a message to the process that holds a pool."""
 
     def close(self) -> None:
         """Release memory and connections."""

@@ -46,10 +46,10 @@ NO_FOLD = Fold()
 
 
 def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
-    """Return the order of a head's items in which rotating its halves computes the family's RoPE.
+    """Return the order of a head's dimensions for kernels whose RoPE rotates halves, [head_dim].
 
-    ``rotary_dim`` items rotate, as neighbouring pairs or as halves. The other items follow in both
-    halves, where the frequencies are 0. [head_dim]
+    The family rotates ``rotary_dim`` dimensions, as neighbouring pairs or as halves. The others are
+    divided between the two halves, where their frequencies are 0.
     """
     turning = torch.arange(rotary_dim)
     first, second = turning.view(-1, 2).T if interleaved else turning.view(2, -1)

@@ -82,8 +82,8 @@ def read_assistant(path: Path, target: DecoderConfig) -> AssistantConfig:
 def _reading(config: DecoderConfig, index: int, target: DecoderConfig, fields: Fields) -> LayerSpec:
     """Return a layer that reads the KV of the target's last layer of the same kind.
 
-    The kinds are layers with and without a window. Raises `ModelLoadError` if there is none, or if
-    its heads differ.
+    The kinds are layers with and without a window. Raises `ModelLoadError` if the target has no
+    such layer, or if its heads differ.
     """
     layer, heads = config.layers[index], config.heads_of(index)
     kind = "full attention" if layer.window is None else "sliding-window attention"

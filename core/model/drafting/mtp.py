@@ -97,8 +97,8 @@ def _layer_number(name: str) -> str | None:
 class MtpLayer:
     """An MTP layer of a model.
 
-    ``decoder`` computes the layer on given input rows. Its logits are those of the whole
-    vocabulary, or, with ``draft_ids`` [num_draft_ids], of these tokens.
+    ``decoder`` computes the layer on given input rows. Its logits cover the whole vocabulary, or
+    only ``draft_ids`` [num_draft_ids].
     """
 
     decoder: OwnDecoder

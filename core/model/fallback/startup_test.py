@@ -26,7 +26,7 @@ def startup_test(decoder: TransformersDecoder) -> bool:
 
     The test computes some tokens in one pass, and in several passes beside another sequence and a
     wrong draft; with recurrent states, also from a kept state. Raises `ModelLoadError` if the
-    logits differ from those of transformers without pages.
+    logits differ from transformers' own, computed without pages.
     """
     if decoder.states:
         decoder.takes_chunks = _takes_chunks(decoder)

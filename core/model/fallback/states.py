@@ -32,7 +32,7 @@ def has_states(config: PreTrainedConfig) -> bool:
 
 
 def pass_arguments(model: nn.Module, cache: PagedCache | None, token_ids: Tensor) -> dict[str, Any]:
-    """Return a model's arguments for a pass over ``token_ids`` that concern masks and the cache."""
+    """Return the arguments for masks and cache of a pass of a model over ``token_ids``."""
     if cache is None:
         # A mask of ones means "not packed"; otherwise the row would be split by its positions.
         return {"attention_mask": torch.ones_like(token_ids), "use_cache": False}

@@ -76,7 +76,10 @@ def _attend(
 def _keep_rule(
     *, mask_function: Callable[..., Any], local_size: int | None = None, **_ignored: object
 ) -> Tensor:
-    """Return the number of a mask's rule as the mask, 4-D so that no model expands it."""
+    """Return a stand-in for a mask: the number of its rule.
+
+    It has four dimensions, so that no model expands it.
+    """
     return torch.full((1, 1, 1, 1), _CURRENT.get().rule(mask_function, local_size))
 
 

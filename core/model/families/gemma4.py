@@ -1,4 +1,4 @@
-"""Gemma 4: heads by layer, shared keys and values, inputs by layer, experts beside the MLP."""
+"""Gemma 4: heads by layer, shared keys and values, per-layer inputs, experts beside the MLP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES = ExpertNames("router.proj", "experts.", stacked="rows", factors="router.
 
 
 def gemma4(fields: Fields) -> DecoderConfig:
-    """Gemma 4: `gemma` with heads, keys and inputs by layer. Raises `UnsupportedConfig`."""
+    """Gemma 4: `gemma` with heads, keys and inputs of each layer. Raises `UnsupportedConfig`."""
     if fields.values.get("use_bidirectional_attention") == "all":
         raise fields.unsupported("use_bidirectional_attention", "'all' is not supported")
     vocab_size = fields.positive("vocab_size")
@@ -60,7 +60,7 @@ def gemma4(fields: Fields) -> DecoderConfig:
 
 
 def gemma4_unified(fields: Fields) -> DecoderConfig:
-    """Text model of the Gemma 4 without an image tower: `gemma4` without inputs by layer."""
+    """Gemma 4 without an image tower: the text model is `gemma4` without per-layer inputs."""
     return gemma4(Fields({**fields.values, "hidden_size_per_layer_input": 0}, fields.where))
 
 

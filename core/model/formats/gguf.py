@@ -394,9 +394,9 @@ def _read_plain(
 ) -> StoredWeight:
     """Read a tensor and undo the changes of llama.cpp's converter.
 
-    ``row_order``: stored index of each row of the result; None: the same. ``offset``: number that
-    the converter added to each value. ``is_log``: the file stores -exp(value). Weights in blocks
-    stay quantised, and have neither an offset nor a log.
+    ``row_order``: stored index of each row of the result; None: rows are in order. ``offset``:
+    number that the converter added to each value. ``is_log``: the file stores -exp(value). Weights
+    in blocks stay quantised, and have neither an offset nor a log.
     """
     if len(shape) == 3 and tensor.tensor_type in BLOCK_TYPES:
         return QuantizedStack(shape[0], partial(_read_matrix, tensor))

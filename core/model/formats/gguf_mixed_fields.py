@@ -222,8 +222,8 @@ _SIGMOID = 2  # number of sigmoid gating in GGUF
 def deepseek2(meta: Metadata) -> dict[str, Any]:
     """Return the fields of DeepSeek V3 or V2, or of Youtu, which has no experts.
 
-    V3 has sigmoid scores or a bias for the choice. The lengths of keys and values are those of the
-    expanded heads, which older files store under other names.
+    V3 has sigmoid scores or a bias for the choice. The lengths of keys and values belong to the
+    expanded heads; older files store them under other names.
     """
     turned, stretch = meta.number("rope.dimension_count"), "rope.scaling.yarn_log_multiplier"
     key, value = (

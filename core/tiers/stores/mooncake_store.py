@@ -106,7 +106,7 @@ class MooncakeStore(PageStore):
             raise OSError(f"Mooncake returned status {status}")
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts of pages: damaged when read, given up as not valid, refused."""
+        """Return counts of pages: damaged when read, discarded because they changed, refused."""
         return dict(self._counts)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class MooncakeStore(PageStore):
 
 
 def refused(host: str, port: int, reason: str) -> InvalidRequest:
-    """Return the error for a store that cannot be used, one line."""
+    """Return the error for a store that cannot be used, as one line."""
     return InvalidRequest(f"--kv-remote mooncake://{host}:{port}: {reason}", param="kv_remote")
 
 

@@ -1,4 +1,4 @@
-"""PeerStore: the pools of other engines as a store, for requests that name pages there."""
+"""PeerStore: the pools of other engines as a store, for requests that name pages in them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _SLAB = re.compile(r"slab-(\d+)")
 
 
 def refused(root: Path, reason: str) -> InvalidRequest:
-    """Return the error for a root or a size that cannot be used, one line."""
+    """Return the error for a root or a size that cannot be used, as one line."""
     return InvalidRequest(f"--kv-disk {root}: {reason}", param="kv_disk")
 
 
