@@ -245,7 +245,7 @@ def _end(
     processes: list[subprocess.Popen[bytes]],
     seconds: float = END_SECONDS,
 ) -> None:
-    """Close the channels, which ends waiting ranks; kill the others after ``seconds``."""
+    """Close the channels, so that waiting ranks end; kill the rest after ``seconds``."""
     for channel in channels:
         channel.close()
     until = time.monotonic() + seconds

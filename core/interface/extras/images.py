@@ -72,7 +72,7 @@ def content_hash(inputs: Sequence[TowerInput]) -> bytes:
 
 
 def image_key(salt: str | None, content: bytes) -> bytes:
-    """Return the key of an image from the hash of its content and a cache salt (maybe None)."""
+    """Return the key of an image from the hash of its content and a cache salt (or None)."""
     mark = b"\0" if salt is None else b"\1"
     named = hashlib.sha256((salt or "").encode()).digest()
     return hashlib.sha256(mark + named + content).digest()

@@ -66,7 +66,7 @@ def gelu(meta: Metadata) -> dict[str, Any]:  # noqa: ARG001 - as the others
 def _query_scalar(meta: Metadata, large: int) -> int:
     """Return the number by whose square root attention scores are divided.
 
-    The largest model, with ``large`` layers, has another one than the others.
+    The largest model, which has ``large`` layers, uses a different number.
     """
     if meta.number("block_count") == large:
         return int(meta.number("embedding_length") // meta.number("attention.head_count"))
