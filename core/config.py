@@ -1,4 +1,4 @@
-"""EngineConfig: the engine's options of `serve`, LLM and AsyncLLM, checked once."""
+"""EngineConfig: the options of an engine for `serve`, LLM and AsyncLLM, and their checks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of the engine: each is a setting, with the name of its flag and the flag's help.
+    """Options of an engine: settings that each have a command-line flag and a help text.
 
     A field that is None gets a value that suits the model and the device.
     """
@@ -354,7 +354,7 @@ class EngineConfig:
         self._check_supported()
 
     def kv_disk_place(self) -> tuple[Path, int] | None:
-        """Return the folder of ``kv_disk`` and its size in bytes; None without one.
+        """Return the folder and the most bytes that ``kv_disk`` names; None if it is not set.
 
         Raises `InvalidRequest` for a text that is not DIR:SIZE.
         """
@@ -368,9 +368,9 @@ class EngineConfig:
             raise InvalidRequest(f"kv_disk: SIZE {error}", param="kv_disk") from None
 
     def packing(self) -> tuple[str, int] | None:
-        """Return the policy and the budget in tokens that ``kv_evict`` names, or None.
+        """Return the policy and the token budget that ``kv_evict`` names; None if it is not set.
 
-        Raises `InvalidRequest` if the text has another form.
+        Raises `InvalidRequest` for a text that is not POLICY:TOKENS.
         """
         if self.kv_evict is None:
             _require(self.kv_evict_stats is None, "kv_evict_stats", "needs kv_evict")
@@ -389,7 +389,7 @@ class EngineConfig:
 
     @property
     def lora_folders(self) -> dict[str, Path]:
-        """Folders of ``lora``, by name."""
+        """Folders of the LoRA adapters, by adapter name."""
         return {name: Path(path).expanduser() for name, path in dict(self.lora).items()}  # type: ignore[arg-type]
 
     @property
@@ -409,9 +409,9 @@ class EngineConfig:
         return self.kv_transfer is not None and self.role != "prefill"
 
     def kv_remote_place(self) -> tuple[str, int, int] | None:
-        """Return host and port of ``kv_remote``'s master, and the lent bytes; None without one.
+        """Return the host and port of the ``kv_remote`` master, and the bytes of memory lent to it.
 
-        Raises `InvalidRequest` for another kind of address.
+        None if ``kv_remote`` is not set. Raises `InvalidRequest` for an address of another form.
         """
         if self.kv_remote is None:
             return None
@@ -441,7 +441,7 @@ class EngineConfig:
         require(by_native, "quantize", "int4 needs the native backend on the CPU")
 
     def _check_tp(self) -> None:
-        """Refuse options that several ranks do not support."""
+        """Raise `InvalidRequest` for options that tensor parallelism does not support."""
         if self.tp == 1:
             return
         on_cpu = self.device != "cuda" and self.backend != "triton"
@@ -453,7 +453,7 @@ class EngineConfig:
 
     @property
     def events_addresses(self) -> tuple[str, str] | None:
-        """Addresses of KV events and of their replays; None if none are published."""
+        """Addresses of published and of replayed KV events; None if events are not published."""
         if self.kv_events is None:
             return None
         if self.kv_events_replay is not None:
@@ -472,7 +472,7 @@ class EngineConfig:
             _require(has_next, "kv_events", "has the last port, so kv_events_replay must be set")
 
     def sizes(self, device: str) -> Sizes:
-        """Return the configured sizes; missing ones suit the ``device``, cpu or cuda."""
+        """Return the configured sizes; a size that is not set gets the default of ``device``."""
         usual = _SIZES[device]
         return Sizes(
             page_size=self.page_size or usual.page_size,
@@ -507,7 +507,10 @@ def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
 
 
 def _parse_adapters(given: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Return folders by name. Raises `InvalidRequest` for another form or a repeated name."""
+    """Return the folder of each adapter by name.
+
+    Raises `InvalidRequest` for an item that is not NAME=PATH, and for a repeated name.
+    """
     pairs = list(given.items()) if isinstance(given, Mapping) else []
     for text in () if isinstance(given, Mapping) else given:
         name, _, path = text.partition("=")

@@ -126,7 +126,7 @@ class EngineDead(ForetokenError):  # noqa: N818
 
 
 class RankLost(ForetokenError):  # noqa: N818
-    """Raised if a rank of the model ended, or the ranks are out of step.
+    """Raised if a rank of the model ended, or the ranks no longer compute the same pass.
 
     No step can succeed any more.
     """
@@ -135,7 +135,7 @@ class RankLost(ForetokenError):  # noqa: N818
 class ModelLoadError(ForetokenError):
     """Raised for a checkpoint that is incomplete, damaged or not supported by foretoken.
 
-    ``may_pass``: the same start may succeed later, for example if a hub was out of reach.
+    ``may_pass``: a later attempt may succeed, for example if a hub was unreachable.
     """
 
     wire_fields = ("may_pass",)

@@ -51,7 +51,7 @@ class WeightReader:
         self._tell = on_progress.get()
 
     def counted(self, read: Callable[[str], T]) -> Callable[[str], T]:
-        """Return ``read`` with its time and its tensors counted."""
+        """Return a reader that calls ``read``, and counts its seconds and the tensors read."""
 
         def read_one(name: str) -> T:
             began = time.perf_counter()

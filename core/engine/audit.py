@@ -44,7 +44,10 @@ def inspect(scheduler: Scheduler) -> AuditResult:
 
 
 def _advance(steps: Steps, num_steps: int | None) -> str | None:
-    """Take ``num_steps`` steps, or all. None: there are more; else the violation or ""."""
+    """Run ``num_steps`` steps of an audit, or all.
+
+    Returns None if steps may be left, otherwise the violation, which is "" without one.
+    """
     try:
         num_done = sum(1 for _ in islice(steps, num_steps))
     except AssertionError as violation:
@@ -79,10 +82,10 @@ class Auditor:
                 each.set_result(result)
 
     async def audit_while_idle(self, now: float, wake: asyncio.Event) -> None:
-        """Audit while there is no request, at most every `SECONDS`: a large pool takes a while.
+        """Audit while there is no request, at most once in `SECONDS`: a large pool takes a while.
 
-        Other tasks run in between. Setting ``wake`` interrupts the audit; the next one then waits
-        for a longer pause, because short pauses would be full of audits that never end.
+        Other tasks run in between. Setting ``wake`` interrupts the audit. The next audit then waits
+        until the engine has been idle for longer, so that it is less likely to be interrupted, too.
         """
         if now - self._passed < SECONDS:
             return

@@ -61,7 +61,10 @@ def make_report(
 
 
 def write_report(report: CrashReport, folder: Path) -> Path | None:
-    """Write a report to a new file that only this user may read; None after a logged failure."""
+    """Write a report to a new file that only this user may read, and return its path.
+
+    A failure is logged, and None is returned.
+    """
     name = f"foretoken-{os.getpid()}-{_now('%Y%m%dT%H%M%SZ')}-{next(_NUMBERS)}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -46,11 +46,11 @@ CLOSED, STEPS_FAILED = "the engine was closed", "steps failed; the engine stoppe
 
 
 class Engine:
-    """Serves requests until closed.
+    """Serves requests until it is closed.
 
-    If a step raises, it is run again in parts: the requests that fail alone end, the others are not
-    affected. After three steps in a row without a successful part, or after one that does not
-    return, the engine ends: every stream gets an error, and a crash dump is written.
+    A step that raises is run again in parts: only the requests whose parts fail are ended. The
+    engine ends after three steps in a row without a successful part, or after a step that does not
+    return: every stream gets an error, and a crash dump is written.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Engine:
     def _make_tier_io(
         self, make_thread: Callable[[str, Callable[[], None]], StepThread]
     ) -> TierIO | None:
-        """Return the I/O of the tiers, with its thread; None without tiers."""
+        """Return the I/O of the tiers with a new thread; None if there are no tiers."""
         if self.scheduler.page_loads is None:
             return None
         thread = make_thread("foretoken-io", lambda: None)
@@ -191,9 +191,10 @@ class Engine:
         return self._inbox.accept(request, self._clock())
 
     def fetch(self, request: Request) -> None:
-        """Load the pages that a request offers into the prefix cache, without any computing.
+        """Load the pages of a request's `Transfer.offer` into the prefix cache; compute nothing.
 
-        Its peer is notified in any case. Pages that cannot be loaded are skipped, without an error.
+        The engine that holds the pages is always told when it may free them. Pages that cannot be
+        loaded are skipped, without an error.
         """
         if self.alive:
             self.scheduler.fetch(request, self._clock())
@@ -213,9 +214,9 @@ class Engine:
     # also be in another process, and callers see both kinds alike.
 
     async def flush_cache(self, *namespaces: str | None) -> int:
-        """Drop unused cached prefixes, and the tokens that look-up drafters have indexed.
+        """Drop unused cached prefixes and the tokens indexed for look-up drafts in ``namespaces``.
 
-        Only those in these namespaces; by default in all. Returns how many pages became free.
+        Without arguments, all namespaces are flushed. Returns how many pages became free.
         """
         num_pages = self.scheduler.flush(*namespaces)
         if self._tier_io is not None:
@@ -223,10 +224,10 @@ class Engine:
         return num_pages
 
     async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
-        """Drop unused cached pages that begin with these tokens, pinned or not.
+        """Drop the unused cached pages of all prompts that begin with ``tokens``, pinned or not.
 
-        All indexed tokens of the namespace are dropped, and all its pages in tiers: they are not
-        stored by prefix. Returns how many pages of the pool became free. Raises `InvalidRequest`
+        The namespace's indexed tokens and its pages in tiers are all dropped, because they cannot
+        be found by prefix. Returns how many pages of the pool became free. Raises `InvalidRequest`
         for tokens that do not fill a page.
         """
         num_pages = self.scheduler.flush_prefix(tokens, namespace)
@@ -247,7 +248,7 @@ class Engine:
 
     @property
     def num_failed_steps(self) -> int:
-        """Number of runs of the model thread that raised."""
+        """Number of runs of a step in the model thread that raised an error."""
         return self._step_executor.num_failed_steps
 
     @property
@@ -261,9 +262,9 @@ class Engine:
         return self._auditor.num_failures
 
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> dict[str, object]:
-        """Describe the engine for the live page, with the paths of its requests in the cache.
+        """Describe the engine for the live page.
 
-        Paths are reported for running requests and for ``finished`` ones.
+        The paths through the cache of running requests and of ``finished`` ones are included.
         """
         return describe_engine(self.scheduler, self.metrics, finished)
 
@@ -397,17 +398,17 @@ class Engine:
             self._round_began = self._clock()
 
     def _lose(self, failure: BaseException) -> None:
-        """Record that a companion ended: the engine ends after the step under way."""
+        """Record that a process needed by every step has ended; the engine ends after this step."""
         self._lost = failure
         self._inbox.notify()
 
     def _load_ended(self) -> None:
-        """Have the next step planned again, because a request need not wait for its pages."""
+        """Have the next step planned again, because a request no longer waits for its pages."""
         self._step_executor.withdraw()
         self._inbox.notify()
 
     def _should_wait_for_kernels(self) -> bool:
-        """Whether the work of a step is long enough to wait until its kernels have started."""
+        """Whether the loop has enough work to wait until the kernels of the step have started."""
         return self._inbox.num_undelivered > FEW_EVENTS or self.scheduler.speculator.has_work()
 
     def _work_while_computing(self) -> None:
@@ -417,7 +418,7 @@ class Engine:
             self.scheduler.speculator.work()
 
     def _report_step(self, plan: StepPlan, output: StepOutput) -> None:
-        """Report a step's time from commit to commit: the host's share is a cost as well."""
+        """Report the time between two commits, which includes the time of the event loop."""
         self._log.tick()
         now = self._clock()
         self.metrics.observe_round(output, now - self._round_began)

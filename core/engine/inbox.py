@@ -129,8 +129,8 @@ def retry_seconds(finished: Sequence[float], num_requests: int) -> float:
 class TokenStream:
     """Async iterator over the `Delta`s of one request, for one reader.
 
-    The engine never waits for a reader: unread deltas are merged, so a slow reader costs one slot.
-    The last delta has a finish reason; a failed request raises its error instead.
+    The engine never waits for a reader: unread deltas are merged into one. The last delta has a
+    finish reason; a failed request raises its error instead.
     """
 
     def __init__(self, request: Request) -> None:
@@ -144,11 +144,11 @@ class TokenStream:
 
     @property
     def ended(self) -> bool:
-        """Whether the engine is done with this request, read or not."""
+        """Whether the engine is done with this request, even if not all deltas were read."""
         return self._ended
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Call ``call`` once when the engine is done with the request; at once if it is."""
+        """Call ``call`` once when the engine is done with the request, or now if it already is."""
         if self._ended:
             call()
         else:

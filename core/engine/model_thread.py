@@ -1,7 +1,7 @@
-"""ModelThread: the one thread that computes, seen from the event loop, and its watchdog.
+"""ModelThread: the single thread that computes steps, its calls on the event loop, and a watchdog.
 
-With `concurrent.futures` and `asyncio.shield` the same would cost locks, callbacks and turns of the
-loop, a tenth of a millisecond per step: as long as a small model takes for a token.
+`concurrent.futures` and `asyncio.shield` would add locks, callbacks and iterations of the event
+loop: a tenth of a millisecond per step, as long as a small model computes a token.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StepThread(Protocol):
         """Begin a call; its outcome is passed to ``Job.end`` on the event loop."""
 
     def close(self) -> None:
-        """Begin no further call."""
+        """Stop the thread once its calls have ended; no further call may be started."""
 
 
 class ModelThread:
@@ -119,13 +119,14 @@ class ModelThread:
     def _is_given_up(self) -> bool:
         """Whether the thread is in a call that was abandoned.
 
-        A launch has no waiting caller; then the latest started call decides.
+        No caller waits for the launch of a step. It counts as abandoned if the call that was
+        started last is.
         """
         job, latest = self._current, None if self._latest is None else self._latest()
         return job is not None and (job.is_over or (latest is not None and latest.is_over))
 
     def _serve(self, on_start: Callable[[], None]) -> None:
-        """Run the thread; while it waits it holds no call."""
+        """Run the calls in the thread. It keeps no reference to the last one while it waits."""
         _, failure = _outcome(on_start)
         del on_start
         while (job := self._jobs.get()) is not None:
@@ -162,9 +163,9 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 class Supervision:
     """Time limits of a step, and the crash dumps of an engine that dies.
 
-    ``step_timeout``: seconds after which a step is given up and the engine with it; 0 is never.
-    ``ready_step_seconds``: a longer step makes the engine unready meanwhile. ``dump_dir``: folder
-    of crash dumps, None for no dumps; ``about`` is added to them.
+    ``step_timeout``: seconds after which the engine gives up a step and ends; 0: no limit.
+    ``ready_step_seconds``: the engine is not ready while a step takes longer. ``dump_dir``: folder
+    of crash dumps; None: no dumps. ``about`` is added to each dump.
     """
 
     step_timeout: float = STEP_SECONDS
@@ -178,7 +179,7 @@ class StepHung(Exception):  # noqa: N818 - nothing was raised: that is the troub
 
 
 class StepRecord(NamedTuple):
-    """One run of the model thread."""
+    """A record of one step that the model thread has run."""
 
     began: float  # on the engine's clock
     seconds: float
@@ -188,12 +189,12 @@ class StepRecord(NamedTuple):
 
 
 class Watchdog:
-    """Gives up a call of the model thread that takes longer than ``seconds``; 0 is never.
+    """Gives up a call of the model thread that takes longer than ``seconds``; 0: no limit.
 
-    The caller that waits for it gets `StepHung`; the thread itself cannot be ended. One timer runs
-    while calls follow each other, none while nothing is computed. It counts beats instead of
-    subtracting times: a clock that leaps, or a suspended machine, costs one beat and ends no
-    engine. The last calls are recorded.
+    The caller that waits for the call gets `StepHung`; the thread itself cannot be ended. A timer
+    runs while there are calls. The watchdog counts the timer's ticks instead of comparing times: if
+    the clock jumps or the machine is suspended, this counts as one tick and ends no engine. The
+    last calls are recorded.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -209,7 +210,7 @@ class Watchdog:
         self.gave_up = False
 
     def watch(self, job: Job[Any], now: float) -> None:
-        """Watch a call that begins, on the running event loop."""
+        """Begin to watch a call that was started on the running event loop."""
         self._job, self._began = job, now
         self._num_jobs += 1
         if self._timer is None and self._seconds > 0:

@@ -1,9 +1,9 @@
 """StepBisection: runs a failed step again in parts until the failing requests are known.
 
-The requests of a plan may be computed again: their KV goes to the same positions of the same pages,
-and the noise of a token is a function of its position. The parts have no drafts: a draft may be the
-cause of the failure, and no answer depends on drafts. Prompt chunks of a model with recurrent
-states are the exception: a state may have moved on beyond their first rows.
+Most requests of a plan can be computed again: their KV is written to the same slots, and the
+sampling noise depends only on the position. The parts have no drafts: a draft may be the cause of
+the failure, and no answer depends on drafts. A prompt chunk of a model with recurrent states cannot
+be run again, because its state may already include some of its rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _GPU_FAILED = ("CUDA error", "Error [CUDA]")  # markers in error texts of torch 
 
 
 def may_have_lost_model(failure: BaseException) -> bool:
-    """Whether no later step may succeed: a rank or a GPU is lost.
+    """Whether the failure means that all later steps would fail, too: a rank or a GPU is lost.
 
-    After a bad access a GPU refuses every later call.
+    After an illegal memory access a GPU refuses every later call.
     """
     if isinstance(failure, RankLost):
         return True
@@ -42,7 +42,7 @@ def may_have_lost_model(failure: BaseException) -> bool:
 
 
 def forget_frames(failure: BaseException | None) -> None:
-    """Release the objects in the frames of a failure: the next run may need their memory."""
+    """Drop the local variables in a failure's tracebacks: they may hold memory that is needed."""
     seen: set[int] = set()  # causes may form a cycle
     while failure is not None and id(failure) not in seen:
         seen.add(id(failure))
@@ -51,12 +51,13 @@ def forget_frames(failure: BaseException | None) -> None:
 
 
 class StepBisection:
-    """Decides which part of a failed plan is run next: halves of halves, down to single requests.
+    """Chooses the part of a failed plan to run next: halves, their halves, down to single requests.
 
-    One failing request among n is found in 2 log2 n runs. Each part that succeeds earns one more
-    run; when all are used up, the remaining parts are run once and fail as a whole. If memory ran
-    out with prompt chunks, half of their tokens are run; the others wait for a later step.
-    ``left_out``: requests that are not run again, because their state may have moved on.
+    One failing request among n is found in about 2 log2 n runs. The number of failures is limited,
+    and each part that succeeds allows one more. At the limit, every part that fails does so as a
+    whole. If memory ran out with prompt chunks, only half of their tokens are run; the rest waits
+    for a later step. ``left_out``: requests that are not run again, because their state may have
+    changed.
     """
 
     def __init__(self, plan: StepPlan, failure: Exception) -> None:
@@ -77,8 +78,8 @@ class StepBisection:
     def next(self) -> StepPlan | None:
         """Return the part to run now; None at the end. Call `passed` or `failed` after it.
 
-        Each part repeats the new pages and released requests: the failed run may not have read
-        them.
+        Each part has all new pages and released requests of the plan, because the failed run may
+        not have processed them.
         """
         return replace(self._plan, requests=self._parts.pop()) if self._parts else None
 
@@ -98,10 +99,10 @@ class StepBisection:
         self.failing_requests += part.requests
 
     def health_check(self, page_size: int) -> StepPlan:
-        """Return a one-token dummy step, which checks that the model works at all.
+        """Return a dummy step of one token, which checks that the model still works.
 
-        The step writes into the last page of a failing request, which is not published, and its
-        state.
+        The step writes to the last page of a failing request and to its recurrent state. Neither is
+        used by another request.
         """
         last = (self.failing_requests or self.left_out)[-1]
         state = last.extras.state
@@ -129,14 +130,14 @@ class StepBisection:
 
     @property
     def is_explained(self) -> bool:
-        """Whether other requests, or a lack of memory, explain the failure."""
+        """Whether a failing request or a lack of memory has been found to explain the failure."""
         return bool(self.failing_requests) or self._may_lack_memory
 
 
 def _splits(
     requests: Sequence[ScheduledRequest], failure: Exception
 ) -> list[list[ScheduledRequest]]:
-    """Return the parts to run instead, last one first; empty if no further split is possible."""
+    """Return the parts that replace ``requests``, last one first; empty if there are none."""
     num_tokens = num_chunk_tokens(requests)
     if is_out_of_memory(failure) and num_tokens > LEAST_CHUNK:
         chunks = _cut(requests, max(LEAST_CHUNK, num_tokens // 2))
@@ -150,9 +151,10 @@ def _splits(
 
 
 def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[ScheduledRequest]:
-    """Cut chunks to ``num_tokens`` in all; a request without tokens waits for a later step.
+    """Cut prompt chunks to ``num_tokens`` in all; a request without tokens waits for a later step.
 
-    A request whose KV is packed gets at least one token: a later plan would have it packed again.
+    A request whose KV is to be packed keeps at least one token: otherwise a later plan would pack
+    its KV a second time.
     """
     kept = []
     for scheduled in requests:
@@ -166,7 +168,7 @@ def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[Schedule
 
 
 def _moved_state(scheduled: ScheduledRequest) -> bool:
-    """Whether a step that failed may have moved the state of a request beyond its first row."""
+    """Whether a failed step may have changed a request's recurrent state after its first row."""
     return scheduled.extras.state is not None and scheduled.stop - scheduled.start > 1
 
 

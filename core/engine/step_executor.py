@@ -28,13 +28,13 @@ OnEvents = Callable[[list[Event]], None]
 
 
 class OverlapWork:
-    """Does the event loop's own work while the model thread computes.
+    """Runs the event loop's own work while the model thread computes.
 
-    One thread at a time holds Python's lock. At the beginning of a step this must be the model
-    thread, which prepares its kernels: work done by the loop then delays the step. So the loop
-    waits for `kernels_started`. Waking the loop costs two threads' time, so a small amount of work
-    is done at once. ``work`` is called once for each step, before it ends. All methods but
-    `kernels_started` are called on the event loop.
+    Only one thread at a time can hold Python's global lock. When a step begins, the model thread
+    needs it to launch kernels, and work on the event loop would delay the step. So a large amount
+    of work waits for `kernels_started`. A small amount is done at once, because waking the event
+    loop again would cost more. ``work`` is called once for each step, before the step ends. All
+    methods but `kernels_started` are called on the event loop.
     """
 
     def __init__(self, work: Callable[[], None], is_much: Callable[[], bool]) -> None:
@@ -81,11 +81,11 @@ class OverlapWork:
 
 
 class InFlightStep:
-    """Step in the model thread, which may begin before the output of the last one is read.
+    """A step in the model thread, which may be launched before the preceding step's output is read.
 
-    A plan made ahead lacks the last token of each request: the preceding step, ``after``, chooses
-    it on the device. ``splits``: the thread launches the step in one call and waits for it in
-    another, so that the next launch may come between.
+    A plan made that early lacks the last token of each request, which the preceding step,
+    ``after``, chooses on the device. ``splits``: the thread launches the step in one call and waits
+    for it in another, so that the next step can be launched in between.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class InFlightStep:
             self._job = thread.start(self._run)
 
     def outcome(self, thread: StepThread) -> Job[StepOutput]:
-        """Return the call that ends with the step; to be called after the next step's start."""
+        """Return the call that ends with the step. Call this after the next step was started."""
         if self._job is None:
             self._job = thread.start(self._finish)
         return self._job
@@ -169,12 +169,12 @@ class InFlightStep:
 
 
 class StepExecutor:
-    """Computes an engine's steps, and the next one ahead if its plan is known.
+    """Computes an engine's steps; launches the next step early if it can be planned.
 
-    ``on_events`` takes the events of each commit; ``overlap_work`` works while the thread computes.
-    ``overlap``: whether a step may be launched before the preceding one is committed, by runners
-    that are `StepRunner.is_async`. A step that raises is run again in parts: requests that fail
-    alone end, the others are not affected.
+    ``on_events`` gets the events of each commit. ``overlap_work`` runs while the thread computes.
+    ``overlap``: whether a step may be launched before the preceding one is committed, if the runner
+    has `StepRunner.is_async`. A step that raises is run again in parts: only the requests whose
+    parts fail are ended.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class StepExecutor:
             self._next = self._start(plan, runner, after=in_flight)
 
     async def _abandon_next(self) -> None:
-        """Discard the step started ahead of one that failed."""
+        """Discard the step that was launched after one that failed."""
         in_flight = self._next
         if in_flight is not None:
             output = await self._compute(in_flight, self._clock())  # a running step is not stopped
@@ -341,8 +341,8 @@ class StepExecutor:
     async def _check_health(self, bisection: StepBisection, runner: StepRunner) -> None:
         """Raise the failure, unless a dummy step succeeds.
 
-        If it does, the model works, and each of the failed steps had only requests that fail alone.
-        A GPU that is lost fails every step: no request is blamed for that.
+        If it does, the model works, and the failing requests caused the failures. A lost GPU fails
+        every step, and no request is blamed for that.
         """
         plan = bisection.health_check(self._scheduler.cache.page_size)
         in_flight = self._start(plan, runner)

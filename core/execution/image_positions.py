@@ -11,11 +11,11 @@ from ..ops.batch import IntArray
 
 
 def image_positions(images: Sequence[PromptImage], start: int, stop: int) -> IntArray | None:
-    """Return positions in time, height and width of rows from ``start`` on, [3, stop - start].
+    """Return RoPE positions in time, height and width of rows from ``start`` on, [3, stop - start].
 
-    None if each is the row's position in the sequence. All rows of an image share one time; each
-    has the height and width of its place in the image. The text after an image continues after its
-    longer side (Qwen2-VL, arXiv 2409.12191, section 2.1).
+    None if each of them is the row's position in the sequence. All rows of an image have the same
+    time; height and width count its lines and columns. The positions of the text after an image
+    begin after the longer of the image's two sides (Qwen2-VL, arXiv 2409.12191, section 2.1).
     """
     if not images:
         return None
@@ -40,9 +40,10 @@ def image_positions(images: Sequence[PromptImage], start: int, stop: int) -> Int
 
 
 def image_reaches(images: Sequence[PromptImage], start: int, stop: int) -> IntArray | None:
-    """Return the first position that each row from ``start`` on does not attend to, [stop - start].
+    """Return the first position after those that each row attends to, for rows from ``start`` on.
 
-    None if every row is causal. Rows of an image with mutual attention attend up to its end.
+    The result is [stop - start], or None if every row is causal. Rows of an image that attend to
+    each other attend up to its end.
     """
     if not images:
         return None

@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 class LaunchedStep:
     """A launched step whose outcome is not read yet.
 
-    The host owns only the tokens that are being copied to it and the clocks. The device uses all
-    other buffers in the order of the launches.
+    The host uses only the clocks and the tokens that are being copied to it. All other buffers
+    belong to the device, which uses them in the order of the launches.
     """
 
     plan: StepPlan
@@ -84,7 +84,7 @@ class PendingStep:
     def next_inputs(
         self, batch_rows: Mapping[str, int], num_rows: int, vocab_size: int
     ) -> DeviceTokens:
-        """Return the chosen tokens as inputs of the next step, without a read by the host.
+        """Return the chosen tokens as inputs of the next step; the host does not wait for them.
 
         ``batch_rows`` maps a request id to the row of the next step's batch that takes its token;
         the batch has ``num_rows`` rows. Raises ValueError if this step may yield more than one
@@ -104,7 +104,7 @@ class PendingStep:
 class ModelRunner:
     """Runs a step: propose drafts, compute one ragged forward pass, verify.
 
-    It keeps no request: a `ScheduledRequest` lends all that a step needs.
+    It keeps no data of requests: a `ScheduledRequest` has all that a step needs.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class ModelRunner:
     # -- drafts ---------------------------------------------------------------------------------
 
     def _drafts(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> Sequence[Draft]:
-        """Return the draft to verify for each request of the plan."""
+        """Return the drafts to verify, one for each request of the plan."""
         proposed = self._propose(plan, on_kernels_started)
         if plan.is_plain:
             return [NO_DRAFT] * len(plan.requests)
@@ -269,7 +269,7 @@ class ModelRunner:
     def _observe(
         self, work: LaunchedStep, verified: Sequence[Verified], outputs: Sequence[RequestOutput]
     ) -> None:
-        """Report the step to the proposer. An exception costs its drafts, never the step."""
+        """Report the step to the proposer. If the proposer raises, the step still succeeds."""
         if self.proposer is None:
             return
         try:
@@ -321,8 +321,8 @@ class ModelRunner:
     def _place_states(self, plan: StepPlan) -> None:
         """Initialise the state slots of requests that begin or resume from a saved state.
 
-        The slots of one step are distinct, so their order does not matter. A repeated step places
-        them again.
+        The slots of one step are distinct, so their order does not matter. A step that is run again
+        initialises them again.
         """
         states = self.pool.states
         if states is None:
@@ -338,7 +338,7 @@ class ModelRunner:
                 states.reset(state.slot)
 
     def _pack(self, plan: StepPlan) -> None:
-        """Pack the KV of requests whose plan orders it."""
+        """Pack the KV of the requests that the plan marks with a `KvPack`."""
         if self._keep_policy is not None:
             for scheduled in plan.requests:
                 pack_kv(self._keep_policy, self.pool, scheduled)
@@ -373,9 +373,9 @@ class ModelRunner:
         return output
 
     def _next_inputs(self, layout: StepLayout, after: Pending | None) -> DeviceTokens:
-        """Return inputs that the device takes from the step ``after``, for requests that are ahead.
+        """Return input tokens that the device takes from the step ``after``, not from the host.
 
-        Raises ValueError if ``after`` is not a running step, or if a request needs its token
+        Raises ValueError if ``after`` is not a step of this runner, or if a request needs its token
         history.
         """
         if not isinstance(after, PendingStep):
@@ -442,8 +442,8 @@ def _output(
 def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float]:
     """Return the seconds of drafting, forward pass and verification in a step of ``whole`` seconds.
 
-    Verification is the remainder. On a GPU its clock times drafting and the forward pass, and the
-    host prepares the verification while the pass still runs.
+    The time that is not drafting or forward pass counts as verification. On a GPU the first two are
+    measured by the GPU, and the host prepares the verification during the pass.
     """
     draft, forward = (clock.seconds() for clock in clocks)
     return {"draft": draft, "forward": forward, "verify": max(0.0, whole - draft - forward)}
@@ -452,8 +452,8 @@ def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float
 def _chunks_not_finite(work: LaunchedStep) -> list[int]:
     """Return the indices of prefill chunks with a hidden state that is not finite.
 
-    The verifier checks only the last row of a prompt, which decides a token. The KV of all rows is
-    about to be published, so the other rows must be checked here.
+    The verifier checks only rows that decide a token. The KV of a chunk's other rows is about to be
+    published, so they must be checked here.
     """
     requests = work.layout.requests
     chunks = [

@@ -30,8 +30,8 @@ class VerifiedRequest(msgspec.Struct, frozen=True, gc=False):
     """The outcome of one scheduled request.
 
     ``batch_rows[i]`` is the row of the batch that holds position ``scheduled.start + i``: first the
-    pending tokens, then the accepted draft tokens. It is empty if the request failed or has packed
-    KV away.
+    pending tokens, then the accepted draft tokens. ``batch_rows`` is empty if the request failed,
+    or if some of its tokens have lost their KV (`num_packed_away`).
     """
 
     scheduled: ScheduledRequest
@@ -69,9 +69,9 @@ class Proposer(Protocol):
         """Return one draft for each request, in order, of at most ``draft_plan.max_draft`` nodes.
 
         ``draft_plan.draft`` holds the looked-up draft: a returned draft replaces it, `NO_DRAFT`
-        keeps it. Nodes of a tree beside the trunk are verified only as far as ``spare_page_ids``
-        have slots for them. A proposer that keeps KV of its nodes uses the same slots in its own
-        pool and moves accepted nodes itself (`observe`).
+        keeps it. Nodes of a tree off the trunk are verified only as far as ``spare_page_ids`` have
+        slots for them. A proposer that keeps KV of its nodes uses the same slots in its own pool,
+        and moves the KV of accepted nodes in `observe`.
         """
 
     def observe(
@@ -80,7 +80,8 @@ class Proposer(Protocol):
         """Observe a step after its verification, plain and prefill steps included.
 
         ``verified`` [requests of the plan]. All arguments are valid only during the call. If a
-        later step was already launched, ``output.hidden`` and ``output.logits`` are void.
+        later step was already launched, ``output.hidden`` and ``output.logits`` are overwritten and
+        must not be used.
         """
 
     @property
@@ -105,15 +106,15 @@ class Proposer(Protocol):
     models: Sequence[tuple[Decoder, KVPool]] = ()  # decoders that it runs, with their pools
 
     def warm_up(self, max_len: int, num_best: int) -> None:
-        """Prepare for passes over texts of up to ``max_len`` tokens, other than passes of `models`.
+        """Prepare for passes over at most ``max_len`` tokens, except passes of `models`.
 
-        ``num_best``: number of candidate tokens chosen at each position.
+        The engine prepares those. ``num_best``: number of candidate tokens chosen at each position.
         """
         del max_len, num_best
 
     def try_draft(self, num_requests: int, num_tokens: int) -> None:
         """Compute one draft pass for ``num_requests`` requests with ``num_tokens`` tokens each.
 
-        The tokens' KV is void. The engine times this call before any `propose`, and zeroes the
-        pools of `models` first.
+        The values of the KV do not matter. The engine calls this before any `propose` to measure
+        its time, and zeroes the pools of `models` first.
         """

@@ -122,10 +122,10 @@ def add_rows(
 
 
 def row_extras(scheduled: ScheduledRequest, start: int, num_rows: int) -> RowExtras | None:
-    """Return the extras of ``num_rows`` rows from position ``start`` on; None if plain.
+    """Return the extras of ``num_rows`` rows from position ``start`` on; None if they have none.
 
-    Rows from ``scheduled.stop`` on are drafts. Drafts of a request with a state are chains, so one
-    segment owns the state.
+    Rows from ``scheduled.stop`` on are drafts. Drafts of a request with a recurrent state are
+    chains, so the state belongs to one segment.
     """
     extras = scheduled.extras
     if extras is PLAIN:
@@ -145,7 +145,7 @@ def row_extras(scheduled: ScheduledRequest, start: int, num_rows: int) -> RowExt
 def request_copies(
     scheduled: ScheduledRequest, draft: Draft, path: Sequence[int], page_size: int
 ) -> list[tuple[int, int]]:
-    """Return (from, to) slots of accepted nodes whose KV must move to their positions' slots.
+    """Return pairs (from, to) of slots, to move the KV of accepted nodes to their positions' slots.
 
     ``path``: the accepted nodes, first level first.
     """
@@ -178,9 +178,9 @@ def num_logits(scheduled: ScheduledRequest, num_drafted: int, *, samples: bool) 
 class StepLayout:
     """The requests of a step and their drafts as rows of a batch and of its logits.
 
-    Rows and logits lie in the order of the requests. ``unknown_rows`` maps the id of a request that
-    is ahead to the row whose token the previous step is still choosing. ``sampled_rows`` are the
-    rows of the logits that decide a token.
+    Rows and logits are in the order of the requests. ``unknown_rows`` maps the id of a request to
+    its row whose token the previous step is still choosing. ``sampled_rows`` are the rows of the
+    logits that decide a token.
     """
 
     requests: Sequence[ScheduledRequest]
@@ -249,10 +249,10 @@ class StepLayout:
         return logits if len(self.sampled_rows) == len(logits) else logits[self.sampled_rows]
 
     def sampling_plan(self, num_logits: int) -> SamplingPlan | None:
-        """Return the rows to draw; None if some of the logits decide no token.
+        """Return the rows that the pass itself can sample; None if some logits decide no token.
 
-        The plan is known before the pass. Each segment's logits follow a run of nodes; the logits
-        of a request's first segment also follow its last token.
+        The plan depends only on the layout. The logits of a request's first segment follow its last
+        token and its trunk; each other segment's logits follow a run of draft nodes.
         """
         if len(self.sampled_rows) != num_logits:
             return None
@@ -277,7 +277,7 @@ class StepLayout:
     # -- once the accepted path of each request is known
 
     def kv_copies(self, paths: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """Return (from, to) slots by which the KV of accepted nodes moves to its positions."""
+        """Return pairs (from, to) of slots, to move the KV of accepted nodes to their positions."""
         return [
             pair
             for scheduled, draft, path in zip(self.requests, self.drafts, paths, strict=True)
@@ -308,7 +308,10 @@ class StepLayout:
         ]
 
     def prompt_logprobs(self, logits: Tensor) -> list[Sequence[TokenLogprob]]:
-        """Return log-probabilities of prompt tokens, each after a row of a chunk, if requested."""
+        """Return log-probabilities of the prompt tokens that follow the rows of each chunk.
+
+        Empty for a request that did not ask for them.
+        """
         return [
             () if each.sampling.params.prompt_logprobs is None else _logprobs(each, first, logits)
             for each, first in zip(self.requests, self.first_logits, strict=True)

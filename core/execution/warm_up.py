@@ -40,7 +40,7 @@ def warm_up(
     ``max_len``: tokens of the longest request. The largest step has ``num_tokens`` prompt tokens
     and ``num_requests`` requests. ``wanted``: outputs that each step will request, such as the taps
     of a `Proposer`. ``num_best``: candidate tokens at each position that a draft model will
-    request. The pool's content is void afterwards. Raises the errors of a step, such as torch's
+    request. The pool's content is overwritten. Raises the errors of a step, such as torch's
     out-of-memory error.
     """
     longest = min(max_len, pool.num_pages * pool.page_size)
@@ -65,7 +65,7 @@ def _segment(pool: KVPool, tokens: array[int], index: int = 0) -> Segment:
 def _compute(
     decoder: Decoder, pool: KVPool, segments: list[Segment], taps: Taps, num_best: int = 0
 ) -> None:
-    """Compute a pass and sample each segment; with ``num_best`` also its best tokens."""
+    """Compute a pass and sample each segment; with ``num_best``, also rank the best tokens."""
     batch = decoder.batch(segments, page_size=pool.page_size)
     logits = decoder.forward(batch, pool, Wanted(taps=taps)).logits
     rows = [

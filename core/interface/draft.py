@@ -127,9 +127,9 @@ NO_DRAFT = Draft()
 class DraftPlan(msgspec.Struct, frozen=True, gc=False):
     """Plan of one request's draft in a step: known tokens, a token limit for the proposer, or both.
 
-    With both, the proposer merges its guesses with the known tokens; if it may not branch, the
-    better of the two chains is verified. Either may be a tree. If pages are short, the last nodes
-    off the trunk are dropped first.
+    With both, the proposer extends the known tokens to a tree if ``may_branch``; otherwise the
+    better of the two chains is verified. Both drafts may be trees. If pages are short, the last
+    nodes off the trunk are dropped first.
     """
 
     draft: Draft = NO_DRAFT

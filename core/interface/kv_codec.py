@@ -20,9 +20,9 @@ KV_DTYPE_HELP = (
 class KvCodec:
     """Format in which a pool stores a vector: the key or the value of one token, layer and KV head.
 
-    A scaled codec divides the vector by a float32 scale, which is stored beside it, rounds each
-    quotient to a number, and stores the number in a byte. The scale is the largest magnitude of the
-    vector divided by ``top``. The torch backend needs only this table to support a codec.
+    A scaled codec divides the vector by a float32 scale, which is stored beside it, and rounds each
+    quotient to a one-byte number. The scale is the largest magnitude of the vector divided by
+    ``top``. The torch backend needs only this table to support a codec.
     """
 
     name: KvDtype

@@ -1,10 +1,9 @@
 """StepPlan: a step for the model thread to compute.
 
-While a step runs, the event loop changes no request, so a plan may lend the request's own
-``tokens`` and page table instead of copying them; the model thread only reads them.
-
-Each step makes several such objects for each request. They are msgspec structs because a dataclass
-takes several times as long to construct and is tracked by the garbage collector.
+While a step runs, the event loop changes no request, so a plan may refer to the request's own
+``tokens`` and page table instead of copying them; the model thread only reads them. Each step makes
+several such objects for each request. They are msgspec structs because a dataclass takes several
+times as long to construct and is tracked by the garbage collector.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ NO_PAGES = array("q")
 class StateUse(msgspec.Struct, frozen=True, gc=False):
     """Recurrent state of one request in a step, for models that keep one.
 
-    The request owns the state ``slot`` and the ``log``. The state stands at a page's end at or
-    before the step's first row, the log holds the positions after it. ``source``: the slot of a
-    kept state that is copied to ``slot`` before the step, because the request resumes from it; -1:
-    none. The slot of a request that starts at position 0 is reset.
+    The request owns the state ``slot`` and the ``log``. The slot holds the state at the end of a
+    page, at or before the step's first row; the log holds the positions after that. ``source``: the
+    slot of a kept state, copied to ``slot`` before the step because the request resumes from it;
+    -1: none. The slot of a request that starts at position 0 is reset.
     """
 
     slot: int
@@ -40,9 +39,9 @@ class StateUse(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScheduledExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Extra data of some requests' shares of a step; other shares use `PLAIN`.
+    """Data of a scheduled request that most requests do not have; those use `PLAIN`.
 
-    With ``num_packed_away`` every position is stored that many places earlier in the pages.
+    With ``num_packed_away`` the KV of position p is at index ``p - num_packed_away`` of the pages.
     """
 
     state: StateUse | None = None  # None: the model keeps no recurrent state
@@ -58,11 +57,11 @@ PLAIN = ScheduledExtras()
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
-    ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)``; the table reaches at
-    least to ``stop`` and the end of the longest path of the draft. Draft nodes off the trunk have
-    their KV in ``spare_page_ids`` until one of their paths is accepted. A request that ``is_ahead``
-    has one pending token, at ``stop - 1``, which the step under way is choosing: ``tokens`` holds
-    the tokens before it, and may grow meanwhile.
+    ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)``; the table covers
+    ``stop`` and the longest path of the draft. Draft nodes off the trunk have their KV in
+    ``spare_page_ids`` until a path with them is accepted. If ``is_ahead``, the request has one
+    pending token, at ``stop - 1``, which the step under way is still choosing; ``tokens`` holds the
+    tokens before it, and may grow during the step.
     """
 
     request_id: str
@@ -105,7 +104,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether every request decodes one token, without a draft, by its logits and position."""
+        """Whether every request decodes one token without a draft and without its token history."""
         return self.is_plain and all(
             scheduled.stop - scheduled.start == 1
             and scheduled.samples

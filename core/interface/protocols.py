@@ -63,9 +63,9 @@ class Speculator:
     ) -> Sequence[DraftPlan]:
         """Return one plan for each request, in order.
 
-        ``limits`` [num_requests]: most tokens of a path of each draft, maybe 0. ``budget``: rows
-        that all drafts together may add to the step. ``num_prefill``: pending prompt tokens that
-        share the step (about; at most the rest of the token budget).
+        ``limits`` [num_requests]: the most tokens that a path of each draft may have, maybe 0.
+        ``budget``: rows that all drafts together may add to the step. ``num_prefill``: estimate of
+        the prompt tokens that share the step, at most the rest of the token budget.
         """
         return [NO_DRAFT_PLAN] * len(requests)
 
@@ -78,7 +78,10 @@ class Speculator:
         """
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """Learn from a committed step; ``seconds``: time since the last commit or its planning."""
+        """Learn from a committed step.
+
+        ``seconds``: time since the last commit, without idle time.
+        """
 
     def join(self, request: Request) -> None:
         """Register a request that begins to run, for the first time or after a preemption."""
@@ -101,11 +104,11 @@ class Speculator:
         return {}
 
     def row_price(self, num_requests: int) -> RowPrice | None:  # noqa: ARG002
-        """Return the cost of a row in a step of ``num_requests`` requests; None: unknown."""
+        """Return the cost of a row in a step of ``num_requests`` requests; None if unknown."""
         return None
 
     def drafters(self) -> Mapping[str, bool]:
-        """Return by name whether each drafter is still in use; False: it failed too often."""
+        """Return whether each drafter is in use, by its name; False if it failed too often."""
         return {}
 
     def broke_step(self) -> None:
@@ -132,7 +135,7 @@ class Pending(Protocol):
 
 
 def ignore_kernels() -> None:
-    """Do nothing, as an `OnKernelsStarted`."""
+    """Do nothing; the default `OnKernelsStarted`."""
 
 
 class StepRunner(Protocol):
@@ -151,10 +154,11 @@ class StepRunner(Protocol):
         """Launch one ragged batch and return the pending step.
 
         Requests that are ``is_ahead`` take their last token from ``after``, the preceding step,
-        which must include them. If a request got no such token, its output is void. Only a runner
-        that `is_async` gets such requests. ``on_kernels_started`` is called at least once, before
-        kernels begin or once the device has them: Python's lock is then free for a while. Raises
-        ValueError for a plan that cannot follow ``after``, and any error of the launch.
+        which must include them; if it chose no token for a request, the request's output must be
+        ignored. Only a runner that `is_async` gets such requests. ``on_kernels_started`` is called
+        at least once, when this thread leaves Python's global lock to others for a while: before
+        kernels begin, or once the device has them. Raises ValueError for a plan that cannot follow
+        ``after``, and any error of the launch.
         """
 
 

@@ -66,7 +66,7 @@ class CacheOptions(
 
     @property
     def is_private(self) -> bool:
-        """Whether it does not share everything with other requests."""
+        """Whether the request does not both read and write the prefix cache."""
         return not (self.read and self.write)
 
 
@@ -162,7 +162,7 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields
 
 @dataclass(slots=True, eq=False)
 class Fault:
-    """Failure of a step with a chunk of a request that could not be run again."""
+    """A failed step that had a chunk of this request and could not be run again."""
 
     stop: int  # end of the chunk; until then the request's chunks run without other requests
     beside_drafts: bool  # other requests drafted in that step, and no chunk has succeeded since
@@ -234,20 +234,23 @@ class Request:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the pages lack KV of some of its tokens once the pending ones are computed."""
+        """Whether some tokens have no KV in the pages once all pending tokens are computed."""
         return self.num_packed_away(len(self.tokens)) > 0
 
     def kv_len(self, stop: int) -> int:
-        """Return the number of places in its pages for a step that computes up to ``stop``."""
+        """Return how many tokens have KV in the pages after a step that computes up to ``stop``."""
         return stop - self.num_packed_away(stop) if self.extras.kv_budget else stop
 
     def most_kv(self, num_tokens: int) -> int:
-        """Return the most places that it needs at any time until ``num_tokens`` have KV."""
+        """Return the most tokens with KV at any time until ``num_tokens`` tokens are computed."""
         budget = self.extras.kv_budget
         return most_kv(self.prompt_len, budget, num_tokens) if budget else num_tokens
 
     def next_packing(self, start: int) -> int | None:
-        """Return the position that a step from ``start`` must not cross, or None."""
+        """Return the position after ``start`` at which KV is packed; None if it never is.
+
+        No step may cross it.
+        """
         budget = self.extras.kv_budget
         return next_packing(self.prompt_len, budget, start) if budget else None
 
@@ -268,6 +271,9 @@ def by_order(request: Request) -> tuple[float, int]:
 
 
 def by_work(request: Request) -> tuple[int, int]:
-    """Return the sort key by work: priority, then tokens left (if waiting: when queued)."""
+    """Return the sort key by priority, then by the number of tokens left to compute.
+
+    For a waiting request the number is the one when it was queued.
+    """
     is_queued = request.status is RequestStatus.WAITING
     return request.priority, request.num_uncached if is_queued else request.num_pending

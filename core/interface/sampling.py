@@ -152,12 +152,11 @@ class ConstraintFailed(Exception):  # noqa: N818 - it fails its request, nothing
 class Constraint(Protocol):
     """Tokens that may follow a request's output. Belongs to one thread; `fork` makes another.
 
-    The allowed tokens depend only on the output before them. So with a constraint, too, a token is
-    a function of its path: the answer is the same for every drafter, depth and batch.
-
-    In every call the output so far is ``tokens[start:]``. It only grows from call to call; guesses
-    that follow it may be anything. Costs grow with the new tokens, not with the whole output. Every
-    method but `fork` may raise `ConstraintFailed`.
+    The allowed tokens depend only on the output before them, so the answer is still the same for
+    every drafter, draft length and batch. In every call the output so far is ``tokens[start:]``,
+    which only grows from call to call; guessed tokens that follow it need not be allowed. Costs
+    grow with the new tokens, not with the whole output. Every method but `fork` may raise
+    `ConstraintFailed`.
     """
 
     def allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
@@ -178,9 +177,10 @@ class Constraint(Protocol):
 
 
 class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Numbers of a prompt's last row in place of an answer; the request ends with them.
+    """A request for numbers of the prompt's last row instead of an answer.
 
-    The hidden state after the final norm, or with ``token_ids`` their unprocessed logits.
+    They are the hidden state after the final norm, or, with ``token_ids``, the unprocessed logits
+    of the named tokens.
     """
 
     token_ids: tuple[TokenId, ...] = NO_IDS
@@ -241,9 +241,9 @@ class SamplingMetadata:
         }
 
     def cached(self, make: Callable[..., Made], *args: Hashable) -> Made:
-        """Return ``make(self, *args)``, computed once and kept as long as the request.
+        """Return ``make(self, *args)``, computed once and cached for the lifetime of the request.
 
-        A cache for the data that a backend derives from the parameters. Called in the model thread.
+        Backends cache what they derive from the parameters. Called in the model thread.
         """
         key = (make, *args)
         try:

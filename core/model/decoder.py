@@ -40,12 +40,12 @@ ModelPath: TypeAlias = Literal["own", "transformers"]
 
 
 class Decoder(Protocol):
-    """A model that turns token ids and KV pages into logits, be it a target or a draft model.
+    """A model that turns token ids and KV pages into logits, either a target or a draft model.
 
     ``path``: "own" if the backend's operations compute the layers, or "transformers" if
     transformers' modules do. ``exact``: whether a row's bits are the same in any batch. ``dtype``:
-    of activations. ``states``: shapes of the layers with a recurrent state, whose pools need a
-    `StatePool`.
+    dtype of activations. ``states``: shapes of the layers with a recurrent state, whose pools need
+    a `StatePool`.
     """
 
     path: ModelPath
@@ -59,10 +59,10 @@ class Decoder(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Versions and variants by name.
+        """Versions and variants of the operations, by name.
 
-        Results of decoders that differ in them may differ in bits. They identify the operations,
-        and their inputs other than config and weights.
+        The results of two decoders with different identities may differ in bits. The identity does
+        not include config and weights.
         """
 
     def make_pool(
@@ -104,8 +104,8 @@ class Decoder(Protocol):
     def warm_up(self, pool: KVPool, max_len: int, wanted: Wanted = NOTHING_MORE) -> None:
         """Prepare for passes over a pool, of up to ``max_len`` positions; the pool is not written.
 
-        ``wanted``: the outputs that these passes will request. Of input vectors and draws only
-        their presence matters.
+        ``wanted``: the outputs that these passes will request. Of its input vectors and draws only
+        the presence matters, not the values.
         """
 
     def forward(
@@ -118,7 +118,7 @@ class Decoder(Protocol):
         """
 
     def row_passes(self, pool: KVPool) -> RowPasses | None:
-        """Return draft passes over a pool, each in one call; None if the backend has none."""
+        """Return an object that computes draft passes over a pool; None if the backend has none."""
 
 
 class PagedDecoder(Decoder):
@@ -214,7 +214,7 @@ class PagedDecoder(Decoder):
         )
 
     def row_passes(self, pool: KVPool) -> RowPasses | None:  # noqa: ARG002
-        """Return None: there are no such passes."""
+        """Return None: this decoder has no special draft passes."""
         return None
 
 
@@ -235,8 +235,8 @@ class OwnDecoder(PagedDecoder):
     ) -> None:
         """Wrap packed ``weights``.
 
-        ``layout``: page layout, if it is another model's. ``linear_specs``: declarations of the
-        packed linears. ``compiles``: whether the backend may compute all layers in one call.
+        ``layout``: page layout, if the pages are another model's. ``linear_specs``: declarations of
+        the packed linears. ``compiles``: whether the backend may compute all layers in one call.
         """
         self.config = config
         self.linear_specs = linear_specs or {}
@@ -259,7 +259,7 @@ class OwnDecoder(PagedDecoder):
     def warm_up(self, pool: KVPool, max_len: int, wanted: Wanted = NOTHING_MORE) -> None:
         """Compute the RoPE tables. On a GPU also capture the graphs.
 
-        Capturing takes seconds, and memory beside the pool's.
+        Capturing takes seconds, and memory in addition to the pool.
         """
         for rope in (rope for ropes in self.ropes for rope in ropes):
             rope.table(max_len)

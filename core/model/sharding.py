@@ -98,7 +98,10 @@ def read_others(read: Read, shard: DecoderConfig) -> None:
 
 
 def _shares_experts(config: DecoderConfig, comm: Comm, read: Read | None) -> bool:
-    """Whether ranks have whole experts. Raises `InvalidRequest` if they must and cannot."""
+    """Whether each rank has whole experts, because their columns cannot be divided among ranks.
+
+    Raises `InvalidRequest` if the number of experts cannot be divided either.
+    """
     for index, layer in enumerate(config.layers):
         spec = layer.experts
         if spec is None:
@@ -192,7 +195,10 @@ def _share_of(weight: StoredWeight, share: Share, comm: Comm) -> StoredWeight:
 
 
 def _cut(weight: StoredWeight, cut: Cut, comm: Comm) -> StoredWeight:
-    """Return the rank's share of each block of a tensor. Raises ValueError inside a group."""
+    """Return the rank's share of each block of a tensor.
+
+    Raises ValueError if a share would end inside a quantised group.
+    """
     if isinstance(weight, QuantizedStack):
         return QuantizedStack(
             weight.count, lambda index: _cut_matrix(weight.one(index), cut.of_one, cut.blocks, comm)

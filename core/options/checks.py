@@ -41,7 +41,7 @@ class Bound(NamedTuple):
 def with_defaults(
     owner: type, bounds: Iterable[tuple[str, CheckNumber, float, float]]
 ) -> tuple[Bound, ...]:
-    """Return the bounds of a dataclass's fields, each with the field's default."""
+    """Return ``bounds`` of fields of a dataclass, each with the default of its field."""
     defaults = {each.name: each.default for each in fields(owner)}
     return tuple(Bound(*bound, defaults[bound[0]]) for bound in bounds)
 

@@ -1,7 +1,8 @@
-"""Settings: fields of a dataclass that are also flags, variables and keys of a file.
+"""Settings: dataclass fields that are also flags, environment variables and keys of a file.
 
 `setting` makes such a field, with the help, the range and the unit of its flag; its type is the
-annotation. `check_settings` refuses a value of another type or out of range, from any origin.
+annotation. `check_settings` refuses a value of another type or out of range, wherever it comes
+from.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _KINDS: Mapping[type, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Setting as flags, variables and files name and read it."""
+    """A setting: its name, its allowed values and its help."""
 
     name: str  # flag name, with underscores
     field: str = ""  # name of the dataclass's field
@@ -84,7 +85,10 @@ class Setting:
         return self.convert(text)
 
     def convert(self, value: object) -> Any:  # noqa: ANN401 - of one of `kinds`
-        """Return the value of an item from a file. Raises `ValueError`: what it must be."""
+        """Return the value of an item from a file.
+
+        Raises `ValueError`, which says what the value must be.
+        """
         if self.is_list and isinstance(value, str):
             return self.read(value)
         if self.metavar == SIZE and isinstance(value, str):
@@ -132,7 +136,7 @@ class Setting:
         return f"{texts} or {name}" if self.kinds & {int, float} else f"one of {texts}"
 
     def _switched(self, value: bool) -> bool:
-        """Return the field's value: ``value`` of the flag, negated for a default of True."""
+        """Return the value of a field whose flag has ``value``: negated if the default is True."""
         return value != (self.default is True)
 
     def _not(self, value: object) -> str:
@@ -155,8 +159,8 @@ def setting(
 ) -> T:
     """Return a dataclass field that is a setting; the arguments are attributes of `Setting`.
 
-    ``flag``: the flag's name if it differs from the field's; without it, a switch that is True by
-    default has the flag ``no_NAME``. ``group`` also applies to the fields that follow.
+    ``flag``: the flag's name; by default the field's name, or ``no_NAME`` for a switch that is True
+    by default. ``group`` also applies to the fields that follow.
     """
     made = Setting(
         name=flag,

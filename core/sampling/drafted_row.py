@@ -15,11 +15,11 @@ from .encoded import EncodedSampling
 class DraftedRow(msgspec.Struct, frozen=True, dict=True):
     """A request's tokens so far, its prompt included, and a draft of its next tokens.
 
-    For verification a row has logits after ``tokens`` and after each node of the draft. With
-    ``parents`` the draft is a tree, as `core.interface.draft.Draft` describes it. For sampling a
-    row has one row of logits, after the whole draft, which is then a chain (`at`). ``tokens`` is
-    lent, never copied. ``num_ahead``: number of tokens between ``tokens`` and the draft that only
-    the device knows.
+    To verify the draft, a sampler has logits after ``tokens`` and after each node; with ``parents``
+    the draft is a tree, as `core.interface.draft.Draft` describes it. To sample a token, it has one
+    row of logits, after the whole draft, which is then a chain (`at`). ``tokens`` is the request's
+    own array, not a copy. ``num_ahead``: number of tokens between ``tokens`` and the draft that
+    only the device knows.
     """
 
     tokens: array[int]
@@ -91,7 +91,7 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
         return len(self.tokens) + self.num_ahead + len(self.draft) - self.sampling.prompt_len
 
     def encoded(self, vocab_size: int) -> EncodedSampling:
-        """Return the request's parameters for logits of this width."""
+        """Return the request's encoded parameters for logits of ``vocab_size``."""
         return self.sampling.cached(EncodedSampling, vocab_size)
 
     def is_edited(self, vocab_size: int) -> bool:
@@ -104,5 +104,5 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
         return recent[max(0, len(recent) - length) :]
 
     def banned_by_words(self, words: Sequence[tuple[int, ...]]) -> list[int]:
-        """Return the last token of each word that the path completes except for that token."""
+        """Return the last token of each word whose other tokens are at the end of the path."""
         return [word[-1] for word in words if self.ending(len(word) - 1) == word[:-1]]

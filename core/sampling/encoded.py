@@ -2,7 +2,7 @@
 
 Each parameter is encoded here once, as a field of a record. The torch oracle reads the fields by
 name. The C kernels read the record in place (``ft_sampling`` of row.h has the same fields in the
-same order). Triton's kernels have a copy of its first fields for each `PLACE`.
+same order). Triton's kernels read a copy of the first fields in each `PLACE`.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ _EMPTY = {code: np.empty(0, code) for code in "qf"}
 class EncodedSampling:
     """One request's parameters for logits of one width, cached by its `SamplingMetadata`.
 
-    With an ``error`` the request cannot be served, and nothing else is read. All token ids are in
-    the vocabulary, except ids of bad words that are only compared. Logits of output positions below
-    ``edited_until`` are edited before the temperature applies.
+    With an ``error`` the request cannot be served, and its other parameters are not read. All token
+    ids are in the vocabulary, except some ids of bad words, which are only compared with the path.
+    Logits of output positions below ``edited_until`` are edited before the temperature applies.
     """
 
     def __init__(self, sampling: SamplingMetadata, vocab_size: int) -> None:
@@ -119,10 +119,10 @@ class EncodedSampling:
         return mask is None and position < self.min_tokens
 
     def ask(self, tokens: array[int], tail: Sequence[int]) -> tuple[Mask | None, str | None]:
-        """Return the tokens that may follow a path, None for all, and the error of its row or None.
+        """Return a mask of the tokens that may follow a path, and an error; either may be None.
 
-        The mask excludes stop tokens before min_tokens, unless no other token is allowed: then
-        min_tokens gives way. Raises ValueError for a mask of another size than the vocabulary.
+        None as a mask allows all tokens. Before min_tokens the mask excludes stop tokens, unless no
+        other token is allowed. Raises ValueError for a mask of another size than the vocabulary.
         """
         if self.error is not None or self.constraint is None:
             return None, self.error

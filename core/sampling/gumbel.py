@@ -57,17 +57,17 @@ def _gumbel_of_words(words: Tensor) -> Tensor:
 
 
 def _stream_key(seed: int, position: int) -> int:
-    """Return the noise key of one output position: splitmix64 number ``position`` of a seed."""
+    """Return the noise key of a position: number ``position`` of the seed's splitmix64 stream."""
     return _signed(mix(stream_start(seed) + GOLDEN * (position + 1)))
 
 
 def stream_start(seed: int) -> int:
-    """Return the part of `stream_keys` that is the same at all positions of a seed, unsigned."""
+    """Return the unsigned word from which `stream_keys` makes all keys of a seed."""
     return splitmix64(seed)
 
 
 def stream_keys(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the noise key of each (`stream_start`, output position), for `gumbel_rows`."""
+    """Return the noise key of each row, by its `stream_start` and output position, [num_rows]."""
     words = starts + np.uint64(GOLDEN) * (positions + 1).view(np.uint64)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(ODD_1)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(ODD_2)

@@ -29,7 +29,7 @@ _NEVER = -math.inf
 def apply_processors(values: Tensor, rows: Sequence[DraftedRow]) -> list[str | None]:
     """Edit ``values`` [num_rows, vocab] in place, by all processors that precede the temperature.
 
-    Returns one error or None per row: why its parameters cannot be served.
+    Returns one item per row: an error if its parameters cannot be served, otherwise None.
     """
     vocab_size, device = values.shape[-1], values.device
     errors = []
@@ -46,7 +46,7 @@ def apply_processors(values: Tensor, rows: Sequence[DraftedRow]) -> list[str | N
 def scaled(values: Tensor, rows: Sequence[DraftedRow]) -> Tensor:
     """Return ``values`` [num_rows, vocab] divided by the temperature.
 
-    Each row's best is exactly 0.
+    The largest value of each row becomes exactly 0.
     """
     temperatures = [row.encoded(values.shape[-1]).fields["temperature"] for row in rows]
     # torch may multiply by the reciprocal of a scalar divisor; a tensor divides alike on every
@@ -120,7 +120,10 @@ def _edit(
 
 
 def _penalise(values: Tensor, row: DraftedRow, fields: Fields) -> None:
-    """Apply CTRL's repetition penalty (arXiv 1909.05858), OpenAI's frequency and presence ones."""
+    """Apply the repetition penalty of CTRL, then the frequency and presence penalties of OpenAI.
+
+    Source: arXiv 1909.05858.
+    """
     factor = fields["repetition_penalty"]
     if factor != 1.0:
         ids = _history(row, 0, values)

@@ -46,7 +46,10 @@ def _of_row(values: Tensor, token_id: int, num_top: int) -> TokenLogprob:
 
 
 def _of_rows(values: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Return the log-probabilities of ``token_ids`` in ``values`` [num_rows, vocab] in one read."""
+    """Return the log-probabilities of ``token_ids`` in ``values`` [num_rows, vocab].
+
+    The host waits for the device only once.
+    """
     shifted = values - values.amax(-1, keepdim=True)
     totals = masses(shifted, values.shape[-1]).sum(-1, keepdim=True)
     own = torch.tensor(token_ids, dtype=torch.int64).to(values.device)
@@ -62,7 +65,7 @@ def _of_rows(values: Tensor, token_ids: Sequence[int], num_top: int) -> list[Tok
 
 
 def _best_ids(values: Tensor, num_ids: int) -> Tensor:
-    """Return `best_ids` of each row of ``values`` [num_rows, vocab], without a read by the host."""
+    """Return `best_ids` of each row of ``values`` [num_rows, vocab]; the host does not wait."""
     num_ids = min(num_ids, values.shape[-1])
     if num_ids == 0:
         return torch.empty((len(values), 0), dtype=torch.int64, device=values.device)

@@ -18,21 +18,18 @@ _FAINT = -50.0  # Lower log-probabilities do not count.
 
 
 def masses(values: Tensor, vocab_size: int) -> Tensor:
-    """Return ``exp(values)`` of values <= 0, int64 in units of `mass_unit`, so sums are exact."""
+    """Return ``exp(values)`` of values <= 0 as int64 multiples of `mass_unit`: sums are exact."""
     return values.exp().mul_(1.0 / mass_unit(vocab_size)).to(torch.int64)
 
 
 def mass_unit(vocab_size: int) -> float:
-    """Return the smallest mass that counts: a power of two such that a row's sum is below 2**62."""
+    """Return the unit of `masses`: a power of two such that the sum of a row is below 2**62."""
     return math.ldexp(1.0, vocab_size.bit_length() - 62)
 
 
 @dataclass(frozen=True, slots=True)
 class TopKTopP:
-    """Limits of top-k, min-p and top-p of several rows.
-
-    Each keeps a prefix of its ranked tokens.
-    """
+    """Limits of top-k, min-p and top-p of several rows; each row keeps its best tokens."""
 
     top_k: Tensor  # int64 [num_rows, 1]; the vocabulary size: off
     min_p_logit: Tensor  # float32 [num_rows, 1]; least value for min-p, -inf: off
@@ -56,7 +53,8 @@ class TopKTopP:
     def keep(self, ranked: Tensor, total: Tensor | None) -> Tensor:
         """Return a mask of the kept values, bool [num_rows, num_candidates].
 
-        ``ranked`` is best first. ``total``: a row's mass if ``ranked`` is only a part of the row.
+        ``ranked``: values of each row, best first. ``total``: mass of the row if ``ranked`` is only
+        a part of it.
         """
         keep = torch.arange(ranked.shape[-1], device=ranked.device) < self.top_k
         keep &= ranked >= self.min_p_logit
@@ -65,7 +63,7 @@ class TopKTopP:
         return keep & (reached - mass < self._limit(reached[:, -1:] if total is None else total))
 
     def candidates(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return candidate ids in rising order, [num_rows, num_candidates], and `keep`'s total."""
+        """Return ascending candidate ids, [num_rows, num_candidates], and ``total`` for `keep`."""
         # One row on a CPU: narrowing a large vocabulary is cheaper than sorting it.
         if len(values) == 1 and values.device.type == "cpu":
             ids, total = self._narrowed(values)

@@ -6,10 +6,10 @@ noise. A draft is compared with the target's tokens along its own path:
 
     accepted    a draft token equal to the target's token at its position, all before it accepted
     recovered   the target's own token at the first position where the draft differs
-    bonus       the target's own token behind a draft that was accepted whole
+    bonus       the target's own token after a draft that was accepted as a whole
 
-So a step yields its accepted run and one recovered or bonus token, and since no token depends on
-what was drafted, the output is the same for every drafter, depth and batch. A drafter that draws
+So a step yields the accepted tokens and one recovered or bonus token. No token depends on what was
+drafted, so the output is the same for every drafter, draft length and batch. A drafter that draws
 with the same noise (`sample`) is accepted most often: Daliri, Musco, Suresh, arXiv 2408.07978.
 """
 
@@ -233,8 +233,8 @@ class _Walk:
 def _waves(walks: Sequence[_Walk], device: torch.device) -> Iterator[list[tuple[_Walk, int]]]:
     """Yield groups of (walk, node) to sample together; a node never precedes its parent.
 
-    On a CPU each group is one level: rows outside the path cost time and decide nothing. Elsewhere
-    one group has all nodes: asking how far each walk got costs more.
+    On a CPU each group is one level of every walk, because sampling rows off the path would waste
+    time. On other devices one group has all nodes, because waiting for each level would cost more.
     """
     if device.type != "cpu":
         yield [(walk, node) for walk in walks for node in range(-1, walk.num_nodes)]
@@ -258,7 +258,7 @@ def _sample(logits: Tensor, places: Sequence[LogitsRow]) -> list[SampledToken]:
 def _blocks(
     places: Sequence[LogitsRow], logits: Tensor
 ) -> Iterator[tuple[list[int], bool, _Score]]:
-    """Yield (indices, whether edited, score) of rows that the same operations serve."""
+    """Yield groups of rows of one kind: their indices, whether to edit them, and their score."""
     vocab_size = logits.shape[-1]
     kinds = [_kind(row, vocab_size) for _, row in places]
     most = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
@@ -271,7 +271,7 @@ def _blocks(
 
 
 def _kind(row: DraftedRow, vocab_size: int) -> tuple[bool, int]:
-    """Return whether a row is edited, and its request's kind."""
+    """Return whether a row's logits are edited, and the kind of its request's score."""
     encoded = row.sampling.cached(EncodedSampling, vocab_size)
     until = encoded.edited_until
     return until > 0 and row.position < until, encoded.kind
@@ -287,7 +287,10 @@ def _take(logits: Tensor, indices: list[int]) -> Tensor:
 def processed(
     values: Tensor, rows: Sequence[DraftedRow], edited: bool
 ) -> tuple[Tensor, list[str | None]]:
-    """Return logits before the temperature, a copy if edited, and the error or None of each row."""
+    """Return the logits before the temperature, and an error or None for each row.
+
+    Edited logits are a copy.
+    """
     errors = _unfit(values, NOT_FINITE)
     if not edited:
         return values, errors

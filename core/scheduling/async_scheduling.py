@@ -20,11 +20,11 @@ from .states import use_state
 
 
 def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | None:
-    """Plan the step after ``plan``, which is in flight; None if that depends on its outcome.
+    """Plan the step after ``plan``, which is in flight; None if it depends on the outcome.
 
-    The page tables are copies: requests may end while the step is computed. New pages may come from
-    evicted prefixes even if the plan is withdrawn: they stay in the leases, and the plan made
-    instead uses them.
+    The page tables are copies, because requests may end while the step is computed. New pages may
+    come from evicted prefixes; if the plan is withdrawn, they stay in the leases for the plan that
+    replaces it.
     """
     loads = scheduler.page_loads
     if loads is not None and loads.is_late(now):
@@ -71,11 +71,10 @@ def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[ScheduledReq
 
 
 def _moves_states(page_size: int, here: list[tuple[ScheduledRequest, Request]]) -> bool:
-    """Whether a recurrent state moves to the next page's end in the following step.
+    """Whether the following step moves a recurrent state to the next page end.
 
-    Such a step waits for the outcome of this one: the state's position of a request that ends, or
-    that is computed again because this step failed, must not depend on whether the next step has
-    begun.
+    Such a step waits for the outcome of this one. Otherwise the position of a state, when its
+    request ends or is computed again after a failure, would depend on whether that step had begun.
     """
     return any(scheduled.stop % page_size == 0 for scheduled, _ in here)
 

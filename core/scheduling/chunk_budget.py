@@ -30,8 +30,8 @@ REMEASURE, MEASURE = 32, 2
 def newcomer_share(budget: int) -> int:
     """Return how many of a step's prompt tokens go to the prompts with the least left to compute.
 
-    A fifth of ``budget``, so the prompt that is first in order takes at most 1.25 times as long
-    because of the others. For small budgets it is `LEAST_CHUNK`, but at most half.
+    This is a fifth of ``budget``, so the prompt that is first in order takes at most 1.25 times as
+    long. For a small budget it is `LEAST_CHUNK`, but at most half of the budget.
     """
     return min(budget // 2, max(LEAST_CHUNK, budget // SHARE_OF_NEWCOMERS))
 
@@ -40,10 +40,10 @@ class ChunkBudget:
     """Limit of the prompt tokens of a step by their computing time.
 
     ``slowdown``: how many times longer a step with chunks may take than one without. If no request
-    decodes, a step's chunks take `STEP_SECONDS`: a request that arrives waits for its end. Both
-    limits are off if ``slowdown`` is infinite. While prompts keep arriving, one step in `REMEASURE`
-    has no chunks, so that the time of decoding alone stays measured: otherwise its estimate would
-    fall and the estimate of chunks would rise.
+    decodes, the chunks of a step may take `STEP_SECONDS`, because a request that arrives waits for
+    the end of the step. Both limits are off if ``slowdown`` is infinite. While prompts keep
+    arriving, one step in `REMEASURE` has no chunks, so that the time of decoding alone is still
+    measured: otherwise its estimate would fall and the estimate for chunks would rise.
     """
 
     def __init__(self, slowdown: float) -> None:
@@ -97,7 +97,7 @@ class ChunkBudget:
         return min(most, max(least, int(min(tokens, most))))
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
-        """Learn from a step's times; a runner may report none."""
+        """Learn from the times of a step, if the runner reported any."""
         chunks = [
             scheduled.stop - scheduled.start
             for scheduled in plan.requests
@@ -125,9 +125,9 @@ class ChunkBudget:
         return self._num_chunked.get(size, 0) >= every
 
     def _plain(self, num_decodes: int) -> float:
-        """Return the seconds of a step without chunks at the nearest measured number of requests.
+        """Return the seconds of a step without chunks for ``num_decodes`` requests.
 
-        0 if no step was measured.
+        If this number was not measured, the nearest one is used; 0 if nothing was measured.
         """
         size = num_decodes.bit_length()
         nearest = min(self._plain_s, key=lambda known: (abs(known - size), known), default=None)

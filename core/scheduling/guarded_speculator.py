@@ -1,4 +1,4 @@
-"""GuardedSpeculator: drafting may fail, the step may not.
+"""GuardedSpeculator: a step goes on without drafts if drafting fails.
 
 `Guarded` wraps a part of the event loop that may fail: a speculator, or one of its sources.
 `CircuitBreaker` is the rule that turns off a drafter that keeps failing.
@@ -53,10 +53,10 @@ class CircuitBreaker:
 
 
 class Guarded(Generic[T]):
-    """Wrapper of a drafter: a failure costs the call's result, repeated failures the drafter.
+    """Wrapper of a drafter, which catches and counts its errors.
 
-    ``idle`` then replaces it. A success of one method says nothing about another: each has its own
-    breaker.
+    After repeated failures ``idle`` replaces the drafter. Each method has its own breaker, because
+    the success of one method says nothing about another.
     """
 
     def __init__(self, inner: T, idle: T, title: str) -> None:
@@ -85,7 +85,10 @@ class Guarded(Generic[T]):
 def guard(
     method: Callable[Concatenate[T, P], R], *, if_failed: R
 ) -> Callable[Concatenate[Guarded[T], P], R]:
-    """Return a method that calls `Guarded.inner`'s, and returns ``if_failed`` if it raises."""
+    """Return a method that calls ``method`` of `Guarded.inner`.
+
+    It returns ``if_failed`` if the call raises.
+    """
     name = method.__name__
 
     def call(self: Guarded[T], /, *args: P.args, **kwargs: P.kwargs) -> R:

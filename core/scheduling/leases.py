@@ -1,8 +1,8 @@
 """Leases of KV pages for requests, by their cache options, and for their drafts.
 
-`awaits_prefix` and `would_fit` are the admission rules that concern pages. Drafts take free pages
-only: cached pages are never evicted for a draft. After the step the scheduler shrinks the lease
-back to the committed tokens.
+`awaits_prefix` and `would_fit` are the admission rules that concern pages. Drafts get free pages
+only: cached pages are never evicted for a draft. After the step the scheduler shrinks the lease to
+the committed tokens.
 """
 
 from __future__ import annotations
@@ -63,17 +63,18 @@ def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Reques
 
 
 def num_uncached_tokens(cache: PrefixCache, request: Request) -> int:
-    """Return how many of its tokens would have to be computed if it were admitted now."""
+    """Return how many tokens would have to be computed if a request were admitted now."""
     limit = cache_limit(request)
     num_cached = cache.match_len(request.tokens, namespace=request.namespace, limit=limit)
     return len(request.tokens) - num_cached
 
 
 def would_fit(cache: PrefixCache, request: Request, running: Collection[Request]) -> bool:
-    """Whether all its tokens, and one more if it generates, fit beside the running requests.
+    """Whether a request's tokens, and one more if it generates, fit beside the running requests.
 
-    A running request gets the pages of its prompt chunk by chunk. Each has room to grow, too:
-    otherwise a preempted request would be admitted and preempted again at once.
+    The pages that prompts of running requests do not have yet are counted. Each running request
+    also gets room to grow: otherwise a preempted request would be admitted and preempted again at
+    once.
     """
     growth = RETURN_GROWTH if request.num_preemptions else 1
     page_size = cache.page_size
@@ -131,7 +132,7 @@ def release_kv(cache: PrefixCache, request: Request, *, keep: bool = True) -> No
 
 
 def pin_prompt(cache: PrefixCache, request: Request) -> None:
-    """Pin the prefixes that the request asks to keep, once its prompt is published."""
+    """Pin the prefixes in `CacheOptions.pins`, once the prompt is published."""
     if not request.cache.write:
         return
     for pin in request.cache.pins:
@@ -144,7 +145,7 @@ def pin_prompt(cache: PrefixCache, request: Request) -> None:
 
 
 def pin_session(cache: PrefixCache, request: Request, num_computed: int) -> None:
-    """Pin a request that ended, its prompt and its answer, as the last turn of its session."""
+    """Pin the prompt and answer of an ended request as the last turn of its session."""
     if request.cache.write and request.cache.session is not None:
         cache.pin_session(
             request.tokens,
@@ -157,7 +158,7 @@ def pin_session(cache: PrefixCache, request: Request, num_computed: int) -> None
 def hold_prompt(cache: PrefixCache, request: Request) -> None:
     """Hold the prompt's pages of an ended request for the engine that continues it.
 
-    That engine computes the last token itself, for its logits.
+    That engine computes the prompt's last token itself, because it needs the logits.
     """
     held = cache.transfers.hold(request.tokens, request.prompt_len - 1, namespace=request.namespace)
     request.transfer = replace(request.transfer, handed=held)
@@ -166,11 +167,12 @@ def hold_prompt(cache: PrefixCache, request: Request) -> None:
 def allocate_draft_pages(
     cache: PrefixCache, lease: KVLease, num_tokens: int, plan: DraftPlan
 ) -> tuple[DraftPlan, array[int]]:
-    """Allocate pages for ``plan`` after the first ``num_tokens`` tokens; return the part that fits.
+    """Return the part of ``plan`` that fits into pages, and the pages for its nodes off the trunk.
 
-    The longest path is cut to the free pages. Also returns the pages for the nodes off the trunk:
-    private pages at the lease's end, which `PrefixCache.shrink` frees. If these are fewer than the
-    plan could use, the runner drops the last nodes.
+    Pages are allocated after the first ``num_tokens`` tokens. The longest path is cut to the free
+    pages. The pages for nodes off the trunk are private pages at the lease's end, which
+    `PrefixCache.shrink` frees. If they are fewer than the plan could use, the runner drops the last
+    nodes.
     """
     if plan is NO_DRAFT_PLAN:
         return plan, NO_PAGES
@@ -193,7 +195,7 @@ def allocate_draft_pages(
 
 
 def _note(request: Request, written: range, page_size: int) -> None:
-    """Count the prompt's full pages in ``written``, once even after preemptions."""
+    """Add the prompt's full pages in ``written`` to the usage, only once even after preemptions."""
     upto = min(written.stop, request.prompt_len // page_size * page_size)
     new = upto - max(written.start, request.num_tokens_accounted)
     if new > 0:

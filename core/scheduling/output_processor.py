@@ -1,7 +1,7 @@
 """Output processing: append a step's tokens to a request, up to the first terminal event.
 
-``num_computed``, usage and the delta are set after that cut. So ids, log-probabilities, text and
-counts agree, and tokens accepted beyond the cut leave no trace.
+Accepted tokens after that are discarded before ``num_computed``, usage and the delta are set. So
+ids, log-probabilities, text and counts agree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def take_output(
 
 
 def request_error(request: Request, out: RequestOutput) -> ForetokenError:
-    """Return the error of a request that failed alone; a refusal names the parameter to blame."""
+    """Return the error of a request that failed without others.
+
+    If its parameters caused the failure, the error names one of them.
+    """
     if not isinstance(out.error, Refusal):
         return ForetokenError(out.error)
     return InvalidRequest(str(out.error), param=_param_to_blame(request.sampling))

@@ -1,12 +1,11 @@
 """PageLoads: loads of KV pages from tiers for requests that wait or run.
 
-A waiting request is looked up in the tiers; admission passes over it until the result is known. If
-loading takes less time than computing, it gets pages for the found KV at its admission and runs
-without being planned: no step touches these pages, so the I/O thread writes them directly. Then it
-continues as after a prefix hit. KV that is missing, late or damaged is computed.
-
-A model with recurrent states resumes only after the last page: its state is loaded first, and
-without the state, or without one of the pages, everything is computed.
+A waiting request is looked up in the tiers, and is not admitted until the result is known. If
+loading takes less time than computing, it gets pages for the found KV at its admission, but is not
+planned until they are loaded. Meanwhile no step touches these pages, so the I/O thread writes to
+them directly. Then the request continues as after a prefix hit. KV that is missing, late or damaged
+is computed. A model with recurrent states resumes only after the last page: its state is loaded
+first, and without the state, or without one of the pages, everything is computed.
 """
 
 from __future__ import annotations
@@ -32,17 +31,15 @@ TRIAL_SECONDS = 30.0  # time without a load, after which a load is tried even if
 
 
 class PageLoads:
-    """Look-ups and loads under way; written by the scheduler and the engine's I/O alone.
+    """Look-ups and loads under way; changed only by the scheduler and the engine's I/O.
 
-    ``on_order`` is called whenever the I/O thread gets a look-up or a load, ``on_offer`` when it
-    gets a peer to meet or to notify.
-
-    A request may offer pages of a peer (`Transfer.offer`). They are looked up like others, once the
-    peer was met. The offer ends as soon as its request does not wait for it any more, for any
-    reason: admitted without a load, loaded, late, preempted, ended.
-
-    A *fetched* request is not scheduled: its pages are loaded into the tree for another request
-    with the same prompt, and nothing is computed for it.
+    ``on_order`` is called when there is a new look-up or load for the I/O thread, ``on_offer`` when
+    there is a peer to connect to or to notify. A request may have an offer of pages in another
+    engine, the peer (`Transfer.offer`). These pages are looked up like others, once the I/O thread
+    has connected to the peer. The offer ends when its request no longer waits for the pages, for
+    any reason: admitted without a load, loaded, late, preempted or ended. A *fetched* request is
+    not scheduled: its pages are loaded into the tree for another request with the same prompt, and
+    nothing is computed for it.
     """
 
     def __init__(self, cache: PrefixCache, tiers: KVTiers) -> None:
@@ -80,19 +77,19 @@ class PageLoads:
 
     @property
     def fetched(self) -> Collection[Request]:
-        """Fetched requests: their tokens end with the pages that they offer."""
+        """Fetched requests; the tokens of each end with the pages of its offer."""
         return self._fetched.values()
 
     @property
     def leases(self) -> list[KVLease]:
-        """Leases without a running request: of fetched ones, and with pages under I/O."""
+        """Leases of fetched requests, and leases whose pages the I/O thread still uses."""
         fetched = [each.lease for each in self._fetched.values() if each.lease is not None]
         return [*self._leases.values(), *fetched]
 
     # -- offers ---------------------------------------------------------------------------------
 
     def meet(self, request: Request) -> None:
-        """Meet the peer of a request that offers pages; to be called before `look_up`."""
+        """Order a connection to the peer of a request's offer, if any; call before `look_up`."""
         offer = request.transfer.offer
         if offer is not None:
             self.num_offers += 1
@@ -115,7 +112,7 @@ class PageLoads:
     # -- fetches --------------------------------------------------------------------------------
 
     def fetch(self, request: Request, now: float) -> None:
-        """Load the pages that a request offers into the tree, if its prompt fits.
+        """Load the pages of a request's offer into the tree, if its prompt fits.
 
         Pages that are missing, late or damaged are left out. No running request is preempted for
         it.
@@ -275,7 +272,10 @@ class PageLoads:
         self._order(load)
 
     def _begin_state(self, load: PageLoad) -> bool:
-        """Take a slot for a load's state, if the model has states; return False without one."""
+        """Reserve a slot for the state of a load, if the model has states.
+
+        Returns False if none is free.
+        """
         if self._cache.states is None:
             return True
         load.state_slot, load.lacks_state = self._cache.begin_state_load(), True
@@ -283,7 +283,7 @@ class PageLoads:
         return load.state_slot is not None
 
     def _num_calls(self, load: PageLoad) -> int:
-        """Return how many calls for pages would take as long as the load's next call."""
+        """Return how many calls for pages would take as long as the next call for this load."""
         num_pages = self.tiers.num_state_pages if load.lacks_state else 1
         return -(-num_pages // self.tiers.pages_per_call)
 
@@ -299,7 +299,7 @@ class PageLoads:
         self.on_order(load)
 
     def loaded(self, load: PageLoad, num_asked: int, num_pages: int, now: float) -> None:
-        """Record the result of a call of the I/O thread: ``num_pages`` of ``num_asked`` are whole.
+        """Record the result of a call of the I/O thread: ``num_pages`` of ``num_asked`` arrived.
 
         The time limit restarts with every call: without an estimate, the number of calls is
         unknown.
@@ -323,7 +323,7 @@ class PageLoads:
         self.forget(request)
 
     def state_loaded(self, load: PageLoad, now: float, *, is_whole: bool) -> None:
-        """Record the result of the thread's call for a state; then order the pages."""
+        """Record whether a state was loaded; then order the pages of the load, or give it up."""
         load.is_in_thread = False
         if load.is_over:
             self._leave_thread(load)
@@ -339,13 +339,16 @@ class PageLoads:
         self.forget(request)
 
     def _leave_thread(self, load: PageLoad) -> None:
-        """Free the slot and the lease of a load that no request waits for, after its call."""
+        """Free the slot and the lease of a load whose request no longer waits, after its call."""
         self._free_state(load)
         if (lease := self._leases.pop(load, None)) is not None:
             self._cache.release(lease, load.tokens, 0, keep=False)
 
     def _keep_loaded(self, request: Request, load: PageLoad) -> None:
-        """Count loaded pages as computed, and publish them; with a state, only if all are there."""
+        """Count loaded pages as computed, and publish them.
+
+        For a model with recurrent states, only if all pages were loaded.
+        """
         num_tokens = load.num_loaded * self._cache.page_size
         if not num_tokens:
             return

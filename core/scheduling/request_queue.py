@@ -96,9 +96,9 @@ class TenantQueue:
 class WaitingQueue:
     """Requests that own no page, new or preempted, in the order of their admission.
 
-    A round begins with `begin_round`. Then the request that `first` returns is to be removed, or
-    passed over until the next round. Each call is O(log n + levels), where the levels are those
-    that waiting made more urgent than the most urgent priority, one for each ``aging_seconds``.
+    A round begins with `begin_round`. Then the caller removes the request that `first` returns, or
+    passes it over until the next round, and calls `first` again. Each call is O(log n + levels):
+    levels are the different urgencies up to the most urgent priority.
     """
 
     def __init__(self, aging_seconds: float) -> None:
@@ -164,7 +164,7 @@ class WaitingQueue:
             del self._by_work[request.tenant]
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
-        """Charge a tenant for computed tokens. O(1): its queue is refiled when it is read."""
+        """Charge a tenant for computed tokens. O(1): queues are reordered when they are read."""
         self.counters.charge(tenant, num_tokens)
 
     # -- a round of admission -------------------------------------------------------------------
@@ -184,9 +184,10 @@ class WaitingQueue:
         return None if foremost is None else foremost.requests[0]
 
     def shortest(self, may_run: Callable[[Request], bool]) -> Request | None:
-        """Return the shortest request of the least served tenant whose shortest one ``may_run``.
+        """Return the shortest request of the least served tenant, if it ``may_run``.
 
-        Priority goes before both. O(tenants).
+        Tenants whose shortest request may not run are left out. More urgent requests come first.
+        O(tenants).
         """
         return min(
             (own[0] for own in self._by_work.values() if may_run(own[0])),
@@ -206,7 +207,7 @@ class WaitingQueue:
     # -- tenants' queues ------------------------------------------------------------------------
 
     def _urgent(self) -> list[TenantQueue]:
-        """Return the least served tenant's queue of each level up to the most urgent priority."""
+        """Return the least served tenant's queue per urgency, up to the most urgent priority."""
         if not self._levels:
             return []
         # Waiting raises a request at most to the most urgent waiting priority, so requests of a
@@ -309,7 +310,7 @@ class WaitingQueue:
             tenant_queues[tenant_queue.sort_key] = tenant_queue
 
     def check(self) -> None:
-        """Assert that each request is in one queue or passed over and each queue is filed. O(n)."""
+        """Assert that each request is in one queue or passed over, each queue in a level. O(n)."""
         queues = self._tenant_queues
         queued = [request for each in queues.values() for request in each.requests]
         assert len({*queued, *self._passed}) == len(queued) + len(self._passed), (

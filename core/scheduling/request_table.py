@@ -172,14 +172,12 @@ class RequestTable:
         return self._by_id.get(request_id)
 
     def check(self, request: Request, pending: PendingArrivals | None = NO_ARRIVALS) -> None:
-        """Refuse a request that cannot be served; ``pending`` ones are about to be added.
+        """Raise an error for a request that cannot be served.
 
-        Without ``pending`` (None) the request will not be added, and the queue needs no room for
-        it.
-
-        Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for token ids that the model does
-        not have, a priority beyond the limit, a request id that is in use, and a KV budget for an
-        engine that packs no KV.
+        ``pending``: requests that are about to be added; None: this request will not be added, and
+        the queue needs no room for it. Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for
+        token ids that the model does not have, a priority beyond the limit, a request id that is in
+        use, and a KV budget for an engine that packs no KV.
         """
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
@@ -231,7 +229,7 @@ class RequestTable:
             self._due[now + request.deadline, request.serial] = request
 
     def begin_round(self, now: float) -> None:
-        """Set the time before requests are admitted."""
+        """Begin a round of admissions at time ``now``."""
         self._now = now
         self.waiting.begin_round(now)
 
@@ -260,8 +258,9 @@ class RequestTable:
     ) -> Iterator[Request]:
         """Yield requests that may run before their turn; the caller admits each.
 
-        A request may if its priority is more urgent than the one of ``most``, or equal with at most
-        half of its tokens to compute. Only the shortest request of each tenant is checked.
+        ``most``: a priority and a number of tokens. A request may run early if its priority is more
+        urgent, or if it is the same and at most half of the tokens are left to compute. Only the
+        shortest request of each tenant is checked.
         """
         tried: set[Tenant] = set()
         priority, num_tokens = most

@@ -131,7 +131,7 @@ class Scheduler:
             self.page_loads.look_up(request, now)
 
     def fetch(self, request: Request, now: float) -> None:
-        """Load the pages that a request offers, for another request with the same prompt.
+        """Load the pages of a request's offer, for another request with the same prompt.
 
         The request is not queued, and nothing is computed for it. Ignored without tiers.
         """
@@ -174,10 +174,10 @@ class Scheduler:
     ) -> list[Event]:
         """Preempt the requests of a step that failed and cannot be run again.
 
-        Their states have moved on, so they resume from kept ones. Unless the failure is explained,
-        the next chunk of each is computed in a step of its own, and the request ends if that step
-        fails, too; if it succeeds, the drafts of others in the failed step (``with_drafts``) are to
-        blame.
+        Their states may already include rows of the step, so they resume from kept ones. Unless the
+        failure is explained, the next chunk of each is computed in a step without other chunks. If
+        that step fails, too, the request ends. If it succeeds, the drafts of others in the failed
+        step (``with_drafts``) are blamed.
         """
         events = []
         for scheduled in plan.requests:
@@ -197,7 +197,7 @@ class Scheduler:
         self._chunk_budget.shrink_chunks(plan)
 
     def credit_unfinished(self, plan: StepPlan) -> None:
-        """Credit the tokens that a step run in parts did not compute: they were charged already."""
+        """Note the tokens of a step run in parts that were charged to tenants but not computed."""
         for scheduled in plan.requests:
             if (request := self.running.get(scheduled.request_id)) is not None:
                 request.num_charged_not_computed += max(0, scheduled.stop - request.num_computed)
@@ -215,7 +215,10 @@ class Scheduler:
     # -- plan -----------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
-        """Plan the next step. Empty without work, or if all running requests wait for pages."""
+        """Plan the next step.
+
+        The plan is empty if there is no request, or if all running ones wait for pages to load.
+        """
         self.cache.tick(now)
         self.request_table.begin_round(now)
         if self.page_loads is not None:
@@ -240,7 +243,7 @@ class Scheduler:
         return self.make_plan(scheduled + chunks, is_plain=drafts is None)
 
     def make_plan(self, scheduled: list[ScheduledRequest], *, is_plain: bool) -> StepPlan:
-        """Return a plan of some requests, with the ids and pages not reported to the runner yet."""
+        """Return a plan of some requests, with the pages and released ids since the last plan."""
         if not scheduled:  # an empty plan is not computed: ids and pages wait for the next one
             return StepPlan(requests=(), newly_allocated_pages=array("q"))
         released_request_ids, self._released_request_ids = self._released_request_ids, []
@@ -389,10 +392,10 @@ class Scheduler:
     def _schedule_chunks(
         self, prompts: list[Request], shares: Mapping[str, int], planned: set[str]
     ) -> list[ScheduledRequest]:
-        """Return chunks with each prompt's tokens in ``shares``, where pages are available.
+        """Return a chunk of each prompt with its tokens in ``shares``, where pages are available.
 
-        A chunk does not end among rows of an image that attend to each other. One chunk of a step
-        may exceed its share for that.
+        A chunk does not end among rows of an image that attend to each other; for such rows one
+        chunk of a step may exceed its share.
         """
         chunks, is_exceeded = [], False
         for request in prompts:
@@ -430,8 +433,8 @@ class Scheduler:
     def _claim_states(self, waiting: Iterable[Request], running: Collection[Request]) -> None:
         """Let running prompts keep the states from which waiting ones can resume.
 
-        This cannot wait until a waiting one is admitted: they may have passed the page's end by
-        then.
+        If this waited until the waiting one is admitted, a running one might have passed the page
+        end by then.
         """
         if self.cache.states is not None:
             for request in waiting:
@@ -447,7 +450,10 @@ class Scheduler:
         *,
         preempt_self: bool = True,
     ) -> bool:
-        """Reserve pages for places below ``upto``; preempts requests later in the order."""
+        """Reserve pages for the first ``upto`` KV vectors; return whether there were enough.
+
+        Preempts requests later in the order.
+        """
         while request.lease is not None and not self.cache.extend(request.lease, upto):
             victim = self._victim(planned)
             if victim is None or (victim is request and not preempt_self):
@@ -484,10 +490,10 @@ class Scheduler:
         self._released_request_ids.append(request.request_id)
 
     def flush(self, *namespaces: str | None) -> int:
-        """Drop unused cached pages and the tokens that look-up drafters have indexed.
+        """Drop the unused cached pages and the tokens indexed for look-up drafts in ``namespaces``.
 
-        Only those in these namespaces; by default in all. None is the shared default. Returns how
-        many pages became free.
+        Without arguments, all namespaces are flushed; None is the shared default namespace. Returns
+        how many pages became free.
         """
         try:
             self.speculator.flush(*namespaces)
@@ -496,10 +502,10 @@ class Scheduler:
         return num_pages
 
     def flush_prefix(self, tokens: array[int], namespace: str | None) -> int:
-        """Drop unused cached pages that begin with ``tokens``; return how many became free.
+        """Drop the unused cached pages of all prompts that begin with ``tokens``; return how many.
 
-        All indexed tokens of the namespace are dropped: they are not stored by prefix. Raises
-        `InvalidRequest` for tokens that do not fill a page.
+        The namespace's indexed tokens are all dropped, because they cannot be found by prefix.
+        Raises `InvalidRequest` for tokens that do not fill a page.
         """
         page_size = self.cache.page_size
         if len(tokens) < page_size:

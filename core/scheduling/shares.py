@@ -1,4 +1,4 @@
-"""Shares of a step: the prompt tokens and draft rows of each request, and its record.
+"""Shares of a step: the prompt tokens and draft rows that each request gets.
 
 The functions depend on requests alone and change nothing.
 """
@@ -59,7 +59,7 @@ def _due_pack(request: Request, stop: int) -> KvPack | None:
 
 
 def without_suspects(prompts: list[Request]) -> list[Request]:
-    """Return the prompt whose turn it is alone if it is a suspect, else all that are not."""
+    """Return only the first prompt in order if it is a suspect, otherwise all that are not."""
     if not any(each.is_suspect for each in prompts):
         return prompts
     first = min(prompts, key=lambda each: (each.is_early, each.order))
@@ -103,10 +103,10 @@ def _draft_limit(request: Request, depth_cap: int) -> int:
 
 
 def without_proposer(plan: DraftPlan) -> DraftPlan:
-    """Return the looked-up draft alone: proposers' KV under the same page ids is not packed."""
+    """Return the looked-up draft alone: a proposer's own KV under these page ids is not packed."""
     return DraftPlan(plan.draft) if plan.max_draft else plan
 
 
 def draft_row_budget(budget: int, *, others_wait: bool) -> int:
-    """Return the rows for drafts: half of those that decodes leave if prompts wait, else all."""
+    """Return the number of rows for drafts: half of ``budget`` if others wait, otherwise all."""
     return max(0, budget // 2 if others_wait else budget)

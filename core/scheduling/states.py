@@ -26,10 +26,11 @@ def want_states(
 ) -> None:
     """Choose the page ends whose states are kept while a prompt is computed.
 
-    These are the end of each pin; the last page end before the opening of the answer, one of
-    ``openings`` (the longest first), which the next turn of a conversation may render differently,
-    or before the last token; the end of the pages found without a kept state, because this is the
-    second request with that prefix; and the multiples of `StateSlots.interval`.
+    These are the last page ends before the end of each pin, before the opening of the answer and
+    before the end of cached pages that were found without a state, because this is the second
+    request with that prefix. The opening is the longest of ``openings`` at the prompt's end, which
+    the next turn of a conversation may render differently; without one, it is the last token.
+    Multiples of `StateSlots.interval` are kept, too.
     """
     states, state = cache.states, lease.state
     if states is None or state is None or not request.cache.write:
@@ -97,7 +98,7 @@ def shared_len(one: array[int], other: array[int], page_size: int) -> int:
 
 
 def use_state(cache: PrefixCache, request: Request, stop: int) -> StateUse | None:
-    """Return the use of the request's state in a step that computes its tokens up to ``stop``.
+    """Return how a step that computes tokens up to ``stop`` uses the request's recurrent state.
 
     None: the model has no states.
     """

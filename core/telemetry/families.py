@@ -1,7 +1,8 @@
 """Counters, gauges and histograms as plain numbers, in the families that Prometheus reads.
 
-A step's observation is an addition to a list or a number: the library's own instruments take a lock
-for each observation, a dozen per step, although the event loop is the only writer.
+A step's observation is an addition to a list or a number. The instruments of prometheus_client
+would take a lock for each observation, a dozen per step, although the event loop is the only
+writer.
 """
 
 from __future__ import annotations

@@ -174,9 +174,11 @@ class EngineMetrics:
         ended: float,
         is_ahead: bool = False,
     ) -> None:
-        """Record one step: given to the model thread, back from it, committed.
+        """Record one step.
 
-        ``is_ahead``: the step was planned before the preceding one was committed.
+        Its times are when the model thread got it (``began``) and returned it (``computed``), and
+        when it was committed (``ended``). ``is_ahead``: the step was planned before the preceding
+        one was committed.
         """
         self._steps.observe(computed - began)
         if is_ahead:

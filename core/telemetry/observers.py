@@ -34,7 +34,10 @@ class EngineObserver:
         """Observe served tokens, and the end of a request: then ``delta.terminal`` holds."""
 
     def observe_replica_step(self, replica: int) -> None:
-        """Record that all deltas of a step of this replica were observed; only in a front."""
+        """Record that all deltas of a step of this replica were observed.
+
+        Called only in a process that serves several replicas.
+        """
 
 
 class Observers:

@@ -32,7 +32,7 @@ class RecentRequest(NamedTuple):
 
     @classmethod
     def of(cls, request: Request) -> RecentRequest:
-        """Return the record of a request, which does not hold the request itself."""
+        """Return a record of a request; the record keeps no reference to the request."""
         cached = request.usage.cached_tokens
         about = (request.request_id, request.tokens, request.namespace)
         return cls(*about, request.prompt_len, cached)

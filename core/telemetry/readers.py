@@ -268,7 +268,7 @@ def _by_label(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
 
 
 def _reaching(lens: Mapping[int, int], depth: int) -> dict[str, int]:
-    """Return by position how many runs with these `lens` have a token there."""
+    """Return for each position how many runs, by number of each length in ``lens``, reach it."""
     return {
         str(position): sum(count for length, count in lens.items() if length > position)
         for position in range(depth)

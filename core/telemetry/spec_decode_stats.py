@@ -1,4 +1,4 @@
-"""Counts of the yield of steps and drafts: one tally for the metrics and a log line per minute."""
+"""Counts of steps, drafts and their tokens, for the metrics and a log line per minute."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SpecDecodeStats:
-    """Counts since the start. A step here is one request's: it yields tokens.
+    """Counts since the start. A step counts once for each request that it gives tokens.
 
-    A draft is the whole tree that a step verified for one request; its leading path is its longest
-    one. Subtract an earlier tally to get the counts since then.
+    A draft is the whole tree that was verified for one request; its leading path is its longest
+    one. Subtract an earlier `SpecDecodeStats` to get the counts since then.
     """
 
     num_tokens: int = 0
@@ -41,7 +41,7 @@ class SpecDecodeStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens of a step that verified a draft; 0 without any."""
+        """Mean tokens of a step that verified a draft; 0 if there was no such step."""
         num_tokens = sum(length * count for length, count in self.lengths.items())
         return num_tokens / max(1, self.num_drafts)
 
@@ -96,7 +96,7 @@ class Load(NamedTuple):
 
 
 class EngineLog:
-    """Log of one line per ``interval_s`` seconds with served tokens; at DEBUG, drafts as well.
+    """Logs one line per ``interval_s`` seconds with served tokens; at level DEBUG drafts, too.
 
     ``load`` returns the present load and ``describe`` the state of the controller, when a line is
     due.

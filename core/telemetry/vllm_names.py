@@ -67,5 +67,8 @@ class VllmNames(Collector):
 
 
 def render_vllm(ours: Collector, model_name: str) -> bytes:
-    """Return the metrics under vLLM's names in the text format of Prometheus, to follow our own."""
+    """Return the metrics under vLLM's names in Prometheus's text format.
+
+    They are appended to the metrics under foretoken's names.
+    """
     return generate_latest(VllmNames(ours, model_name))

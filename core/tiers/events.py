@@ -71,7 +71,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode_batch(seconds: float, events: list[Event]) -> bytes:
-    """Encode a batch as readers expect it; ``seconds`` since 1970. The 0 is the engine's rank."""
+    """Encode a batch in vLLM's format; ``seconds`` since 1970. The engine's rank is always 0."""
     return _encode((seconds, events, 0))
 
 
@@ -83,10 +83,9 @@ def block_hash(key: bytes) -> int:
 class KVEventPublisher:
     """Publisher of the pages that join and leave the tree; a `KeyObserver`.
 
-    Its methods are called on the event loop's thread. Events up to the loop's next turn are one
-    batch, which a thread sends: a slow reader loses batches and never delays the engine. Readers
-    use the topic as a filter; some read only batches of a topic that they know. Raises
-    `InvalidRequest` naming the option of an address that cannot be used.
+    Its methods are called on the event loop's thread. The events of one iteration of the loop are
+    one batch, which a thread sends: a slow reader loses batches and never delays the engine.
+    Readers filter by topic. Raises `InvalidRequest` naming the option whose address cannot be used.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class KVEventPublisher:
 
 
 class _Outlet:
-    """Sockets of readers, and the batches for replays; `run` is the body of their thread."""
+    """The sockets that publish and replay batches of events; `run` is the body of their thread."""
 
     def __init__(
         self,
@@ -266,7 +265,7 @@ class _Outlet:
 def _bound(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, option: str
 ) -> tuple[zmq.Socket[bytes], str]:
-    """Return a socket that listens, and its address with the port in place of a 0."""
+    """Return a listening socket and its address, in which the port used replaces port 0."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)

@@ -3,26 +3,26 @@
 `FingerprintParts` has a field for each of its inputs:
 
 - ``weights``: CRC-32 of every 64 KiB of every tensor, with its name, its dtype and its shape, as it
-  was read from safetensors or GGUF; quantised tensors by their arrays, stacked experts one by one.
-  For transformers' modules every parameter and buffer in the dtype that computes. Random weights
-  are drawn by name, and have no digest: ``load_format``, the config and torch's version determine
-  them.
+  was read from safetensors or GGUF; of quantised tensors each array, of stacked experts each one.
+  For transformers' modules, every parameter and buffer in the dtype of the computation. Random
+  weights have no digest: ``load_format``, the config and torch's version determine them.
 - ``config``: the resolved `DecoderConfig`, with the RoPE of every layer.
-- ``decoder``: the code that computes the layers. The class of the operations and their own names:
-  the file name of the native library, which depends on sources, compiler, flags and CPU, and its
-  method of multiplying bfloat16; Triton's version. For transformers' modules the version of
+- ``decoder``: the code that computes the layers: the class of the operations and their versions,
+  such as the file name of the native library, which depends on sources, compiler, flags and CPU,
+  and its method of multiplying bfloat16; Triton's version. For transformers' modules the version of
   transformers and the text model's whole config.
 - ``machine``: version of torch and of its CPU kernels, threads of torch, CPU, C library, settings
   of libraries in the environment; on a GPU its name and multiprocessors, and CUDA's version.
 - ``code``: the Python sources of the engine that compute KV (`CODE`), and of heads (`HEAD_CODE`).
-- ``dtype``, ``asked_dtype`` (auto keeps weights in their stored dtype, the same dtype by name does
-  not), ``quantize``, ``exact``, ``load_format``.
+- ``dtype``, ``asked_dtype`` (the option: auto keeps weights in their stored dtype, and a dtype by
+  name converts them), ``quantize``, ``exact``, ``load_format``.
 - ``tower``: for a model with image input, version of transformers and the whole config.
 - ``page_size`` and ``kv_codec``: layout of a page, and the rounding of its vectors.
-- ``head``: config and tensors of the trained head whose KV lies in the record, None without one.
+- ``head``: config and tensors of the trained head whose KV is stored with the target's; None
+  without one.
 
-CRC-32 reads several GB/s, a cryptographic hash one. It does not resist files that are made to
-collide: models may share a store only if the authors of all of them are trusted.
+CRC-32 reads several GB/s, a cryptographic hash about one. CRC-32 does not resist files that are
+made to collide: models may share a store only if the authors of all of them are trusted.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ HEAD_CODE = (_PACKAGE / "draft" / "heads",)
 class WeightsDigest:
     """Digest of the tensors of a model, by name; the order of reading does not matter.
 
-    The object is called with each tensor that was read, and returns the tensor to use in its place:
-    the returned stack of experts digests each expert as it is unpacked, which happens once.
+    Call the object with each tensor that was read, and use the tensor that it returns: a returned
+    stack of experts adds each expert to the digest when it is unpacked, which happens once.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,10 @@ class HeadParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FingerprintParts:
-    """All inputs that change a bit of a page's KV; see the module. Texts are compared exactly."""
+    """All inputs that change a bit of a page's KV; the module's docstring describes each.
+
+    Texts are compared exactly.
+    """
 
     weights: bytes
     config: str
@@ -126,7 +129,7 @@ def kv_fingerprint(parts: FingerprintParts) -> bytes:
 
 
 def kernels_name(decoder: Mapping[str, str], machine: Mapping[str, str], code: bytes) -> str:
-    """Return a short text that names the decoder, and by a hash the machine and the code, too.
+    """Return a short text with the names of the decoder and a hash of decoder, machine and code.
 
     The arguments are the fields of `FingerprintParts`.
     """

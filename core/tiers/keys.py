@@ -1,8 +1,9 @@
-"""Keys of cached pages: names outside the process, which determine all tokens up to a page's end.
+"""Keys of cached pages, by which other processes know them.
 
-A key is the hash of the key before it and of the page's tokens; the first key is made from the
-fingerprint (the inputs that compute the KV) and the namespace (the readers). So equal keys mean
-equal bytes of KV. The hash resists deliberate collisions: a key decides who reads whose page.
+A key determines all tokens up to the end of its page: it is the hash of the previous page's key and
+of the page's tokens. The first key is made from the fingerprint (the inputs that determine the bits
+of KV) and the namespace (the readers). So equal keys mean equal bytes of KV. The hash resists
+deliberate collisions, because a key decides who reads whose page.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class PageKeys(CacheObserver):
     """Keys of all pages in a tree, by page id; a `CacheObserver`.
 
     ``counters[page_id]`` grows whenever the page leaves the tree. Cached pages never change, so a
-    copy is whole if the counter has the same value before and after the copying. Any thread may
-    read ``counters``; everything else belongs to the tree's thread.
+    copy of a page is correct if the counter has the same value before and after the copying. Any
+    thread may read ``counters``; everything else belongs to the tree's thread.
     """
 
     def __init__(self, fingerprint: bytes, num_pages: int, page_size: int) -> None:

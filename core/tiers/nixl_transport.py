@@ -37,10 +37,10 @@ WORD_BYTES = 8
 
 
 def make_agent(role: str) -> Any:  # noqa: ANN401 - the package has no types
-    """Make an agent with a unique name. Raises `InvalidRequest` without the extra.
+    """Make an agent with a unique name.
 
-    The agent has no progress thread, which would take a fifth of a core while nothing is
-    transferred.
+    It has no progress thread, which would take a fifth of a core while nothing is transferred.
+    Raises `InvalidRequest` if the extra pd is not installed or NIXL does not start.
     """
     # UCX logs to stdout, and both libraries log errors that callers get anyway.
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
@@ -88,7 +88,7 @@ class NixlServer(PageServer):
 
 @dataclass(frozen=True, slots=True)
 class _LateRead:
-    """Read that was given up and may still write to its buffer."""
+    """A read that was given up and may still write to its buffer."""
 
     peer: bytes
     handle: Any
@@ -210,7 +210,7 @@ class NixlReader(PageReader):
         return self._names[description]
 
     def _forget(self, description: bytes) -> None:
-        """Disconnect from an agent: one that comes again is connected anew."""
+        """Disconnect from an agent, so that a later read connects to it again."""
         name = self._names.pop(description, None)
         if name is not None:
             with contextlib.suppress(Exception):  # the agent is gone either way

@@ -32,11 +32,11 @@ class Records(Protocol):
 
 
 class PageRecords(Records):
-    """`Records` of tensors: the page's row of each tensor, one after the other.
+    """`Records` of tensors: a page's record is its row of each tensor, one after the other.
 
-    ``parts``: tensors ``[num_pages or more, ...]``, contiguous, whose row p belongs to page p: the
-    target's KV first. Rows are taken as bytes: a row may hold blocks of several shapes. ``targets``
-    receive the rows of pages that are loaded, if these are other tensors.
+    ``parts``: contiguous tensors ``[num_pages or more, ...]``, whose row p belongs to page p; the
+    target's KV comes first. Rows are read as bytes, because a row may hold blocks of several
+    shapes. ``targets``: tensors that receive the rows of loaded pages; by default ``parts``.
     """
 
     def __init__(self, parts: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> None:
@@ -83,7 +83,7 @@ class SlotRecords(Records, Protocol):
     """Bytes of recurrent states, by slot."""
 
     def stand_at(self, slot: int, position: int) -> None:
-        """Record that the state written to a slot stands after ``position`` tokens."""
+        """Record that the state after ``position`` tokens was written to a slot."""
 
 
 class StateRecords(PageRecords, SlotRecords):

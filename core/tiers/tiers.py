@@ -1,7 +1,7 @@
 """Tiers: saves of pages to the stores outside the pool, and loads from them.
 
-Saving takes no lock and delays nothing: a page's bytes are copied while it is in use, and kept only
-if the page stayed in the tree meanwhile, because then its bytes did not change.
+Saving takes no lock and delays nothing: the bytes of a page are copied while it may be in use. A
+copy is kept only if the page stayed in the tree meanwhile, because then its bytes did not change.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Tier:
             yield self.states
 
     def close(self, why: object, now: float) -> None:
-        """Close the store for a while, and longer each time."""
+        """Stop using the store for a while, which is longer each time."""
         if now < self.opens:
             return
         self.num_closed += 1
@@ -108,9 +108,8 @@ class StateTiers:
 class Tiers(KVTiers):
     """`KVTiers` over stores in the order of use; a `KeyObserver`, too.
 
-    ``peers``: pools of other engines, which are used last and keep nothing. ``states``: for a model
-    that resumes only where the state after a page is kept, too.
-
+    ``peers``: pools of other engines, which are asked last and to which nothing is saved.
+    ``states``: stores of recurrent states, for a model that can resume only from such a state.
     Raises no error of a store: a store that fails, or answers too late, is closed for a while.
     """
 
@@ -165,7 +164,10 @@ class Tiers(KVTiers):
         return keys[:found] if found > first else []
 
     def _last_state(self, tier: _Tier, keys: Sequence[bytes], first: int, found: int) -> int:
-        """Count the pages up to the last of ``keys[first:found]`` whose state a tier has."""
+        """Return the last number of ``keys``, up to ``found``, after which a tier has a state.
+
+        Returns ``first`` if there is no later one.
+        """
         with self._asking(tier):
             for count in range(found, first, -1):
                 if tier.states is not None and tier.states.find(keys[count - 1 : count]):
@@ -264,7 +266,7 @@ class Tiers(KVTiers):
             self._flush(tier)
 
     def _flush(self, tier: _Tier) -> None:
-        """Flush the due tags; a failed flush stays due, and the tier is closed meanwhile."""
+        """Flush the pending namespaces. One that fails stays pending, and the tier is closed."""
         with self._asking(tier):
             while tier.unflushed:
                 tag = next(iter(tier.unflushed))
@@ -304,7 +306,7 @@ class Tiers(KVTiers):
 
     @contextmanager
     def _asking(self, tier: _Tier) -> Iterator[None]:
-        """Close a tier whose store raises."""
+        """Close the tier for a while if the block raises."""
         self._asked = tier
         try:
             yield
@@ -386,7 +388,7 @@ class Tiers(KVTiers):
         self._on_saves()
 
     def dropped(self, namespace: str | None, keys: list[bytes], cause: Cause) -> None:
-        """Ignore pages that leave the tree: a thread that copies them sees their counters."""
+        """Do nothing: a thread that copies a page sees from its counter that it left the tree."""
 
     def _dropped(self, tier: _Tier) -> Mapping[str, int]:
         """Count pages that were not saved to a tier, by cause."""

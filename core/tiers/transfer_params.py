@@ -1,7 +1,8 @@
-"""TransferParams: ``kv_transfer_params``, by which clients carry transfers from P to D.
+"""TransferParams: ``kv_transfer_params``, which clients carry from one engine to another.
 
-The fields are vLLM's; foretoken's own are in ``foretoken``. All fields are signed: anyone who could
-make such parameters could have any memory read, and any KV used for a prompt.
+P is the engine that computes a prompt, D the engine that continues the request. The fields are
+vLLM's; foretoken's own are in ``foretoken``. All fields are signed: anyone who could make such
+parameters could have any memory read, and any KV used for a prompt.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class OwnParams(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Params(Struct, frozen=True):
-    """``kv_transfer_params`` of P's answer, as far as D needs them; routers may add fields."""
+    """The fields of ``kv_transfer_params`` that the engine that continues a request needs.
+
+    Routers may add fields.
+    """
 
     remote_request_id: Annotated[str, Meta(max_length=NAME_CHARS)]
     remote_block_ids: list[Count]
@@ -59,11 +63,11 @@ class Params(Struct, frozen=True):
 
 
 class TransferParams:
-    """Writer of P's parameters and reader of D's. Belongs to the event loop's thread.
+    """Writer of parameters for an engine that computes prompts, and reader for one that continues.
 
-    ``secret``: shared by the whole cluster. ``memory``: this engine's, if it gives pages.
-    ``end_offer`` notifies the peer of an offer, if this engine takes pages; ``row_bytes``: bytes
-    per row of each part of its records.
+    Belongs to the event loop's thread. ``secret``: shared by the whole cluster. ``memory``: this
+    engine's pool, if it gives pages. ``end_offer``: tells a peer that it may free the pages of an
+    offer, if this engine takes pages. ``row_bytes``: bytes per row of each part of a page's record.
     """
 
     def __init__(
@@ -94,12 +98,12 @@ class TransferParams:
         return self._locks.is_full
 
     def is_prefill(self, params: Mapping[str, Any] | None) -> bool:
-        """Whether the prompt is to be computed for another engine, and this one does so."""
+        """Whether a prompt is to be computed for another engine, and this engine does that."""
         has_pool = self._memory is not None
         return has_pool and params is not None and params.get("do_remote_decode") is True
 
     def is_held(self, part: HeldPages) -> bool:
-        """Whether another engine may still read a part of a prompt."""
+        """Whether another engine may still read the pages of `hold_part`."""
         return self._locks.is_held(part.name)
 
     def hold_part(self, request: Request) -> HeldPages | None:
@@ -115,7 +119,7 @@ class TransferParams:
         )
 
     def write(self, request: Request, part: HeldPages | None = None) -> dict[str, Any]:
-        """Return the parameters of an answer; without held pages they name none.
+        """Return the parameters of an answer; they name no pages if none are held.
 
         ``part``: pages of `hold_part`, used in place of the whole prompt's pages.
         """
@@ -163,7 +167,10 @@ class TransferParams:
     # -- D --------------------------------------------------------------------------------------
 
     def read(self, params: Mapping[str, Any] | None) -> Transfer:
-        """Read the transfer that a request asks for; only count unusable parameters."""
+        """Return the transfer that a request asks for.
+
+        Unusable parameters are only counted: the prompt is then computed.
+        """
         if not params:
             return NO_TRANSFER
         if self.is_prefill(params):

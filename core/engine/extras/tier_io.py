@@ -1,8 +1,8 @@
-"""TierIO: the engine's side of the tiers, one call after the other in a thread of its own.
+"""TierIO: makes the tiers' I/O calls for an engine, one at a time, in a thread of its own.
 
-Flushes go first, then notes to peers, look-ups, and loads in turn, a few pages each; pages are
-saved when there is nothing else to do. So neither a long load nor a save makes a look-up wait for
-long.
+Flushes go first, then messages to other engines, look-ups, and loads of a few pages at a time from
+each request in turn. Pages are saved when there is nothing else to do. So neither a long load nor a
+save delays a look-up for long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RENEW_SECONDS = 10.0  # interval in which peers are asked to hold pages for long
 
 
 class Call(NamedTuple):
-    """Call of the thread."""
+    """A call for the I/O thread."""
 
     work: Callable[[], Any]
     use: Callable[[Any], None] = lambda _: None  # called with the result, or with `if_failed`
@@ -34,10 +34,10 @@ class Call(NamedTuple):
 
 
 class TierIO:
-    """Runs the tiers' calls while an engine serves.
+    """Runs the tiers' I/O calls while an engine serves.
 
-    ``on_change`` is called when a request need not wait any longer. All methods belong to the
-    engine's event loop.
+    ``on_change`` is called when a request no longer needs to wait. All methods must be called on
+    the engine's event loop.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TierIO:
                 await self._wake.wait()
 
     async def _make(self, call: Call) -> None:
-        """Make a call; one that fails counts as one without a result."""
+        """Make a call in the I/O thread, and use its result; `Call.if_failed` if it raises."""
         self._job = self._thread.start(call.work)
         try:
             result = await self._job.result()
@@ -188,7 +188,7 @@ class TierIO:
         self._wake.set()
 
     def _on_offer(self) -> None:
-        """Wake the I/O task, and renew offers for as long as there are any."""
+        """Wake the I/O task, and renew the offers regularly while there are any."""
         if self._renewal is None and self._loads.num_offers:
             loop = asyncio.get_running_loop()
             self._renewal = loop.call_later(RENEW_SECONDS, self._renew)

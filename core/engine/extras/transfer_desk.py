@@ -1,4 +1,4 @@
-"""TransferDesk: ends the transfers of an engine whose pages others read."""
+"""TransferDesk: ends the transfers of an engine's KV pages to other engines."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ POLL_SECONDS = 0.002  # interval between checks for notes; a check takes microse
 
 
 class TransferDesk:
-    """Reads the notes of readers, and ends transfers that are over.
+    """Receives the messages of engines that read this engine's pages, and ends finished transfers.
 
-    The desk works on the engine's event loop while pages are held and for `SECONDS` after that, and
-    costs nothing at other times. A check for notes also answers readers: a reader with the
-    parameters of a transfer that has ended must learn this, and not take the engine for dead.
-    ``on_end`` is called when pages have become free: requests may wait for them.
+    The desk polls on the engine's event loop while pages are held and for `SECONDS` after that, and
+    costs nothing at other times. The polling also answers readers: a reader whose transfer has
+    already ended must learn this, instead of concluding that this engine is dead. ``on_end`` is
+    called when pages have become free, because requests may wait for them.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class TransferDesk:
         cache.transfers.on_hold = self._watch
 
     def _watch(self) -> None:
-        """Check for notes from now on."""
+        """Begin to poll for messages of readers."""
         self._ends = self._clock() + SECONDS
         self._poll_soon()
 
@@ -67,13 +67,13 @@ class TransferDesk:
             self._poll_soon()
 
     def _take(self, note: bytes) -> None:
-        """Do the action of a note; ignore an unknown note or transfer."""
+        """Carry out a reader's message; ignore one of an unknown kind or transfer."""
         for verb, act in ((DONE, self._cache.transfers.end), (RENEW, self._cache.transfers.renew)):
             if note.startswith(verb):
                 act(note[len(verb) :].decode(errors="replace"))
 
     def close(self) -> None:
-        """End all transfers: readers compute the pages that they have not read."""
+        """End all transfers; readers must compute the pages that they have not read yet."""
         if self._timer is not None:
             self._timer.cancel()
         self._cache.transfers.on_hold = lambda: None

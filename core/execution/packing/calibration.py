@@ -1,4 +1,4 @@
-"""Measure the queries of a model over a text, for TriAttention."""
+"""Measurement of the mean queries of a model over a text, for TriAttention."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PAGE_SIZE, CHUNK = 16, 512  # tokens
 
 
 class _Recorder:
-    """Operations of a backend that sum up the queries before RoPE.
+    """A wrapper of a backend's operations that sums up the queries before RoPE.
 
-    ``batch``: the rows of the current pass.
+    ``batch``: the batch of the current pass.
     """
 
     batch: RaggedBatch

@@ -17,10 +17,10 @@ class KeepPolicy(Protocol):
     """Chooses the tokens of an answer that keep their KV."""
 
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
-        """Return the kept places between ``pack.first`` and ``pack.stop``, in rising order.
+        """Return the ascending indices of the tokens to keep from ``pack.first`` to ``pack.stop``.
 
-        The result is int64 [num_layers, num_kv_heads, n]; a dimension may be 1, as in
-        `KVPool.pack`.
+        They count the request's tokens that still have KV. The result is int64 [num_layers,
+        num_kv_heads, n]; one of the first two dimensions may be 1, as in `KVPool.pack`.
         """
 
 
@@ -34,9 +34,9 @@ class KeepWindow(KeepPolicy):
 
 
 def pack_kv(policy: KeepPolicy, pool: KVPool, scheduled: ScheduledRequest) -> None:
-    """Pack a request's KV as its plan orders, only once even if the step is repeated.
+    """Pack a request's KV if its plan says so; a repeated step does not pack it again.
 
-    Raises RuntimeError if an earlier attempt stopped half way: the request's KV is void then.
+    Raises RuntimeError if an earlier attempt stopped half way, so that the KV is not usable.
     """
     pack = scheduled.extras.pack
     if pack is None or pack.is_done:

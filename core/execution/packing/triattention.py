@@ -139,10 +139,10 @@ class KeepByTriAttention(KeepPolicy):
         return torch.stack(found)
 
     def _scores(self, keys: Tensor, turns: Tensor, layer: int) -> Tensor:
-        """Return scores [num_kv_heads, n] of keys [num_kv_heads, n, pairs], complex.
+        """Return scores [num_kv_heads, n] of complex ``keys`` [num_kv_heads, n, pairs].
 
-        ``turns`` [pairs]: mean rotation of later queries. The scores of each query head are
-        standardised; a group of query heads takes the largest one.
+        ``turns`` [pairs]: mean RoPE rotation of later queries. The scores of each query head are
+        standardised, and each KV head gets the largest score among its query heads.
         """
         num_kv_heads = len(keys)
         shape = (num_kv_heads, -1, keys.shape[2])
@@ -161,7 +161,10 @@ def pairs(rows: Tensor) -> Tensor:
 
 
 def read_keys(pool: KVPool, page_ids: Sequence[int], places: Tensor, layer: int) -> Tensor:
-    """Return a request's keys at ``places``, ``[num_kv_heads, len(places), head_dim]`` float32."""
+    """Return a request's keys at indices ``places`` of its KV.
+
+    The result is [num_kv_heads, len(places), head_dim] float32.
+    """
     pages = torch.tensor(list(page_ids), dtype=torch.int64)
     heads = (
         torch.arange(pool.num_kv_heads).unsqueeze(1) + layer * pool.num_blocks * pool.num_kv_heads

@@ -1,1 +1,1 @@
-"""Tensor parallelism: rank 0's view of the other ranks, and their process."""
+"""Tensor parallelism: the control of the other ranks by rank 0, and the process of such a rank."""

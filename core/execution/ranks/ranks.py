@@ -57,9 +57,9 @@ class Followers(Protocol):
         """Send the same message to each rank. Raises `RankLost`."""
 
     def share_pool(self, rank: int, message: Ints, num_bytes: int) -> Tensor:
-        """Send a rank the message of a pool, and return its shared memory of ``num_bytes``.
+        """Send a rank the message that describes a pool; return that pool's shared memory.
 
-        Raises `RankLost`.
+        It has ``num_bytes``. Raises `RankLost`.
         """
 
     def lost_error(self, failure: BaseException) -> RankLost:
@@ -75,7 +75,7 @@ class Ranks(Followers, Companions):
     def __init__(
         self, path: Path, size: int, options: Mapping[str, Any], *, threads: int | None = None
     ) -> None:
-        """Start the processes and meet them.
+        """Start the processes and connect to them.
 
         ``options``: keyword arguments of `load_decoder`, as JSON types. ``threads``: number of
         threads of each rank. Raises `ModelLoadError` if a rank does not start.
@@ -199,7 +199,7 @@ class Ranks(Followers, Companions):
     def watch(self, on_lost: Callable[[BaseException], None]) -> None:
         """Call ``on_lost`` on the running event loop when a rank ends, until `unwatch`.
 
-        From now on a pass may take as long as the engine's watchdog allows.
+        From now on a sum over the ranks has no time limit: the engine's watchdog limits each step.
         """
         self.comm.wait_in_sums()
         loop = asyncio.get_running_loop()
@@ -229,7 +229,10 @@ class Ranks(Followers, Companions):
 
 
 def _environment(backend: str) -> dict[str, str]:
-    """Build the environment of a rank: it finds this package and multiplies as rank 0 does."""
+    """Return the environment variables of a rank's process.
+
+    It must import this package and multiply bfloat16 by the same method as rank 0.
+    """
     paths = [str(_SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     # Rank 0 compiles the library before the ranks start, so that it is compiled only once.
@@ -242,7 +245,7 @@ def _end(
     processes: list[subprocess.Popen[bytes]],
     seconds: float = END_SECONDS,
 ) -> None:
-    """Close the channels, which ends waiting ranks; kill the others after ``seconds``."""
+    """Close the channels, so that waiting ranks end; kill the rest after ``seconds``."""
     for channel in channels:
         channel.close()
     until = time.monotonic() + seconds
@@ -256,11 +259,11 @@ def _end(
 
 
 class TpDecoder(OwnDecoder):
-    """Rank 0's shard of a model, whose passes and pool the other ranks follow.
+    """The decoder of rank 0: it computes its shard, and has the other ranks compute theirs.
 
     ``config`` is the whole model's; weights and pool are this rank's. There is one pool at a time.
-    With ``shares_pools`` this process maps the pools of all ranks, and a store of pages may read
-    and write them between two passes.
+    With ``shares_pools`` this process maps the pools of all ranks, so that a store of pages can
+    read and write them between two passes.
     """
 
     def __init__(
@@ -273,7 +276,7 @@ class TpDecoder(OwnDecoder):
 
     @property
     def identity(self) -> dict[str, str]:
-        """Identity of the operations and number of ranks, which changes the rounding of sums."""
+        """Identity of the operations, and the number of ranks, which affects rounding."""
         return super().identity | {"ranks": str(self._followers.size)}
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:

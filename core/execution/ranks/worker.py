@@ -44,7 +44,7 @@ _NUM_FIELDS = 7  # integers of a pass before its arrays
 
 
 def pass_message(batch: RaggedBatch) -> Ints:
-    """Encode a batch without the rows whose logits are needed: rank 0 alone computes logits."""
+    """Encode a batch, except which rows need logits: only rank 0 computes logits."""
     rows = (batch.token_ids, batch.positions, batch.slots)
     arrays = (
         *(each.numpy() for each in rows),
@@ -104,7 +104,10 @@ def pool_message(
 
 
 def send_shared_pool(channel: Connection, message: Ints, num_bytes: int) -> Tensor:
-    """Send the message of a shared pool and its memory; return the memory. Raises OSError."""
+    """Send a message that describes a pool, and the pool's shared memory; return that memory.
+
+    Raises OSError.
+    """
     file = shared_zeros(num_bytes)
     try:
         channel.send_bytes(message.tobytes())
@@ -145,9 +148,9 @@ def serve_rank(channel: Connection, decoder: OwnDecoder) -> None:
 
 
 def _end_with(channel: Connection) -> None:
-    """End the process when rank 0 is gone.
+    """Wait until rank 0 is gone, then end the process.
 
-    The main thread may be in a call that waits for rank 0 and never returns.
+    The main thread cannot do this: it may be in a call that waits for rank 0 and never returns.
     """
     waiting = select.poll()
     waiting.register(channel.fileno(), 0)  # An empty mask waits only for a hang-up.

@@ -11,7 +11,7 @@ _MARK = "\0lora"  # first characters of an adapter's namespace; no caller's salt
 class Adapter:
     """Weights in addition to a model's own, opaque to all but the decoder that loaded them.
 
-    Requests, plans and batches refer to the object itself: its memory is free as soon as no
+    Requests, plans and batches refer to the object itself: its memory is freed as soon as no
     reference is left.
     """
 
@@ -38,7 +38,7 @@ def adapter_group(name: str, number: int, digest: bytes) -> str:
 
 
 def adapter_namespace(group: str, salt: str | None) -> str:
-    """Return the namespace of requests with this adapter group and cache_salt (maybe None)."""
+    """Return the namespace of requests with this adapter group and cache_salt (or None)."""
     return f"{group}\0{json.dumps(salt)}"
 
 

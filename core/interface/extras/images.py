@@ -72,7 +72,7 @@ def content_hash(inputs: Sequence[TowerInput]) -> bytes:
 
 
 def image_key(salt: str | None, content: bytes) -> bytes:
-    """Return the key of an image from the hash of its content and a cache salt (maybe None)."""
+    """Return the key of an image from the hash of its content and a cache salt (or None)."""
     mark = b"\0" if salt is None else b"\1"
     named = hashlib.sha256((salt or "").encode()).digest()
     return hashlib.sha256(mark + named + content).digest()
@@ -100,9 +100,9 @@ def with_image_rows(token_ids: Sequence[int], images: Sequence[PromptImage]) -> 
 
 
 def chunk_stop(images: Sequence[PromptImage], start: int, stop: int) -> int:
-    """Return the end of a chunk from ``start``, moved from ``stop`` if inside a mutual run.
+    """Return the end of a chunk from ``start`` to ``stop`` that cuts no run of mutual image rows.
 
-    The end is the beginning of that run, or its end if the chunk begins with rows of it.
+    If ``stop`` is inside a run, the chunk ends before the run, or after it if it begins inside.
     """
     for first, count in mutual_runs(images):
         if first < stop < first + count:

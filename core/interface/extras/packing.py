@@ -25,16 +25,16 @@ def next_packing(prompt_len: int, budget: int, start: int) -> int:
 
 
 def most_kv(prompt_len: int, budget: int, num_tokens: int) -> int:
-    """Return the most places that a request takes at any time until ``num_tokens`` have KV."""
+    """Return the most tokens with KV at any time until ``num_tokens`` tokens are computed."""
     return min(num_tokens, prompt_len + budget + EVERY)
 
 
 class KvPack(msgspec.Struct, gc=False):
-    """Order to pack a request's KV before a step.
+    """An order to pack a request's KV before a step.
 
-    The KV of ``num_packed_away`` tokens among the places ``first`` to ``stop`` of the request's
-    pages is dropped. The runner sets the flags: a step that failed may be run again, and must not
-    pack twice.
+    ``num_packed_away`` of the KV vectors from index ``first`` up to ``stop`` in the request's pages
+    are dropped. The runner sets the flags, because a failed step may be run again and must not pack
+    twice.
     """
 
     first: int

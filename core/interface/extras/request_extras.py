@@ -1,4 +1,4 @@
-"""RequestExtras and Transfer: attributes of requests that use more than text and a plain model."""
+"""RequestExtras and Transfer: attributes that only some requests have."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PLAIN_REQUEST = RequestExtras()
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """KV pages of a request that come from a tier or another engine, or go to another engine.
 
-    With ``hands_over`` the pages of its prompt are held for another engine when it ends, unless the
-    caller has left. Requests without any use `NO_TRANSFER`.
+    ``hands_over``: when the request ends, the pages of its prompt are held for another engine,
+    unless its caller has left. Requests without transfers use `NO_TRANSFER`.
     """
 
     hands_over: bool = False

@@ -31,10 +31,13 @@ class PageStore(Protocol):
         """Return the number of pages; any thread may call it."""
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading ``keys`` are stored. The answer may be wrong."""
+        """Return an estimate of how many leading ``keys`` are stored; `get` may still fail."""
 
     def get(self, key: bytes, into: memoryview) -> bool:
-        """Read a page. Returns False if it is missing or damaged: then ``into`` is void."""
+        """Read a page into ``into``; return False if it is missing or damaged.
+
+        In that case the content of ``into`` must not be used.
+        """
 
     def put(self, key: bytes, tag: bytes, page: memoryview, is_valid: IsValid) -> bool:
         """Store a page; return whether it is stored now.
@@ -80,17 +83,17 @@ class KVTiers(Protocol):
     def find(self, tokens: array[int], namespace: str | None, first: int) -> list[bytes]:
         """Return the keys of the first pages of ``tokens``, up to the last stored page.
 
-        Pages before page ``first`` need not be stored. Returns an empty list if page ``first`` is
-        not. If states are kept, ends with the last page that has one.
+        Pages before page ``first`` are taken as present. Returns an empty list if page ``first`` is
+        not stored. For a model with recurrent states, the last returned page has a stored state.
         """
 
     def load(self, keys: Sequence[bytes], page_ids: array[int]) -> int:
-        """Write pages into the pool; return how many, from the first on, are whole."""
+        """Write pages into the pool; return how many of the first ones are complete and valid."""
 
     def load_state(self, key: bytes, slot: int, position: int) -> bool:
-        """Write the state after ``position`` tokens into a slot; return whether it is whole.
+        """Write the state after ``position`` tokens into a slot; return whether it is valid.
 
-        ``key``: key of the page that ends there.
+        ``key``: key of the page that ends at ``position``.
         """
 
     def save(self) -> None:
@@ -100,7 +103,7 @@ class KVTiers(Protocol):
         """Forget the pages of some namespaces, by default of all."""
 
     def meet(self, offer: PageOffer) -> None:
-        """Reach the peer whose pages a request may read, before they are looked up."""
+        """Connect to the engine whose pages a request may read, before they are looked up."""
 
     def renew_offers(self) -> None:
         """Ask the peers of all offers to hold the pages for longer."""
@@ -121,7 +124,7 @@ class KVTiers(Protocol):
 
     @property
     def num_state_pages(self) -> int:
-        """Size in pages of the recurrent state loaded with them; 0: the model has no states."""
+        """Size in pages of a recurrent state, which is loaded with the pages; 0 without states."""
 
     @property
     def is_open(self) -> bool:
@@ -133,7 +136,7 @@ class KVTiers(Protocol):
 
     @property
     def refused_offers(self) -> Mapping[Refusal, int] | None:
-        """Unused offers counted by cause; None if peers are not read."""
+        """Number of unused offers by cause; None if this engine reads no pages of other engines."""
 
     def watch_saves(self, on_saves: Callable[[], None]) -> None:
         """Call ``on_saves`` whenever `save` gets something to do."""
@@ -144,7 +147,7 @@ class KVTiers(Protocol):
     def note_late(self) -> None:
         """Record that a load took too long: after repeated calls its store is not used for a while.
 
-        Peers do not count: each is closed on its own.
+        Other engines are not counted: each of them is closed separately.
         """
 
     def checks(self) -> Steps:
@@ -162,7 +165,8 @@ def _no_pages() -> array[int]:
 class PageLoad:
     """Pages of one request that the pool lacks: first looked up, then loaded.
 
-    Pages under I/O belong to a lease that is not released before the call has ended.
+    The lease of pages that the I/O thread reads or writes is not released before its call has
+    ended.
     """
 
     request_id: str

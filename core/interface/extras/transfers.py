@@ -29,8 +29,8 @@ class Region(NamedTuple):
 class PoolMemory:
     """Location of a pool in the memory of its process.
 
-    ``parts``: for each part of a page's record the row of page 0, followed by the rows of the other
-    pages. ``words``: address of `TransferLocks.words`.
+    ``parts``: for each tensor that holds a part of a page, the memory of page 0's row; the rows of
+    the other pages follow. ``words``: address of `TransferLocks.words`.
     """
 
     agent: bytes  # metadata by which other processes reach the pool
@@ -53,7 +53,7 @@ class PageOffer:
 
     @property
     def word(self) -> int:
-        """Address of the word of this offer."""
+        """Address of the word that says whether the pages of this offer are still held."""
         return self.memory.words + 8 * self.slot
 
 
@@ -63,7 +63,7 @@ class PageServer(Protocol):
     memory: PoolMemory  # location of the memory
 
     def notes(self) -> Sequence[bytes]:
-        """Return the notes that readers have sent since the last call; returns at once."""
+        """Return the messages that readers have sent since the last call; returns at once."""
 
     def close(self) -> None:
         """Release the memory."""
@@ -78,13 +78,16 @@ class PageReader(Protocol):
     capacity: int  # most bytes that one call can read
 
     def read(self, memory: PoolMemory, regions: Sequence[Region]) -> memoryview:
-        """Read regions of a pool, one after the other; valid until the next call."""
+        """Return the joined bytes of some regions of a pool; valid until the next call."""
 
     def read_word(self, offer: PageOffer) -> int:
-        """Read the word of an offer, after all pages that were read before this call."""
+        """Return the word that says whether an offer's pages are still held.
+
+        It is read after all pages that were read before this call.
+        """
 
     def send(self, memory: PoolMemory, note: bytes) -> None:
-        """Send a note to the process of a pool."""
+        """Send a message to the process that holds a pool."""
 
     def close(self) -> None:
         """Release memory and connections."""

@@ -11,8 +11,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 def leads_over_link(folder: Path, below: Path) -> bool:
     """Whether the path from ``below`` to an adapter's files has a symbolic link. Blocking.
 
-    Raises OSError and ValueError for a path that no file system has, and ValueError for a path that
-    is not below.
+    Raises OSError or ValueError for a path that is not valid, and ValueError for a path that is not
+    below ``below``.
     """
     steps = folder.relative_to(below).parts
     folders = [below.joinpath(*steps[: count + 1]) for count in range(len(steps))]

@@ -260,9 +260,9 @@ def _no_weights(folder: Path) -> ModelLoadError:
 
 
 def _model_names(modules: Collection[str], decoder: OwnDecoder) -> dict[str, str]:
-    """Return the stored name of each module by the decoder's name.
+    """Map the name of each module in the files to the decoder's name.
 
-    A class without an output matrix saves names without a prefix.
+    Names saved from a transformers class without an output matrix lack the prefix of other names.
     """
     config = decoder.config
     endings = {f"{'model.' * module.startswith('layers.')}{module}.": module for module in modules}
@@ -321,7 +321,7 @@ def _update(
 
 
 def _runs(of_part: Tensor) -> list[tuple[int, int]]:
-    """Return the start and stop of each run of outputs in a part, given as booleans [outputs]."""
+    """Return the start and stop of each run of true values in ``of_part`` [outputs]."""
     edges = torch.diff(of_part.int(), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero()
     places = edges.flatten().tolist()
     return list(zip(places[::2], places[1::2], strict=True))

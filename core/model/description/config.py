@@ -1,4 +1,4 @@
-"""DecoderConfig: the differences between decoders."""
+"""DecoderConfig: the properties in which decoders differ."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ LLAMA_MLP = MlpNames()
 class ExpertNames(NamedTuple):
     """Tensor names of a mixture of experts, relative to the layer's prefix.
 
-    ``expert``: prefix of one expert, with its number. ``stacked``: layout of all experts in one
-    tensor of each kind. "rows" has the rows of the gate, then the rows of up; "columns" is its
-    transpose; "gpt-oss" is transposed, has biases, and alternates rows of gate and up. ``factors``:
-    tensor of a factor on each expert's output.
+    ``expert``: prefix of one expert, with its number. ``stacked``: layout of the tensors that hold
+    all experts. "rows" has the rows of the gate, then the rows of up; "columns" is its transpose;
+    "gpt-oss" is transposed, has biases, and alternates rows of gate and up. ``factors``: name of
+    the tensor with a factor for each expert's output.
     """
 
     router: str = "mlp.gate"
@@ -67,7 +67,10 @@ class BesideNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts that replaces an MLP or runs beside it; widths are the experts'."""
+    """A mixture of experts that replaces an MLP or runs beside it.
+
+    ``width`` is the inner width of one expert.
+    """
 
     count: int
     width: int
@@ -88,11 +91,11 @@ class ExpertsSpec:
 class DeltaSpec(NamedTuple):
     """A gated delta rule in place of attention (arXiv 2412.06464).
 
-    ``matrices``: the files' matrices of queries, keys, values and z: "qkvz" has all four, grouped
+    ``matrices``: the stored matrices of queries, keys, values and z: "qkvz" has all four, grouped
     by key head; "qkv" has queries, then keys, then values. ``fused_ba``: one matrix has b and a,
     grouped by key head. ``conv_rows``: channels in each of three tensors that together hold the
     convolution of queries, keys and values; () for a single tensor. ``most_beta``: factor on the
-    sigmoid of b. ``norm_eps``: None: the model's.
+    sigmoid of b. ``norm_eps``: epsilon of the norm; None: the model's.
     """
 
     shape: RecurrentShape
@@ -107,7 +110,7 @@ class Mamba2Spec(NamedTuple):
     """Mamba-2 in place of attention (arXiv 2405.21060).
 
     ``num_norms``: number of equal parts of an output row, each with its own RMS norm; 0: no norm.
-    ``factors``: of the matrix's rows for z, x, B, C and dt.
+    ``factors``: factors on the rows of the input matrix for z, x, B, C and dt.
     """
 
     shape: RecurrentShape
@@ -176,7 +179,7 @@ class LayerSpec:
 
     @property
     def has_attention(self) -> bool:
-        """Whether the layer reads keys and values."""
+        """Whether the layer has attention."""
         return (self.mixer is None or self.beside_attention) and self.parts != "mlp"
 
 
@@ -184,7 +187,7 @@ class MtpNames(NamedTuple):
     """Tensor names of an MTP layer, which predicts one more token than the model.
 
     ``layer``: prefix of its layer tensors, which have the shapes of the model's last layer.
-    ``projection`` is a name without ".weight". ``{}``: the number after the model's last layer.
+    ``projection`` is a name without ".weight". ``{}`` stands for the number of the model's layers.
     """
 
     layer: str = "model.layers.{}."

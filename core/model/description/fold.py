@@ -1,6 +1,6 @@
-"""Fold: the parts of a family's arithmetic that are folded into its weights at load time.
+"""Fold: factors and layouts of a family that are folded into its weights at load time.
 
-The kernels need none of it: they compute Llama's decoder on the folded weights.
+So all families use the kernels of Llama's decoder, on the folded weights.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ...ops.weights import RecurrentShape
 class Fold:
     """Factors and layouts of a family's weights.
 
-    Factors are multiplied into weights in float32 and rounded once, to the weights' dtype.
+    Weights are multiplied by factors in float32 and rounded once, to the weights' dtype.
     ``fused_qkv``, ``fused_gate_up``: the files store these matrices fused, as the kernels do.
-    ``interleaved``: RoPE rotates neighbouring items of a head, whereas the kernels rotate its
-    halves. ``rounds_embed_scale``: the embedding's factor is first rounded to the weights' dtype.
-    ``norm_offset``: added to the weights of all norms, which are then float32.
+    ``interleaved``: RoPE rotates pairs of neighbouring dimensions of a head, whereas the kernels
+    pair the two halves. ``rounds_embed_scale``: the embedding's factor is first rounded to the
+    weights' dtype. ``norm_offset``: added to the weights of all norms, which are then float32.
     """
 
     embed_scale: float = 1.0  # factor on the embedding
@@ -46,10 +46,10 @@ NO_FOLD = Fold()
 
 
 def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
-    """Return the order of a head's items in which rotating its halves computes the family's RoPE.
+    """Return the order of a head's dimensions for kernels whose RoPE rotates halves, [head_dim].
 
-    ``rotary_dim`` items rotate, as neighbouring pairs or as halves. The other items follow in both
-    halves, where the frequencies are 0. [head_dim]
+    The family rotates ``rotary_dim`` dimensions, as neighbouring pairs or as halves. The others are
+    divided between the two halves, where their frequencies are 0.
     """
     turning = torch.arange(rotary_dim)
     first, second = turning.view(-1, 2).T if interleaved else turning.view(2, -1)
@@ -73,10 +73,10 @@ def mamba_widths(shape: RecurrentShape) -> list[int]:
 
 
 def mamba_orders(shape: RecurrentShape) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the kernels' orders of Mamba-2's matrix, whose rows are z, x, B, C, dt.
+    """Return the orders in which the kernels need the rows z, x, B, C, dt of Mamba-2's matrix.
 
-    The tensors are the rows of C, B, x, z; the rows of dt; and the convolution's channels x, B, C
-    in the order C, B, x.
+    The three tensors are the indices of the rows C, B, x, z; of the rows dt; and of the
+    convolution's channels C, B, x, which files store as x, B, C.
     """
     widths = mamba_widths(shape)
     z, x, b, c, dt = torch.split(torch.arange(sum(widths)), widths)
@@ -91,7 +91,10 @@ def ba_order(shape: RecurrentShape) -> Tensor:
 
 
 def _apart(num_heads: int, widths: list[int]) -> Tensor:
-    """Return rows ordered by part, given rows ordered by head; ``widths`` are a head's parts."""
+    """Return the order of rows by part, if they are stored by head.
+
+    ``widths``: number of rows of each part in one head.
+    """
     rows = torch.arange(num_heads * sum(widths)).view(num_heads, -1)
     return torch.cat([part.flatten() for part in torch.split(rows, widths, dim=1)])
 

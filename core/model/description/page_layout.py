@@ -77,9 +77,9 @@ class PageLayout:
     def _turned(
         cls, config: DecoderConfig, parts: Sequence[PoolPart], places: Sequence[KvPlace | None]
     ) -> PageLayout:
-        """Return the layout with RoPE tables for the layers of each part.
+        """Return the layout, with the RoPE tables of the layers that use each part of the pool.
 
-        Unread parts keep theirs.
+        A part that no layer uses keeps its tables.
         """
         tables, found = [Tables()] * len(places), list[PoolPart]()
         for number, part in enumerate(parts):

@@ -109,7 +109,10 @@ def parse_rope(
 def _parse_longrope(
     config: Fields, rope: Fields, theta: float, partial: float, max_len: int
 ) -> RopeSpec:
-    """Return longrope's short table (arXiv 2402.13753), which holds up to the original length."""
+    """Return the RoPE of longrope with its short factors (arXiv 2402.13753).
+
+    They are valid up to the original length.
+    """
     holder = config if config.has("original_max_position_embeddings") else rope
     original = holder.positive("original_max_position_embeddings", max_len)
     factor = rope.above_zero("factor", max_len / original)
@@ -139,10 +142,10 @@ def parse_ropes(
 ) -> tuple[RopeSpec, RopeSpec]:
     """Return the RoPE of full-attention layers, and of layers with a window.
 
-    ``partial``: default share of a head that rotates, if a part of it may. transformers v5 has one
-    object for each kind of layer. In v4 the scaling applies to full layers, and
-    ``rope_local_base_freq``, by default ``local_theta``, is the theta of the others; None:
-    ``theta``.
+    ``partial``: default share of a head that rotates, in families where a part of it may. In
+    transformers v5 each kind of layer has an object. In v4 scaling applies to full-attention layers
+    only, and the theta of the others is ``rope_local_base_freq``, by default ``local_theta``; if
+    ``local_theta`` is None, it is the theta of full-attention layers.
     """
     kinds = config.object("rope_parameters")
     if kinds.has("full_attention"):
@@ -176,7 +179,7 @@ def _partial(config: Fields, rope: Fields, default: float) -> float:
 
 
 def rotary_dim(spec: RopeSpec, head_dim: int) -> int:
-    """Return the even number of a head's items that RoPE rotates; "proportional" counts all."""
+    """Return how many dimensions of a head RoPE rotates: even, and all for "proportional"."""
     return head_dim if spec.kind == "proportional" else int(head_dim * spec.partial)
 
 
@@ -187,7 +190,10 @@ def _refuse_partial(config: Fields, rope: Fields) -> None:
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Return radians per position of each pair of items, [head_dim / 2] float32; 0: at rest."""
+    """Return the angle in radians per position of each pair of dimensions, [head_dim / 2] float32.
+
+    It is 0 for a pair that does not rotate.
+    """
     turning = _frequencies(spec, rotary_dim(spec, head_dim))
     return torch.nn.functional.pad(turning, (0, head_dim // 2 - len(turning)))
 
@@ -215,7 +221,7 @@ def _frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """Divide only the low frequencies (the Llama 3.1 release, ``apply_scaling``)."""
+    """Divide the low frequencies by the factor (``apply_scaling`` of the Llama 3.1 release)."""
     turns = spec.original_max_len * plain / (2 * math.pi)
     span = spec.high_freq_factor - spec.low_freq_factor
     smooth = ((turns - spec.low_freq_factor) / span).clamp(0.0, 1.0)
@@ -223,7 +229,7 @@ def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, plain: Tensor, head_dim: int) -> Tensor:
-    """Interpolate slow dimensions, keep fast ones (arXiv 2309.00071, section 3.2)."""
+    """Divide the low frequencies and keep the high ones (arXiv 2309.00071, section 3.2)."""
     low = _yarn_dim(spec, head_dim, spec.beta_fast)
     high = _yarn_dim(spec, head_dim, spec.beta_slow)
     if spec.truncate:
@@ -270,7 +276,7 @@ class LayerTables(NamedTuple):
 
 
 def layer_tables(ropes: Sequence[RopeSpec]) -> LayerTables:
-    """Return one table per distinct RoPE; ``ropes`` are the layers'."""
+    """Return one table per distinct RoPE. ``ropes``: the RoPE of each layer."""
     numbers: dict[RopeSpec, int] = {}
     by_layer = [
         Tables(
@@ -283,7 +289,10 @@ def layer_tables(ropes: Sequence[RopeSpec]) -> LayerTables:
 
 
 def _axes(spec: RopeSpec, num_frequencies: int) -> Tensor:
-    """Return the axis of each frequency, 0 to 2: each section's together, or alternating."""
+    """Return the number of the axis, 0 to 2, whose position each frequency uses.
+
+    The axes alternate, or each has consecutive frequencies.
+    """
     axes = torch.zeros(num_frequencies, dtype=torch.int64)
     if spec.interleaves_sections:
         for axis, count in enumerate(spec.sections[1:], start=1):
@@ -347,7 +356,7 @@ class RopeTable:
 
 
 class Still:
-    """A `Rope` without rotation, for modules that apply RoPE themselves or have none.
+    """A `Rope` that rotates nothing, for modules that apply RoPE themselves or have none.
 
     Its tables are [rows, head_dim / 2].
     """

@@ -39,11 +39,11 @@ def layer_prefix(layer: int) -> str:
 
 
 class Cut(NamedTuple):
-    """An equal share of a tensor along ``axis`` (arXiv 1909.08053).
+    """The division of a tensor among ranks along ``axis`` (arXiv 1909.08053).
 
-    Along that axis the tensor has blocks whose widths are proportional to ``blocks``; a rank has
-    its share of each. ``of_one``: the axis within one matrix ``[out_features, in_features]`` of a
-    stack; a quantised stack is cut matrix by matrix.
+    Along that axis the tensor has blocks whose widths are proportional to ``blocks``; a rank has an
+    equal share of each. ``of_one``: the axis within one matrix ``[out_features, in_features]`` of a
+    stack; a quantised stack is divided matrix by matrix.
     """
 
     axis: int

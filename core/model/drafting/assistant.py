@@ -1,11 +1,11 @@
 """Gemma 4's assistants: a few layers that draft for a model and read the model's own KV.
 
-For token p and h, the output of the model's final norm at position p - 1, an assistant computes
-``pre_projection([embedding of the token, h])`` with the model's embedding. Its layers have only
-queries. The queries stand at position p and attend to the KV that the model's last layer of the
-same kind, with or without a window, keeps of earlier positions. Its output predicts the token after
-p, and its ``post_projection`` replaces h for the next token, whose queries still stand at p. A
-large vocabulary may be split into clusters of equal size, of which only the best few are scored.
+The inputs are a token p and h, the output of the model's final norm at position p - 1. The
+assistant computes ``pre_projection([embedding of the token, h])`` with the model's embedding. Its
+layers have only queries: each, at position p, attends to the KV of earlier positions in the model's
+last layer of the same kind, with or without a window. The output predicts the token after p, and
+its ``post_projection`` replaces h for that token, whose queries still use position p. A large
+vocabulary may be split into clusters of equal size, of which only the best few are scored.
 """
 
 from __future__ import annotations
@@ -80,7 +80,11 @@ def read_assistant(path: Path, target: DecoderConfig) -> AssistantConfig:
 
 
 def _reading(config: DecoderConfig, index: int, target: DecoderConfig, fields: Fields) -> LayerSpec:
-    """Return a layer that reads the target's last layer of its kind which keeps KV."""
+    """Return a layer that reads the KV of the target's last layer of the same kind.
+
+    The kinds are layers with and without a window. Raises `ModelLoadError` if the target has no
+    such layer, or if its heads differ.
+    """
     layer, heads = config.layers[index], config.heads_of(index)
     kind = "full attention" if layer.window is None else "sliding-window attention"
     found = [
@@ -125,7 +129,7 @@ def _clusters(fields: Fields, vocab_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clusters:
-    """A vocabulary in clusters: ``ids`` [num_clusters, size], ``table`` [vocab, hidden]."""
+    """A vocabulary in clusters: ``ids`` [num_clusters, size], output ``table`` [vocab, hidden]."""
 
     ids: Tensor
     table: Tensor
@@ -175,8 +179,8 @@ class Assistant:
     ) -> ForwardOutput:
         """Compute the tokens of a batch over the target's ``pool``, which is only read.
 
-        ``hidden`` [num_rows, target's hidden]: the states before the tokens. The output's
-        ``hidden`` replaces the tokens' own states.
+        ``hidden`` [num_rows, target's hidden]: for each token, the hidden state of the position
+        before it. The output's ``hidden`` are such states for the next tokens.
         """
         ops = self.decoder.ops
         token_ids = batch.token_ids.to(self.decoder.device)

@@ -97,8 +97,8 @@ def _layer_number(name: str) -> str | None:
 class MtpLayer:
     """An MTP layer of a model.
 
-    ``decoder``: computes the layer on given rows; its output is the model's, or only has
-    ``draft_ids`` [num_draft_ids].
+    ``decoder`` computes the layer on given input rows. Its logits cover the whole vocabulary, or
+    only ``draft_ids`` [num_draft_ids].
     """
 
     decoder: OwnDecoder
@@ -118,9 +118,10 @@ class MtpLayer:
         return sum(each.weight.nbytes for each in linears)
 
     def inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Return the layer's input for tokens ``[n]`` and the states before them; [n, hidden] both.
+        """Return the layer's input [n, hidden] for ``token_ids`` [n].
 
-        The result has at least the operations' minimum number of rows.
+        ``hidden`` [n, hidden]: for each token, the hidden state of the position before it. The
+        result may have more rows, if the operations need a minimum.
         """
         ops = self.decoder.ops
         embedded = ops.embedding(token_ids, self.decoder.weights.embedding)

@@ -27,7 +27,7 @@ _PADDED = 1.15  # factor for the padding of panels and groups
 
 
 class NoRoughCopyError(ModelLoadError):
-    """The model has no rough copy; the message completes a sentence about draft 'self'."""
+    """Raised for a model without a rough copy. The message continues the words "draft 'self'"."""
 
 
 def rough_decoder(
@@ -35,9 +35,9 @@ def rough_decoder(
 ) -> OwnDecoder:
     """Return a copy of a decoder with 4-bit matrices, for drafts on the same pages.
 
-    Raises `NoRoughCopyError` if the target has no weights to round, if one has fewer bytes than
-    ``least_item`` or all have fewer than ``least_bytes``, or if the copy would take more than
-    ``memory_share`` of the free memory.
+    Raises `NoRoughCopyError` if the target has no weights to round, if a matrix has fewer bytes per
+    weight than ``least_item``, if all have fewer than ``least_bytes``, or if the copy would take
+    more than ``memory_share`` of the free memory.
     """
     kind = target.config.model_type
     if not isinstance(target, OwnDecoder):
@@ -103,7 +103,7 @@ def rounded_matrices(weights: DecoderWeights) -> list[PackedLinear]:
 
 
 def _copied(value: Any, copy: _Copy) -> Any:  # noqa: ANN401 - the same type
-    """Return the value with every matrix that may be quantised replaced by its ``copy``."""
+    """Return ``value``, with ``copy`` of each matrix in it that may be quantised."""
     if isinstance(value, PackedLinear):
         return copy(value)
     if type(value) is tuple:

@@ -85,7 +85,7 @@ def _going_on(scan: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kept(before: Tensor, dt: Tensor, decay: Tensor, options: dict[str, Any]) -> Tensor:
-    """Return a state's decayed values at each row: ``[1, channels, state_size, T]`` float32."""
+    """Return a state after its decay at each row, ``[1, channels, state_size, T]`` float32."""
     bias = options.get("delta_bias")
     steps = dt.float() if bias is None else dt.float() + bias.float().unsqueeze(-1)
     if options.get("delta_softplus"):

@@ -1,4 +1,4 @@
-"""The startup test of `TransformersDecoder`: rows in pieces must match transformers' results."""
+"""The startup test of `TransformersDecoder`: several passes must give the logits of one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 
 
 def startup_test(decoder: TransformersDecoder) -> bool:
-    """Whether a row's bits are the same in any batch. Writes only a pool of its own.
+    """Whether a row's bits are the same in any batch. Writes only to a pool of its own.
 
-    The test computes some tokens whole, and in pieces beside another sequence and a wrong draft;
-    with states, also from a kept state. Raises `ModelLoadError` for logits that differ from
-    transformers' own without pages.
+    The test computes some tokens in one pass, and in several passes beside another sequence and a
+    wrong draft; with recurrent states, also from a kept state. Raises `ModelLoadError` if the
+    logits differ from transformers' own, computed without pages.
     """
     if decoder.states:
         decoder.takes_chunks = _takes_chunks(decoder)
@@ -64,7 +64,7 @@ def _check_logits(
 
 
 class _Test:
-    """Pages, and states if there are any, for the tokens of one sequence and of another."""
+    """The pages for the tokens of two sequences, and their recurrent states if there are any."""
 
     def __init__(self, decoder: TransformersDecoder, page_size: int) -> None:
         self._decoder, self._page_size = decoder, page_size

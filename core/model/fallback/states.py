@@ -1,9 +1,9 @@
 """Recurrent states of transformers' modules: their tensors, and the passes of a sequence.
 
-Modules continue only from the state at their last row, and leave the state at their next one. So a
-log has two whole states: one before and one after a request's last rows. If all these rows were
-committed, the next pass continues from the second state. If drafts among them were rejected, it
-continues from the first one and computes the accepted rows again.
+Modules continue only from the state after their last row, and return only the state after the new
+rows. So a log has two whole states: one before and one after a request's last rows. If all these
+rows were committed, the next pass continues from the second state. If drafts among them were
+rejected, it continues from the first one and computes the accepted rows again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def has_states(config: PreTrainedConfig) -> bool:
 
 
 def pass_arguments(model: nn.Module, cache: PagedCache | None, token_ids: Tensor) -> dict[str, Any]:
-    """Return a model's arguments for a pass over ``token_ids`` that concern masks and the cache."""
+    """Return the arguments for masks and cache of a pass of a model over ``token_ids``."""
     if cache is None:
         # A mask of ones means "not packed"; otherwise the row would be split by its positions.
         return {"attention_mask": torch.ones_like(token_ids), "use_cache": False}
@@ -47,11 +47,14 @@ class PagedCache(DynamicCache):
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:  # noqa: ANN401
-        """Return the keys and values of a pass's rows: attention reads the others from pages."""
+        """Return the keys and values unchanged: attention reads earlier ones from pages."""
         return key_states, value_states
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return a layer's state before the pass's rows; the scans that follow are that layer's."""
+        """Return a layer's state before the pass's rows.
+
+        The scans that follow are taken to belong to this layer.
+        """
         found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         self._scanned = None if found is None else found
         self._num_scans = 0
@@ -89,7 +92,10 @@ class PagedCache(DynamicCache):
         return sum(tensor is not None for tensors in by_layer for tensor in tensors)
 
     def lend(self, tensors: Sequence[Tensor], *, is_begun: bool) -> None:
-        """Let passes read and write these tensors; without ``is_begun`` their content is void."""
+        """Let passes read and write these tensors.
+
+        ``is_begun``: whether they hold a state already; if not, their values are ignored.
+        """
         for (by_index, index), tensor in zip(self._places(), tensors, strict=True):
             by_index[index] = tensor
         for layer in self._recurrent_layers:
@@ -126,7 +132,7 @@ class ModuleStates(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Log:
-    """Two states of a request, and the tokens of the rows between them."""
+    """The log of a request: two states, and the tokens of the rows between them."""
 
     before: list[Tensor]
     after: list[Tensor]
@@ -136,7 +142,7 @@ class _Log:
 
 
 class ModuleStatePool(StatePool):
-    """A `StatePool` of one shape for all modules; ``tails`` are its logs."""
+    """A `StatePool` with one shape for all modules. ``tails``: its logs."""
 
     def __init__(
         self,
@@ -221,9 +227,10 @@ class SequenceRun:
         log.stop, log.rows = self.stop, self._rows[log.start - first :]
 
     def _find_saved(self, keeps: IntArray) -> dict[int, list[int]]:
-        """Return slots by the position of the state to save: kept ones, and the request's own.
+        """Return the slots to which the state at each position is saved.
 
-        The request's own is at the last page boundary before the last final row of the step.
+        They are the slots of kept states, and the request's own slot for the last page end before
+        the last row that is no draft.
         """
         page_size = self._pool.page_size
         end = (self._final_stop - 1) // page_size * page_size
@@ -234,7 +241,7 @@ class SequenceRun:
 
     @property
     def _at(self) -> int:
-        """Position of the state in the request's own slot."""
+        """Position of the state in the request's slot."""
         return int(self._pool.at[self._slot, 0])
 
     def _begin(self) -> None:
@@ -255,7 +262,11 @@ class SequenceRun:
             )
 
     def _stops(self) -> list[int]:
-        """Return the ends of passes: saved states, and the end of repeated rows before drafts."""
+        """Return the positions at which passes end.
+
+        These are the positions of saved states, the end of the rows, and, if drafts follow, the end
+        of the rows that are computed again.
+        """
         stops = {*self._saved, self.stop}
         if self._log.start < self.start and self._final_stop < self.stop:
             stops.add(self.start)

@@ -25,7 +25,10 @@ def read_text_config(folder: Path) -> dict[str, Any]:
 
 
 def text_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the text model's part of a config; its output is tied if either of the two says so."""
+    """Return the text model's part of a config.
+
+    Its output matrix is tied to the embedding if either of the two configs says so.
+    """
     text: PreTrainedConfig = config.get_text_config(decoder=True)
     flags = (getattr(each, "tie_word_embeddings", None) for each in (config, text))
     text.tie_word_embeddings = any(flags)
@@ -68,7 +71,7 @@ def one_line(error: Exception) -> str:
 
 @contextmanager
 def quiet(*, shows_bar: bool = True) -> Iterator[None]:
-    """Silence transformers' advice, which concerns training and its own generation.
+    """Silence transformers' messages, which concern training and its own generation.
 
     ``shows_bar``: keep the progress bar on a terminal.
     """

@@ -181,7 +181,7 @@ class _ExactRows(TorchFunctionMode):
 
 
 def _has_plain_linears(model: nn.Module) -> bool:
-    """Whether a module other than packed linears, embeddings and experts has its own matrix."""
+    """Whether a module other than an embedding still has a matrix that was not packed."""
     return any(
         parameter.dim() >= 2 and parameter.numel() > 0
         for module in model.modules()
@@ -520,7 +520,8 @@ def _without_states(part: KVPool) -> KVPool:
 def kv_shapes(sites: Sequence[AttentionSite]) -> list[KvShape]:
     """Return the distinct KV shapes of a model's layers, in the order of first use.
 
-    Pages of a model without attention are counted, too: they have a vector of two numbers.
+    A model without attention has one shape, with vectors of two numbers, so that it still has
+    pages.
     """
     pairs = [(site.num_kv_heads, site.head_dim) for site in sites]
     if not pairs:

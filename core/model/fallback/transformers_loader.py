@@ -1,4 +1,4 @@
-"""Loading of models for `TransformersDecoder`: refusals, the meta model, the weights."""
+"""Loading of models for `TransformersDecoder`: checks, a model without memory, and the weights."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _decoder_config(
     text: PreTrainedConfig,
     sites: tuple[AttentionSite, ...] | None,
 ) -> DecoderConfig:
-    """Build the config for other rooms; transformers' modules use their own."""
+    """Build the `DecoderConfig` for the engine; the modules use the config of transformers."""
     first = sites[0] if sites else None
     num_layers = int(text.num_hidden_layers)
     specs = [LayerSpec(window=site.window) for site in sites or ()]
@@ -408,7 +408,7 @@ def _compare(checkpoint: Checkpoint, twin: Any, text: PreTrainedConfig) -> None:
 
 
 def _refuse_odd_experts(checkpoint: Checkpoint) -> None:
-    """Raise `ModelLoadError` for an expert whose shape differs from most of its layer's."""
+    """Raise `ModelLoadError` for an expert whose shape differs from most experts of its layer."""
     alike: dict[str, dict[str, Shape]] = {}
     for name, shape in checkpoint.shapes.items():
         alike.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), {})[name] = shape
@@ -420,7 +420,7 @@ def _refuse_odd_experts(checkpoint: Checkpoint) -> None:
 
 
 def _is_passed_over(name: str, text: PreTrainedConfig) -> bool:
-    """Whether a tensor may stay unread: it follows from the config, or is an MTP layer's."""
+    """Whether a tensor need not be read: the config determines it, or it is an MTP layer's."""
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     is_further = layer is not None and int(layer[1]) >= int(text.num_hidden_layers)
     return is_derived(name) or (is_further and any(getattr(text, each, 0) for each in _FURTHER))

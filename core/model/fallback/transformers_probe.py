@@ -76,7 +76,10 @@ def _attend(
 def _keep_rule(
     *, mask_function: Callable[..., Any], local_size: int | None = None, **_ignored: object
 ) -> Tensor:
-    """Return the number of a mask's rule as the mask, 4-D so that no model expands it."""
+    """Return a stand-in for a mask: the number of its rule.
+
+    It has four dimensions, so that no model expands it.
+    """
     return torch.full((1, 1, 1, 1), _CURRENT.get().rule(mask_function, local_size))
 
 
@@ -180,9 +183,9 @@ class _Probe:
         return torch.zeros_like(x)
 
     def _reach(self, name: str, mask: Tensor | None) -> tuple[int | None, int | None]:
-        """Return a rule's window, and the positions up to which the rule is only causal.
+        """Return the window of a mask rule, and the number of positions where it is only causal.
 
-        Either may be None. Raises `ModelLoadError` for another rule.
+        Each is None if there is no such limit. Raises `ModelLoadError` for any other rule.
         """
         if mask is None or mask.shape != (1, 1, 1, 1) or mask.is_floating_point():
             raise ModelLoadError(f"{name} has no mask, or an unknown kind of mask, such as ALiBi")
@@ -275,7 +278,10 @@ class _WatchedLinear(nn.Linear):
 
 @contextmanager
 def _watched_linears(model: nn.Module) -> Iterator[set[str]]:
-    """Yield a set that at the end has the names of linears whose weights other modules read."""
+    """Yield a set that gets the names of linears whose weights other modules read in the block.
+
+    It is filled at the end of the block.
+    """
     linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
     read: set[str] = set()
     for module in linears.values():

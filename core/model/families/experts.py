@@ -94,7 +94,7 @@ def qwen3_moe(fields: Fields, names: ExpertNames = ExpertNames()) -> DecoderConf
 
 
 def qwen3_vl_moe(fields: Fields) -> DecoderConfig:
-    """Text of Qwen3-VL with experts: `qwen3_moe`, stacked; a row's weights always sum to 1."""
+    """Qwen3-VL's text model with experts: `qwen3_moe`, stacked, with normalised weights."""
     fields = Fields({**fields.values, "norm_topk_prob": True}, fields.where)
     return qwen3_moe(fields, ExpertNames(expert="mlp.experts.", stacked="rows"))
 

@@ -1,4 +1,4 @@
-"""Gemma 4: heads by layer, shared keys and values, inputs by layer, experts beside the MLP."""
+"""Gemma 4: heads by layer, shared keys and values, per-layer inputs, experts beside the MLP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES = ExpertNames("router.proj", "experts.", stacked="rows", factors="router.
 
 
 def gemma4(fields: Fields) -> DecoderConfig:
-    """Gemma 4: `gemma` with heads, keys and inputs by layer. Raises `UnsupportedConfig`."""
+    """Gemma 4: `gemma` with heads, keys and inputs of each layer. Raises `UnsupportedConfig`."""
     if fields.values.get("use_bidirectional_attention") == "all":
         raise fields.unsupported("use_bidirectional_attention", "'all' is not supported")
     vocab_size = fields.positive("vocab_size")
@@ -60,12 +60,16 @@ def gemma4(fields: Fields) -> DecoderConfig:
 
 
 def gemma4_unified(fields: Fields) -> DecoderConfig:
-    """Text model of the Gemma 4 without an image tower: `gemma4` without inputs by layer."""
+    """Gemma 4 without an image tower: the text model is `gemma4` without per-layer inputs."""
     return gemma4(Fields({**fields.values, "hidden_size_per_layer_input": 0}, fields.where))
 
 
 def _with_heads(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Give each layer its heads: full-attention layers, or ``per_layer_config``, have their own."""
+    """Return the layers with the heads of each.
+
+    Full-attention layers have heads of their own; with ``per_layer_config``, the layers that it
+    lists.
+    """
     own = HeadSpec(
         fields.positive("num_attention_heads"),
         fields.positive("num_key_value_heads", 4),
@@ -87,7 +91,10 @@ def _with_heads(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpe
 
 
 def _listed(fields: Fields, own: HeadSpec, num_layers: int) -> dict[int, HeadSpec]:
-    """Return the heads of the layers in ``per_layer_config``, by number, such as "5" or "05"."""
+    """Return the heads that ``per_layer_config`` lists, by layer number.
+
+    Its keys are numbers as text, such as "5" or "05".
+    """
     found, listed = {}, fields.object("per_layer_config")
     for name in listed.values:
         if not name.isdigit() or int(name) >= num_layers:

@@ -142,7 +142,7 @@ def _shape(fields: Fields) -> RecurrentShape:
 
 
 def _full_layers(fields: Fields) -> tuple[bool, ...]:
-    """Return whether each layer has attention, by ``layer_types``, else by an interval."""
+    """Return whether each layer has attention: as in ``layer_types``, or every n-th layer."""
     num_layers = fields.positive("num_hidden_layers")
     types = fields.values.get("layer_types")
     if types is None:

@@ -102,7 +102,10 @@ def as_split(config: DecoderConfig, names: set[str]) -> DecoderConfig:
 
 
 def _config(fields: Fields, *, interleaved: bool, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """Return the config of a family with one key per position: a latent and a part with RoPE."""
+    """Return the config of a family whose KV is one vector per position.
+
+    The vector has a latent and a part with RoPE.
+    """
     shape = _shape(fields)
     if shape.rope_dim % 2:
         raise fields.error("qk_rope_head_dim", f"must be even, not {shape.rope_dim}")
@@ -145,12 +148,12 @@ def _is_interleaved(fields: Fields) -> bool:
 
 
 def _given(fields: Fields, defaults: dict[str, Any]) -> Fields:
-    """Return the fields with a class's defaults for absent ones; null stays."""
+    """Return the fields with ``defaults`` for absent ones; fields that are null stay null."""
     return Fields({**defaults, **fields.values}, fields.where)
 
 
 def _refuse_others(fields: Fields, **known: object) -> None:
-    """Raise `UnsupportedConfig` for fields with other values than the ones computed here."""
+    """Raise `UnsupportedConfig` for a field whose value differs from the one in ``known``."""
     for name, value in known.items():
         if fields.has(name) and fields.values[name] != value:
             raise fields.unsupported(name, f"other than {value} is not supported")

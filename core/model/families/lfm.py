@@ -79,7 +79,10 @@ def _config(
 
 
 def _adjusted(fields: Fields, width: int) -> int:
-    """Return the MLP width: two thirds of the field, times a factor, rounded up to a multiple."""
+    """Return the MLP's width.
+
+    It is ``width``, or by default two thirds of it, times a factor, rounded up to a multiple.
+    """
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return width
     width = int(2 * width / 3)
@@ -101,7 +104,7 @@ def _layers(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """Return the kind of each layer, by ``layer_types``, else by the attention layers' indices."""
+    """Return the kind of each layer: as in ``layer_types``, or from attention layer indices."""
     num_layers = fields.positive("num_hidden_layers")
     types = fields.values.get("layer_types")
     if types is None:

@@ -286,7 +286,7 @@ def _found_kinds(fields: Fields, known: Sequence[str]) -> list[str]:
 
 
 def _spec(fields: Fields, names: _Names) -> Mamba2Spec:
-    """Return Mamba-2's spec from fields that have values or defaults."""
+    """Return Mamba-2's spec from fields whose defaults were filled in."""
     num_heads, num_groups = fields.positive(names.heads), fields.positive(names.groups)
     if num_heads % num_groups:
         problem = f"is {num_heads}, not a multiple of {names.groups}, {num_groups}"

@@ -106,7 +106,7 @@ def windowed(fields: Fields, window: int | None) -> tuple[LayerSpec, ...]:
 
 
 def qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
-    """Return layers with windows by ``layer_types``, else from max_window_layers on."""
+    """Return layers with windows as in ``layer_types``, or from ``max_window_layers`` on."""
     num_layers = fields.positive("num_hidden_layers")
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 28)
@@ -139,7 +139,7 @@ def without_rope_unless_windowed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSp
 
 
 def kinds_of(fields: Fields, default: Iterable[bool]) -> tuple[bool, ...]:
-    """Return whether each layer has a window, by ``layer_types`` if given."""
+    """Return whether each layer has a window: as in ``layer_types``, otherwise ``default``."""
     types = fields.values.get("layer_types")
     if types is None:
         return tuple(default)

@@ -34,7 +34,7 @@ class Checkpoint(Protocol):
         """Return a tensor on the CPU, as it is stored. Raises `ModelLoadError`."""
 
     def release(self) -> None:
-        """Unmap the pages read so far, which the process would hold beside its weights.
+        """Unmap the pages of the files that were read: they take memory in addition to the weights.
 
         A tensor that is still in use stays valid.
         """

@@ -54,7 +54,7 @@ _GATED_NORM = "linear_attn.norm.weight"  # This norm has no offset, unlike the o
 
 
 class _StoredTensor(NamedTuple):
-    """A tensor by transformers' name: its shape, its reader, and its names in the file."""
+    """A tensor of transformers: its shape, a function that reads it, and its names in the file."""
 
     shape: tuple[int, ...]
     read: Callable[[], StoredWeight]
@@ -292,9 +292,10 @@ class GgufFile:
         return _StoredTensor(shape, read, (tensor.name,))
 
     def _order_of(self, name: str) -> Tensor | None:
-        """Return the order of query or key rows, which files store as pairs for RoPE; else None.
+        """Return the order that turns stored rows of queries or keys into transformers' order.
 
-        transformers stores them as halves.
+        Some files store a head's rows as pairs for RoPE, transformers as halves. None if the orders
+        are the same.
         """
         fields = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         field = fields.get(name.split(".")[-2])
@@ -393,9 +394,9 @@ def _read_plain(
 ) -> StoredWeight:
     """Read a tensor and undo the changes of llama.cpp's converter.
 
-    ``row_order``: stored index of each row of the result; None: the same. ``offset``: number that
-    the converter added to each value. ``is_log``: the file stores -exp(value). Weights in blocks
-    stay quantised, and have neither an offset nor a log.
+    ``row_order``: stored index of each row of the result; None: rows are in order. ``offset``:
+    number that the converter added to each value. ``is_log``: the file stores -exp(value). Weights
+    in blocks stay quantised, and have neither an offset nor a log.
     """
     if len(shape) == 3 and tensor.tensor_type in BLOCK_TYPES:
         return QuantizedStack(shape[0], partial(_read_matrix, tensor))
@@ -411,7 +412,7 @@ def _read_plain(
 
 
 def _read_matrix(tensor: GgufTensor, index: int) -> QuantizedWeight:
-    """Read one matrix of a stack that keeps its blocks."""
+    """Read one matrix of a quantised stack, without dequantising it."""
     value = _value(tensor.data[index], tensor)
     assert isinstance(value, QuantizedWeight)
     return value

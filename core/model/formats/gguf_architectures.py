@@ -27,10 +27,10 @@ class Architecture:
 
     ``fields``: returns the fields of config.json other than the common ones. ``names``: tensor
     names of a layer that differ from Llama's; a name with ``{}`` is of stacked experts.
-    ``turns_part``: RoPE may rotate a part of each head. ``is_turned``: rows of queries and keys are
-    stored as RoPE's pairs, not as halves. ``norm_offset``: added to norms in the file.
-    ``has_tiled_heads``: value head j reads key head ``j % num_key_heads``. ``is_latent``: attention
-    is over latents, and RoPE's dimensions are separate.
+    ``turns_part``: RoPE may rotate only a part of each head. ``is_turned``: rows of queries and
+    keys are stored as pairs for RoPE, not as halves. ``norm_offset``: number that the converter
+    added to the norms. ``has_tiled_heads``: value head j reads key head ``j % num_key_heads``.
+    ``is_latent``: the model has latent attention, with separate dimensions for RoPE.
     """
 
     model_type: str

@@ -64,9 +64,9 @@ def gelu(meta: Metadata) -> dict[str, Any]:  # noqa: ARG001 - as the others
 
 
 def _query_scalar(meta: Metadata, large: int) -> int:
-    """Return the number whose root divides the scores; the largest model has another one.
+    """Return the number by whose square root attention scores are divided.
 
-    ``large``: number of layers of the largest model.
+    The largest model, which has ``large`` layers, uses a different number.
     """
     if meta.number("block_count") == large:
         return int(meta.number("embedding_length") // meta.number("attention.head_count"))
@@ -179,7 +179,7 @@ def olmo(meta: Metadata) -> dict[str, Any]:
 
 
 def mistral3(meta: Metadata) -> dict[str, Any]:
-    """Return the fields of Ministral 3, whose queries grow by position, or of earlier Mistrals."""
+    """Return the fields of Ministral 3, with queries scaled by position, or of earlier Mistrals."""
     beta = meta.optional("attention.temperature_scale", 0.0)
     log_multiplier = meta.optional("rope.scaling.yarn_log_multiplier", 0.0)
     rope = {"llama_4_scaling_beta": beta} if beta else {}

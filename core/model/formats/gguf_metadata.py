@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file: keys and values, some of which the architecture names."""
+"""Metadata of a GGUF file: values by key, where many keys begin with the architecture's name."""
 
 from __future__ import annotations
 
@@ -93,7 +93,10 @@ class Metadata:
         return self._get(f"{self.architecture}.{name}", (int, float))
 
     def optional(self, name: str, default: Any) -> Any:  # noqa: ANN401
-        """Return a value of the default's type, a number if that is None; else the default."""
+        """Return a value, or ``default`` if the file has none.
+
+        The value must be a string if the default is one, otherwise a number.
+        """
         name = f"{self.architecture}.{name}"
         kinds = str if isinstance(default, str) else (int, float)
         return self._get(name, kinds) if name in self._reader.values else default

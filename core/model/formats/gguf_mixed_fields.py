@@ -220,9 +220,10 @@ _SIGMOID = 2  # number of sigmoid gating in GGUF
 
 
 def deepseek2(meta: Metadata) -> dict[str, Any]:
-    """Return the fields of DeepSeek V3, of V2 if scores are no sigmoids, of Youtu without experts.
+    """Return the fields of DeepSeek V3 or V2, or of Youtu, which has no experts.
 
-    Older files, which do not store latents, have the lengths of the expanded heads.
+    V3 has sigmoid scores or a bias for the choice. The lengths of keys and values belong to the
+    expanded heads; older files store them under other names.
     """
     turned, stretch = meta.number("rope.dimension_count"), "rope.scaling.yarn_log_multiplier"
     key, value = (

@@ -64,7 +64,7 @@ _REMOVED = {
 
 
 class _DamagedError(Exception):
-    """The bytes of a file contradict each other; the message names the place."""
+    """The bytes of a file contradict each other; the message says where."""
 
 
 class SkippedArray(NamedTuple):
@@ -198,7 +198,7 @@ def unsupported_type(file: Path, kind: str, names: Iterable[str]) -> ModelLoadEr
 
 
 class _Cursor:
-    """A cursor in the bytes of a file. Raises `_DamagedError` if a read passes their end."""
+    """A cursor over the bytes of a file. Raises `_DamagedError` for a read beyond the end."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -238,7 +238,7 @@ class _Cursor:
         return bytes(self.take(self.number("Q", f"the length of {what}"), what))
 
     def skip_texts(self, count: int, what: str) -> None:
-        """Skip ``count`` strings, in a loop of its own: a vocabulary has 200,000."""
+        """Skip ``count`` strings, without a call for each: a vocabulary has 200,000."""
         data, at, end = self.data, self.at, len(self.data)
         for _ in range(count):
             at += 8 + int.from_bytes(data[at : at + 8], "little")

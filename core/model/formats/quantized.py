@@ -125,7 +125,10 @@ def nibble_pairs(octets: Tensor) -> Tensor:
 
 
 def _by_group(numbers: Tensor, zeros: Tensor | None, scale: Tensor) -> Tensor:
-    """Return float32 ``(numbers - zeros) * scale`` of [out, in], by groups of row neighbours."""
+    """Return float32 ``(numbers - zeros) * scale`` [out, in].
+
+    Each group of neighbouring columns in a row has its own scale and zero.
+    """
     groups = numbers.float().view(len(numbers), scale.shape[1], -1)
     if zeros is not None:
         groups -= zeros.float().unsqueeze(2)
@@ -416,7 +419,7 @@ def _spread(numbers: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> 
 
 
 def _block(fields: Fields, weights: list[dict[str, Any]]) -> tuple[int, int] | None:
-    """Return the block of rows and columns per scale, if the config names it."""
+    """Return the rows and columns that share one scale; None if the config does not say."""
     sizes = [fields.values.get("weight_block_size")]
     sizes += [weight.get("block_structure") for weight in weights]
     for size in sizes:

@@ -46,11 +46,11 @@ class _Shape(NamedTuple):
 
 
 class TowerAttention(TorchFunctionMode):
-    """A mode in which the kernels compute `F.scaled_dot_product_attention` if they can.
+    """A mode in which the kernels compute `F.scaled_dot_product_attention` where they support it.
 
-    They can if every row attends to all rows of its sequence: no mask, no causality. A row's bits
-    depend only on the rows of its sequence. The pages of the last shape are kept until the mode is
-    left.
+    They support attention of every row to all rows of its sequence, without a mask or causality. A
+    row's bits depend only on the rows of its sequence. The pages of the last shape are kept until
+    the mode is left.
     """
 
     def __init__(self, ops: Ops) -> None:
@@ -157,7 +157,7 @@ class _Activated(nn.Module):
 
 
 def use_kernels(model: nn.Module, ops: Ops) -> None:
-    """Let the kernels compute a tower's activations, and its layers read contiguous rows."""
+    """Let the kernels compute a tower's activations, and pass its layers contiguous rows."""
     for name, module in list(model.named_modules()):
         if type(module) in _ACTIVATIONS:
             parent, _, own = name.rpartition(".")

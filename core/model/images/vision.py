@@ -109,9 +109,9 @@ class Vision:
     def vectors(self, image: PromptImage) -> Tensor:
         """Return the vectors of an image, [num_rows, hidden], in the model's dtype and device.
 
-        If some vectors are added after the first n layers, they follow: [num_rows, (1 + n) *
-        hidden]. Raises ValueError if the tower returns another number of vectors than the image has
-        rows.
+        For a model that also adds vectors after its first n layers, these follow in each row:
+        [num_rows, (1 + n) * hidden]. Raises ValueError if the tower returns another number of
+        vectors than the image has rows.
         """
         kept = self._kept.get(image.key)
         if kept is not None:
@@ -235,7 +235,7 @@ def _rows(found: Any, hidden: int) -> Tensor:  # noqa: ANN401 - of transformers
 def _pack(model: Any, plain: Ops, kernels: Ops | None) -> Any:  # noqa: ANN401 - of transformers
     """Pack a tower's linears and return the mode in which it computes.
 
-    Both modules import transformers, which engines for text start without.
+    The imports are here because they import transformers, which engines for text do not need.
     """
     from ..fallback.transformers_decoder import pack
     from .tower_kernels import TowerAttention, use_kernels

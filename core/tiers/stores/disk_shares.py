@@ -1,6 +1,6 @@
 """Shares of one disk for several engines: DIR/0, DIR/1, ..., each held by one process.
 
-A share is the root of a `StoreFolder`. Its lock ends with the process, in any case.
+A share is the root of a `StoreFolder`. Its lock ends with the process, however that ends.
 """
 
 from __future__ import annotations

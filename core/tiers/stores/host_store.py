@@ -9,9 +9,10 @@ from .slotted_store import Entry, SlottedStore
 
 
 class HostSlots:
-    """Slots in one area of memory, page-locked if ``pinned``: a GPU then copies by itself.
+    """Slots in one area of host memory, page-locked if ``pinned``: a GPU copies them directly.
 
-    Memory does not damage pages: there are no checksums, and only the store keeps entries.
+    There are no checksums, because memory does not damage pages. Entries are kept only by the
+    store.
     """
 
     def __init__(self, page_bytes: int, capacity: int, *, pinned: bool) -> None:

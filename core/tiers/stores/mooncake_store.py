@@ -1,8 +1,8 @@
 """Remote tier: pages in a Mooncake Store, which several engines on several machines share.
 
 A page is an object ``ft/FINGERPRINT/TAG/KEY``: its bytes and their checksum. Mooncake moves the
-objects between registered memory and the machine that keeps them, and evicts by itself. Written for
-its clients over TCP and tested with them.
+objects between registered memory and the machine that keeps them, and evicts by itself. This module
+was written for Mooncake's clients over TCP, and tested with them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class MooncakeStore(PageStore):
             raise OSError(f"Mooncake returned status {status}")
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts of pages: damaged when read, given up as not valid, refused."""
+        """Return counts of pages: damaged when read, discarded because they changed, refused."""
         return dict(self._counts)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class MooncakeStore(PageStore):
 
 
 def refused(host: str, port: int, reason: str) -> InvalidRequest:
-    """Return the error for a store that cannot be used, one line."""
+    """Return the error for a store that cannot be used, as one line."""
     return InvalidRequest(f"--kv-remote mooncake://{host}:{port}: {reason}", param="kv_remote")
 
 

@@ -1,4 +1,4 @@
-"""PeerStore: the pools of other engines as a store, for requests that name pages there."""
+"""PeerStore: the pools of other engines as a store, for requests that name pages in them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ SHUNNED_SECONDS = 10.0  # time that a peer which did not answer is not used
 
 
 class PeerStore(PageStore):
-    """`PageStore` of the pages of offers, from `meet` until `end`.
+    """`PageStore` of the pages that other engines offer, from `meet` until `end`.
 
-    A key determines its page's bytes in every engine: an offer's last key is enough to know which
-    of its pages belong to which tokens. Read pages are valid if the offer's word is unchanged after
-    the reading. Belongs to the I/O thread; `__len__` and `stats` may be called in any thread. No
-    method raises an error of a peer: its pages are missing then, and other peers are used as
-    before.
+    A key determines its page's bytes in every engine, so an offer's last key tells which of its
+    pages belong to which tokens. Pages that were read are valid if the offer's word has not changed
+    after the reading. Belongs to the I/O thread; `__len__` and `stats` may be called in any thread.
+    No method raises an error of a peer: its pages are then missing, and other peers are still used.
     """
 
     medium: Medium = "peer"
@@ -113,7 +112,7 @@ class PeerStore(PageStore):
         self._ask(offer.memory, partial(self._reader.send, offer.memory, note))
 
     def _ask(self, memory: PoolMemory, call: Callable[[], T]) -> T | None:
-        """Return the result of a call to a peer; None if it does not answer, or did not lately."""
+        """Return the result of a call to a peer; None if it fails, or if a call failed lately."""
         now = self._clock()
         if self._shunned.get(memory.agent, 0.0) > now:
             return None

@@ -78,7 +78,7 @@ class SlottedStore(PageStore):
         self._adopt([])
 
     def _adopt(self, found: list[tuple[int, Entry]]) -> None:
-        """Replace all pages by these ones, by slot, in the order of their last use."""
+        """Replace all pages by the given entries by slot, in the order of their last use."""
         self.capacity = self._slots.capacity  # less once the disk is full
         share = None if self._quota >= 1 else max(1, int(self.capacity * self._quota))
         self._owned = NamespaceQuota(share, IDLE_AFTER * self.capacity)
@@ -169,7 +169,7 @@ class SlottedStore(PageStore):
         return False
 
     def _stop_growing(self) -> None:
-        """Limit the capacity to the used slots. Without any page, the next one may try again."""
+        """Limit the capacity to the slots in use; if none is, leave the capacity unchanged."""
         if self._num_slots:
             self.capacity = self._num_slots
             logger.warning(
@@ -240,7 +240,7 @@ class SlottedStore(PageStore):
             self._slots.void(slot)
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts of pages: damaged when read, given up as not valid, evicted."""
+        """Return counts of pages: damaged when read, discarded because they changed, evicted."""
         return dict(self._counts)
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class SlottedStore(PageStore):
         self._slots.close()
 
     def check(self) -> None:
-        """Assert that every slot is free or one page's, and that all orders agree. O(pages)."""
+        """Assert that each slot is free or belongs to one page, and the indices agree. O(pages)."""
         slots = sorted([slot for slot, _, _, _ in self._pages.values()] + self._free)
         assert slots == list(range(self._num_slots)), "a slot is lost or has two owners"
         assert self._num_slots <= self.capacity, "more slots are used than the store has"

@@ -23,7 +23,7 @@ _SLAB = re.compile(r"slab-(\d+)")
 
 
 def refused(root: Path, reason: str) -> InvalidRequest:
-    """Return the error for a root or a size that cannot be used, one line."""
+    """Return the error for a root or a size that cannot be used, as one line."""
     return InvalidRequest(f"--kv-disk {root}: {reason}", param="kv_disk")
 
 
@@ -84,7 +84,7 @@ class StoreFolder:
         self.path.chmod(0o700)
 
     def open(self, name: str) -> int:
-        """Return a descriptor of a file in the folder. Raises OSError, also once it is closed."""
+        """Return a descriptor of a file in the folder. Raises OSError, also after `close`."""
         if self._lock is None:
             raise OSError("the store is closed")
         return _open(self.path / name)
