@@ -197,7 +197,7 @@ class Scheduler:
         self._chunk_budget.shrink_chunks(plan)
 
     def credit_unfinished(self, plan: StepPlan) -> None:
-        """Note the tokens of a step run in parts that were charged to tenants but not computed."""
+        """Record the tokens of a step run in parts that were charged but not computed."""
         for scheduled in plan.requests:
             if (request := self.running.get(scheduled.request_id)) is not None:
                 request.num_charged_not_computed += max(0, scheduled.stop - request.num_computed)
