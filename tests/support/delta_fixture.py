@@ -15,18 +15,16 @@ from torch import Tensor
 from foretoken.core.ops.base import ForwardPlan, Ops
 from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KVPool
-from foretoken.core.ops.row_extras import RowExtras, SegmentState
-from foretoken.core.ops.state_pool import StatePool
-from foretoken.core.ops.weights import (
-    ConvShape,
-    ConvWeights,
+from foretoken.core.ops.mixers.conv import ConvShape, ConvWeights
+from foretoken.core.ops.mixers.recurrent import (
     DeltaWeights,
-    HeadLayout,
     Mamba2Weights,
-    PackedLinear,
     RecurrentShape,
     RecurrentWeights,
 )
+from foretoken.core.ops.row_extras import RowExtras, SegmentState
+from foretoken.core.ops.state_pool import StatePool
+from foretoken.core.ops.weights import HeadLayout, PackedLinear
 from support.rope_fixture import Turns
 
 SHAPE = RecurrentShape(2, 4, key_dim=24, value_dim=40, conv_len=4)

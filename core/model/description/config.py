@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from ...ops.mixers.conv import ConvShape
+from ...ops.mixers.latent import LatentShape
+from ...ops.mixers.recurrent import RecurrentShape
 from ...ops.state_pool import StateShape
-from ...ops.weights import (
-    SILU,
-    Activation,
-    ConvShape,
-    HeadLayout,
-    LatentShape,
-    RecurrentShape,
-    Routing,
-)
+from ...ops.weights import SILU, Activation, HeadLayout, Routing
 from .fold import NO_FOLD, Fold
 from .rope import RopeSpec
 

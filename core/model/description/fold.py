@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...ops.weights import RecurrentShape
+from ...ops.mixers.recurrent import RecurrentShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

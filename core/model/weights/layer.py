@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...ops.weights import LayerWeights, RecurrentWeights
+from ...ops.weights import LayerWeights
 from ..description.config import ConvSpec, DecoderConfig, DeltaSpec, Mamba2Spec
 from ..description.tensors import (
     EMBEDDING,
@@ -63,7 +63,6 @@ class Layer(LayerPart):
         attention = None if self.attention is None else self.attention.pack(packer)
         recurrent = None if self.recurrent is None else self.recurrent.pack(packer)
         beside = recurrent if attention is not None else None
-        assert beside is None or isinstance(beside, RecurrentWeights)
         experts = None if self.experts is None else self.experts.pack(packer)
         mlp = None if self.mlp is None else self.mlp.pack(packer, packer.comm)
         mlp_out_norm, extras = optional(packer.norm, self.mlp_out_norm), None

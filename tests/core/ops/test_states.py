@@ -18,24 +18,22 @@ from foretoken.core.ops.base import Ops
 from foretoken.core.ops.batch import NOTHING_MORE, Segment, build_batch
 from foretoken.core.ops.kv_pool import KvPlace, KVPool
 from foretoken.core.ops.layers import run_layers
+from foretoken.core.ops.mixers.attention import AttentionWeights
+from foretoken.core.ops.mixers.conv import ConvShape, ConvWeights
+from foretoken.core.ops.mixers.recurrent import Mamba2Weights, RecurrentShape
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.row_extras import RowExtras, SegmentState
 from foretoken.core.ops.state_pool import DRAFT_ROOM, StatePool, bytes_per_log, bytes_per_slot
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.weights import (
-    AttentionWeights,
-    ConvShape,
-    ConvWeights,
     DecoderWeights,
     HeadLayout,
     HeadNorm,
     LayerWeights,
-    Mamba2Weights,
     MlpWeights,
     Norm,
     PackedLinear,
-    RecurrentShape,
 )
 from support.delta_fixture import (
     CONV_SHAPE,

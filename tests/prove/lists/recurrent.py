@@ -122,8 +122,8 @@ MUTATIONS = (
     ),
     Mutation(
         "latent-rows-are-not-normed",
-        "_latent_rows",
-        "ops.norm(latent.contiguous(), mixer.kv_norm), key)",
+        "LatentWeights._rows",
+        "ops.norm(latent.contiguous(), self.kv_norm), key)",
         "latent, key)",
         (_LATENT,),
         "latents in the pages are normed",

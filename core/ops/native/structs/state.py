@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ....errors import ModelLoadError
 from ...batch import RaggedBatch
+from ...mixers.conv import ConvWeights
+from ...mixers.recurrent import RecurrentWeights
 from ...state_pool import StatePool
-from ...weights import ConvWeights, DeltaWeights, RecurrentWeights
 from ..declarations import STRUCTS
 from ..library import address
 
@@ -37,13 +38,11 @@ class RecurrentStructs:
             norm=address(weights.norm),
             eps=weights.norm_eps,
             layer=weights.layer,
+            most_beta=weights.most_beta,
+            skip=address(weights.skip),
+            taps_bias=address(weights.conv_bias),
+            num_norms=weights.num_norms,
         )
-        if isinstance(weights, DeltaWeights):
-            self.struct.most_beta = weights.most_beta
-        else:
-            self.struct.skip = weights.skip.data_ptr()
-            self.struct.taps_bias = address(weights.conv_bias)
-            self.struct.num_norms = weights.num_norms
 
 
 class ConvStructs:
