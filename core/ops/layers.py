@@ -52,18 +52,19 @@ def run_layers(
     first = weights.layers[0].mixer_norm
     x = residual if first is None else ops.norm(residual, first)
     x = x if joined is None else joined
+    residual = x if weights.layers[0].norms_stream else residual
     following = (*(layer.mixer_norm for layer in weights.layers[1:]), weights.final_norm)
     for index, next_norm in enumerate(following):
         layer = weights.layers[index]
-        plan, factor = plans[layer.part], 1.0
+        plan = plans[layer.part]
         x, residual = _mix_and_think(ops, layer, x, residual, plan)
         if layer.extras is not None:
             x, residual = add_extras(ops, layer.extras, x, residual, plan, inputs[index])
-            factor = layer.extras.factor
         if layer_vectors is not None and index < len(layer_vectors):
             x = torch.where((token_ids < 0).unsqueeze(-1), x + layer_vectors[index], x)
-        x, residual = ops.add_norm(x, residual, next_norm, factor)
+        x, residual = ops.add_norm(x, residual, next_norm, layer.factors[1])
         _tap(tapped, taps, index + 1, residual)
+        residual = x if layer.norms_stream else residual
     return LayersOutput(x, taps=tapped)
 
 
@@ -104,7 +105,8 @@ def _mix_and_think(
         if layer.is_parallel:
             _, residual = ops.add_norm(mixed, residual, None)
         else:
-            x, residual = ops.add_norm(mixed, residual, layer.mlp_norm)
+            x, residual = ops.add_norm(mixed, residual, layer.mlp_norm, layer.factors[0])
+            residual = x if layer.norms_stream else residual
     assert mlp is not None, "a layer has a mixer or an MLP"
     if isinstance(mlp, ExpertWeights):
         x = summed(ops.experts(x, mlp, plan), mlp.comm)

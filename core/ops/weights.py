@@ -278,7 +278,6 @@ class Gemma4Extras:
     """
 
     out_norm: Norm
-    factor: float  # multiplies the residual stream after the layer
     beside: ExpertsBeside | None = None
     token_input: TokenInputWeights | None = None
 
@@ -297,7 +296,9 @@ class LayerWeights:
     Without its norm the mixer or the MLP reads the residual stream itself. ``mixer_out_norm`` and
     ``mlp_out_norm`` norm an output before it is added to the stream. ``is_parallel``: the MLP has
     the mixer's input. A layer may have only a mixer or only an MLP, which then has the mixer's
-    input. ``beside``: a second mixer with the same input; both outputs are added up.
+    input. ``beside``: a second mixer with the same input; both outputs are added up. ``factors``
+    multiply the stream after the mixer and after the MLP. ``norms_stream``: what a norm of the
+    stream returns is also the stream that the next output is added to.
     """
 
     mixer_norm: Norm | None
@@ -309,6 +310,8 @@ class LayerWeights:
     is_parallel: bool = False
     extras: Gemma4Extras | None = None
     beside: MixerWeights | None = None
+    factors: tuple[float, float] = (1.0, 1.0)
+    norms_stream: bool = False
 
     @property
     def mixers(self) -> tuple[MixerWeights, ...]:

@@ -18,6 +18,7 @@ from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.mixers.conv import ConvShape, ConvWeights
 from foretoken.core.ops.mixers.recurrent import (
     DeltaWeights,
+    LightningWeights,
     Mamba2Weights,
     RecurrentShape,
     RecurrentWeights,
@@ -85,6 +86,23 @@ def make_mamba_weights(
     )
 
 
+def make_lightning_weights(shape: RecurrentShape = SHAPE, layer: int = 0) -> LightningWeights:
+    """Log decays as those of `make_weights`; a norm of the whole row."""
+    shape = shape._replace(conv_len=1)
+    return LightningWeights(
+        in_proj=NO_MATRIX,
+        conv=torch.ones(shape.conv_channels, 1),
+        decay=-(10.0 ** torch.linspace(-3.0, 0.9, shape.num_value_heads)),
+        dt_bias=torch.empty(0),
+        norm=torch.rand(shape.value_width) + 0.5,
+        norm_eps=1e-6,
+        num_norms=1,
+        out=NO_MATRIX,
+        shape=shape,
+        layer=layer,
+    )
+
+
 def make_conv_weights(
     shape: ConvShape = CONV_SHAPE, layer: int = 0, *, has_bias: bool = True
 ) -> ConvWeights:
@@ -107,7 +125,7 @@ def row_widths(weights: Weights) -> tuple[int, int]:
 
 def gates_width(weights: Weights) -> int:
     """Rows of the gates' matrix."""
-    if isinstance(weights, ConvWeights):
+    if isinstance(weights, ConvWeights | LightningWeights):
         return 0
     rows = 2 if isinstance(weights, DeltaWeights) else 1
     return rows * weights.shape.num_value_heads

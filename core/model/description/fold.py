@@ -65,6 +65,11 @@ def qkvz_order(shape: RecurrentShape) -> Tensor:
     return _apart(shape.num_key_heads, [shape.key_dim, shape.key_dim, width, width])
 
 
+def qkv_order(shape: RecurrentShape) -> Tensor:
+    """Return the order of queries, keys and values, given rows grouped by head, [conv_channels]."""
+    return _apart(shape.num_key_heads, [shape.key_dim, shape.key_dim, shape.value_dim])
+
+
 def mamba_widths(shape: RecurrentShape) -> list[int]:
     """Return the numbers of rows of Mamba-2's matrix for z, x, B, C and dt."""
     values, keys = shape.value_width, shape.num_key_heads * shape.key_dim

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -15,7 +16,7 @@ from .mixer import MixerWeights
 if TYPE_CHECKING:
     from ..base import ForwardPlan, Ops
 
-Rule: TypeAlias = Literal["delta", "mamba2"]
+Rule: TypeAlias = Literal["delta", "mamba2", "lightning"]
 
 
 class RecurrentShape(NamedTuple):
@@ -66,11 +67,11 @@ class RecurrentWeights(MixerWeights):
     rule: ClassVar[Rule]
 
     in_proj: PackedLinear  # rows: q, k, v, z
-    gates: PackedLinear  # not quantised
+    gates: PackedLinear | None = None  # not quantised
     conv: Tensor  # [conv_channels, conv_len] float32, the last tap is the row's own
     conv_bias: Tensor | None = None  # [conv_channels] float32
     decay: Tensor  # [num_value_heads] float32, below 0: -exp(A_log)
-    dt_bias: Tensor  # [num_value_heads] float32
+    dt_bias: Tensor  # [num_value_heads] float32; [0] without gates
     most_beta: float = 1.0
     skip: Tensor | None = None  # [num_value_heads] float32
     norm: Tensor | None  # float32
@@ -87,7 +88,9 @@ class RecurrentWeights(MixerWeights):
 
     @override
     def compute(self, ops: Ops, x: Tensor, plan: ForwardPlan) -> Tensor:
-        mixed, gates = ops.linear(x, self.in_proj), ops.logits(x, self.gates)
+        mixed, gates = ops.linear(x, self.in_proj), x.new_empty((len(x), 0), dtype=torch.float32)
+        if self.gates is not None:
+            gates = ops.logits(x, self.gates)
         return ops.linear(ops.recur(mixed, gates, self, plan), self.out)
 
 
@@ -115,3 +118,16 @@ class Mamba2Weights(RecurrentWeights):
 
     __slots__ = ()
     rule = "mamba2"
+
+
+class LightningWeights(RecurrentWeights):
+    """Lightning attention (arXiv 2501.08313), as in MiniMax.
+
+    There is no convolution and no row of ``gates``: each head has one ``log decay = decay`` and
+    adds ``k v^T`` to its state. The state's output goes through an RMS norm of each of
+    ``num_norms`` parts, whose weight is [num_value_heads * value_dim], and is multiplied by
+    ``sigmoid(z)``.
+    """
+
+    __slots__ = ()
+    rule = "lightning"

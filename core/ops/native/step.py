@@ -55,6 +55,7 @@ class NativeStep:
             layers=layers,
             num_layers=len(weights.layers),
             final_norm=norm_pointer(weights.final_norm),
+            norms_stream=weights.layers[0].norms_stream,
             hidden=weights.embedding.shape[1],
             width=max((native(mlp.down).in_features for mlp in mlps), default=0),
             token_inputs=_token_inputs(weights.token_inputs),
@@ -75,6 +76,8 @@ class NativeStep:
             mlp_out_norm=norm_pointer(layer.mlp_out_norm),
             is_parallel=layer.is_parallel,
             extras=_extras(layer.extras),
+            mixer_factor=layer.factors[0],
+            mlp_factor=layer.factors[1],
         )
         first = second = gate_up = down = None
         if layer.mixer is not None:
@@ -181,7 +184,7 @@ def _address(tensor: Tensor | None) -> int | None:
 def _extras(extras: Gemma4Extras | None) -> ctypes._Pointer[Structure] | None:
     if extras is None:
         return None
-    struct = STRUCTS.ft_extras(out_norm=norm_pointer(extras.out_norm), factor=extras.factor)
+    struct = STRUCTS.ft_extras(out_norm=norm_pointer(extras.out_norm))
     if (beside := extras.beside) is not None:
         struct.beside = STRUCTS.ft_beside(
             experts=ctypes.pointer(experts_struct(beside.experts)),

@@ -49,6 +49,8 @@ class SegmentStates:
         """
         tail, log, at = self._kept.tail, self._log.inputs, self._at
         count = len(tail)
+        if not count:
+            return tail
         rows = [
             log[position % self._pool.ring] if position >= at else tail[position - at + count]
             for position in range(stop - count, stop)
@@ -57,9 +59,9 @@ class SegmentStates:
 
     def _log_inputs(self, inputs: Tensor) -> None:
         """Write the inputs of the last rows to the log, at most its capacity."""
-        first = max(0, len(inputs) - self._pool.ring)
-        for row in range(first, len(inputs)):
-            self._log.inputs[(self._start + row) % self._pool.ring] = inputs[row]
+        log = self._log.inputs
+        for row in range(max(0, len(inputs) - len(log)), len(inputs)):
+            log[(self._start + row) % len(log)] = inputs[row]
 
 
 def join_segments(outs: list[Tensor], num_rows: int) -> Tensor:
@@ -253,16 +255,31 @@ class _Mamba2Sequence(_Sequence):
 
         The result is [num_heads * value_dim].
         """
+        return self._normed_parts(read.flatten() * _silu(z.float()))
+
+    def _normed_parts(self, x: Tensor) -> Tensor:
         weights = self._weights
-        gated = read.flatten() * _silu(z.float())
         if weights.norm is None:
-            return gated
-        parts = gated.view(weights.num_norms, -1)
+            return x
+        parts = x.view(weights.num_norms, -1)
         root = ((parts * parts).mean(-1, keepdim=True) + weights.norm_eps).sqrt()
         return (parts / root).flatten() * weights.norm
 
 
-_RULES: dict[Rule, type[_Sequence]] = {"delta": _DeltaSequence, "mamba2": _Mamba2Sequence}
+class _LightningSequence(_Mamba2Sequence):
+    def _gates(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        return gates.new_ones(1), self._weights.decay
+
+    def _gated(self, read: Tensor, z: Tensor) -> Tensor:
+        """Return the RMS norm of each part times sigmoid(z), [num_heads * value_dim]."""
+        return self._normed_parts(read.flatten()) / torch.exp(-z.float()).add_(1.0)
+
+
+_RULES: dict[Rule, type[_Sequence]] = {
+    "delta": _DeltaSequence,
+    "mamba2": _Mamba2Sequence,
+    "lightning": _LightningSequence,
+}
 
 
 def _silu(x: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_5", "olmo_hybrid", "granite_hybrid", "nemotron_h", "lfm2_biased"]
+    "kind", ["qwen3_5", "olmo_hybrid", "granite_hybrid", "nemotron_h", "lfm2_biased", "minimax"]
 )
 def test_a_sequence_resumed_from_a_state_has_the_bits_of_the_whole(kind: str, loaded: dict) -> None:
     _, decoder = loaded[kind]
@@ -283,6 +283,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "falcon_h1": _CONFIG | {"mamba_n_heads": 8, "mamba_d_ssm": 96},
     "nemotron_h": _CONFIG | {"hybrid_override_pattern": "M-M*M-M*"},
     "lfm2": _CONFIG | {"layer_types": ["conv", "full_attention"] * 4},
+    "minimax": _CONFIG,
 }
 
 
@@ -374,6 +375,15 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         ("lfm2", {"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
         ("lfm2", {"layer_types": None, "full_attn_idxs": [8]}, "without any full_attention"),
         ("lfm2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("minimax", {"hidden_act": "gelu"}, "hidden_act other than silu is not supported"),
+        ("minimax", {"mlp_alpha_factor": 0}, "mlp_alpha_factor must be greater than 0"),
+        (
+            "minimax",
+            {"layer_types": ["full_attention", "mamba"] * 4},
+            "layer_types has 'mamba', which is not full_attention or linear_attention",
+        ),
+        ("minimax", {"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
+        ("minimax", {"layer_types": ["linear_attention"] * 8}, "without any full_attention"),
     ],
 )
 def test_configs_that_fit_no_layer_are_refused_with_their_numbers(

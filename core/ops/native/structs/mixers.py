@@ -10,7 +10,7 @@ from ...mixers.attention import AttentionWeights
 from ...mixers.conv import ConvWeights
 from ...mixers.latent import LatentWeights
 from ...mixers.mixer import MixerWeights
-from ...mixers.recurrent import DeltaWeights, Mamba2Weights, RecurrentWeights
+from ...mixers.recurrent import DeltaWeights, LightningWeights, Mamba2Weights, RecurrentWeights
 from ...weights import PackedLinear
 from ..declarations import STRUCTS
 from .declared import norm_pointer, rule_struct, turn_struct
@@ -86,9 +86,9 @@ def _recurrent(weights: RecurrentWeights) -> NativeMixer:
     rule = RecurrentStructs(weights)
     return NativeMixer(
         STRUCTS.ft_mixer(gates=linear_pointer(weights.gates), recurrence=pointer(rule.struct)),
-        native(weights.in_proj).out_features,
-        native(weights.gates).out_features,
-        native(weights.out).in_features,
+        mixed=native(weights.in_proj).out_features,
+        gates=0 if weights.gates is None else native(weights.gates).out_features,
+        read=native(weights.out).in_features,
         lends=rule,
     )
 
@@ -108,5 +108,6 @@ _MIXERS: dict[type[MixerWeights], Callable[[Any], NativeMixer]] = {
     LatentWeights: _latent,
     DeltaWeights: _recurrent,
     Mamba2Weights: _recurrent,
+    LightningWeights: _recurrent,
     ConvWeights: _conv,
 }

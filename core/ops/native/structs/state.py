@@ -8,12 +8,13 @@ from torch import Tensor
 from ....errors import ModelLoadError
 from ...batch import RaggedBatch
 from ...mixers.conv import ConvWeights
-from ...mixers.recurrent import RecurrentWeights
+from ...mixers.recurrent import RecurrentWeights, Rule
 from ...state_pool import StatePool
 from ..declarations import STRUCTS
 from ..library import address
 
 MAX_TAPS = 8  # the same as in state.h
+_RULES: dict[Rule, int] = {"delta": 0, "mamba2": 1, "lightning": 2}  # the same as in state.h
 
 
 class RecurrentStructs:
@@ -26,6 +27,7 @@ class RecurrentStructs:
         shape, taps = weights.shape, _taps_of(weights.conv)
         self._lends = (weights, taps)
         self.struct = STRUCTS.ft_recurrence(
+            rule=_RULES[weights.rule],
             num_key_heads=shape.num_key_heads,
             num_heads=shape.num_value_heads,
             key_dim=shape.key_dim,

@@ -43,7 +43,7 @@ def recur(
         memory.state, memory.k, memory.u, memory.c, states.segments, states.keeps, at,
         **common, PAGE=pool.page_size, SLOT_FLOATS=pool.bytes_per_slot // _BYTES,
         VALUE_DIM=shape.value_dim, KEYS=keys, VALUES=values, IS_TILED=is_tiled,
-        IS_DELTA=weights.rule == "delta",
+        IS_DELTA=weights.rule == "delta", HAS_SKIP=weights.skip is not None,
     )  # fmt: skip
     log_kernel[(num_rows, heads)](
         x, u, c, memory.k, memory.u, memory.c, states.rows, states.segments,
@@ -87,7 +87,7 @@ def _inputs(
         STRIDE=mixed.shape[1], TAPS=shape.conv_len, PAGE=pool.page_size,
         VALUE_DIM=shape.value_dim, TILE=power_of_two(max(shape.key_dim, shape.value_dim)),
         HEADS_TILE=power_of_two(heads), HAS_BIAS=bias is not None,
-        IS_DELTA=weights.rule == "delta",
+        IS_DELTA=weights.rule == "delta", HAS_GATES=weights.gates is not None,
         MOST_BETA=weights.most_beta,
     )  # fmt: skip
     return x, c, beta
@@ -109,6 +109,7 @@ def gated_norm(
         read, mixed, read if norm is None else norm, out, weights.norm_eps, states.rows,
         CHANNELS=weights.shape.conv_channels, PARTS=parts, WIDTH=width, TILE=power_of_two(width),
         HAS_NORM=norm is not None, IS_DELTA=weights.rule == "delta",
+        IS_LIGHTNING=weights.rule == "lightning", GATES_LAST=weights.rule != "mamba2",
     )  # fmt: skip
     return out
 

@@ -27,7 +27,6 @@ typedef struct {
 /* Parts of a layer that Llama does not have. */
 typedef struct {
     const ft_norm *out_norm; /* norm of MLP + experts, in place of the layer's mlp_out_norm */
-    float factor;            /* multiplies the residual stream after the layer */
     ft_beside beside;
     ft_token_input token_input;
 } ft_extras;
@@ -58,7 +57,7 @@ typedef struct {
 typedef struct {
     const ft_linear_weight *first, *second; /* NULL: no mixer */
     const ft_attention *attention;
-    const ft_linear_weight *gates; /* of the recurrence */
+    const ft_linear_weight *gates; /* of the recurrence, or NULL */
     const ft_recurrence *recurrence;
     const ft_conv *conv;
 } ft_mixer;
@@ -73,6 +72,7 @@ typedef struct {
     int64_t is_parallel;       /* whether the MLP reads what attention reads */
     const ft_experts *experts; /* replaces gate_up and down; or NULL */
     const ft_extras *extras;   /* or NULL */
+    float mixer_factor, mlp_factor; /* factors of the residual stream after each */
 } ft_layer;
 
 typedef struct {
@@ -82,6 +82,7 @@ typedef struct {
     const ft_linear_weight *packed_embedding;
     float embedding_factor;
     const ft_norm *final_norm;
+    int64_t norms_stream; /* whether outputs are added to the output of the norm before them */
     int64_t hidden, width; /* items of a row of the residual stream, and of the widest MLP */
     int64_t mixed, gates, read; /* widest rows of recurrent layers or gates, see step_space */
     ft_token_inputs token_inputs;
@@ -209,6 +210,13 @@ static const char *add(const step_job *step, const char *x, float factor, const 
     return out;
 }
 
+/* Continue the residual stream from x, the output of its norm, in decoders whose layers do so. */
+static void restart(const step_job *step, const char *x) {
+    char *residual = step->space.residual;
+    int64_t bytes = step->decoder->hidden * (step->dtype == FT_BFLOAT16 ? 2 : 4);
+    if (step->decoder->norms_stream) memcpy(residual, x, (size_t)(step->rows * bytes));
+}
+
 /* Compute attention from x [rows, hidden]. Returns the input of `second`, or NULL when there is no
  * memory. */
 static const char *run_attention(const step_job *step, int64_t index, const ft_mixer *mixer,
@@ -244,7 +252,8 @@ static const char *run_recurrent(const step_job *step, int64_t index, const ft_m
     ft_linear_ahead(mixer->gates);
     if (run_linear(step, index, mixer->first, x, space->wide)) return NULL;
     ft_linear_ahead(mixer->second);
-    if (ft_linear(mixer->gates, x, dtype, step->rows, gates, FT_FLOAT32)) return NULL;
+    if (mixer->gates && ft_linear(mixer->gates, x, dtype, step->rows, gates, FT_FLOAT32))
+        return NULL;
     if (ft_run_recurrent(space->wide, gates, space->narrow, step->parts->batch, mixer->recurrence,
                          dtype))
         return NULL;
@@ -400,14 +409,16 @@ static const char *run_layer(const step_job *step, int64_t index, const char *x,
         if (run_mixers(step, index, x, added)) return NULL;
         if (!layer->gate_up && !layer->experts) {
             add_behind(step, index, added);
-            return add(step, added, 1.0f, next_norm, out);
+            return add(step, added, layer->mlp_factor, next_norm, out);
         }
-        next = add(step, added, 1.0f, layer->is_parallel ? NULL : layer->mlp_norm, step->space.x);
+        next = add(step, added, layer->mixer_factor, layer->is_parallel ? NULL : layer->mlp_norm,
+                   step->space.x);
+        restart(step, next);
     }
     if (run_mlp(step, index, layer->is_parallel ? x : next, added)) return NULL;
     if (layer->extras && add_extras(step, index, added)) return NULL;
     add_behind(step, index, added);
-    return add(step, added, layer->extras ? layer->extras->factor : 1.0f, next_norm, out);
+    return add(step, added, layer->mlp_factor, next_norm, out);
 }
 
 /* Copies of the residual stream at the boundaries at[count], to out [num_rows, count, hidden]. */
@@ -484,12 +495,14 @@ FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const vo
     const ft_norm *first = decoder->layers[0].mixer_norm;
     norm_rows(&step, space->residual, first, space->x);
     const char *x = first ? space->x : space->residual;
+    restart(&step, x);
     for (int64_t index = 0; index <= last; index++) {
         const ft_norm *norm =
             index < last ? decoder->layers[index + 1].mixer_norm : decoder->final_norm;
         x = run_layer(&step, index, x, norm, index < last ? space->x : out);
         if (!x) return -1;
         tap(&taps, index + 1, space->residual, step.rows, row_bytes);
+        restart(&step, x);
     }
     return make_logits(&step, out, row_bytes, logit_rows, num_logits, logits);
 }
