@@ -565,7 +565,7 @@ def test_a_gate_weighs_by_its_sigmoid(dtype: torch.dtype, ops: Ops) -> None:
 def test_states_that_stand_behind_a_pass_are_refused(ops: Ops) -> None:
     sequences = Sequences(ops, [make_weights()], length=100)
     sequences.run(Rows(0, 0, 40))
-    with pytest.raises(ValueError, match="slot 0 stands at \\[32\\]"):
+    with pytest.raises(ValueError, match="the state in slot 0 is at \\[32\\]"):
         sequences.run(Rows(0, 31, 1))
     with pytest.raises(ValueError, match="cannot be advanced to position 81"):
         sequences.run(Rows(0, 81, 1))

@@ -57,7 +57,7 @@ typedef struct {
 typedef struct {
     const ft_linear_weight *first, *second; /* NULL: no mixer */
     const ft_attention *attention;
-    const ft_linear_weight *gates; /* of the recurrence, or NULL */
+    const ft_linear_weight *gates; /* makes the gates of the recurrence, or NULL */
     const ft_recurrence *recurrence;
     const ft_conv *conv;
 } ft_mixer;

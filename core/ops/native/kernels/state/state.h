@@ -13,8 +13,8 @@ enum {
 /* The gated delta rule, Mamba-2, and lightning attention, which has a constant decay and no gates. */
 enum { FT_DELTA, FT_MAMBA2, FT_LIGHTNING };
 
-/* A layer of one of these rules. A row of its input has the channels that the convolution reads
- * (queries and keys of num_key_heads, values of num_heads), then the gate z, with one item for each
+/* A layer that computes one of the rules. A row of its input has the channels that the convolution reads
+ * (queries and keys of num_key_heads, values of num_heads), then the gate z, one item for each
  * value. */
 typedef struct {
     int64_t rule;
