@@ -108,7 +108,7 @@ def _build(
     overlaps = config.overlap != "off" and runner.is_async
     speculator, costs = make_speculator(config, drafter.spec, overlaps=overlaps, proposer=proposer)
     kept = _keep_kv(models, pool, proposer, events, config, source.name)
-    limits = _limits(config, sizes, target, pool)
+    limits = _limits(config, sizes, target, pool, takes_images=models.vision is not None)
     scheduler = Scheduler(kept.cache, limits, speculator, kept.make_tiers())
     server, transfers = kept.make_transfers(scheduler)
     settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
@@ -332,7 +332,9 @@ def _supervision(config: EngineConfig, settings: Mapping[str, object]) -> Superv
     )
 
 
-def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -> SchedulerLimits:
+def _limits(
+    config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool, *, takes_images: bool
+) -> SchedulerLimits:
     """Return the limits of a step and of the queue.
 
     With recurrent states, at most as many requests run at once as the pool has logs.
@@ -349,4 +351,5 @@ def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -
         aging_seconds=config.aging_seconds,
         max_priority=config.max_priority,
         kv_budget=0 if packing is None else packing[1],
+        takes_images=takes_images,
     )

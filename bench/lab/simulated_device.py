@@ -22,19 +22,12 @@ from ...core.model.decoder import OwnDecoder
 from ...core.model.description.config import DecoderConfig, LayerSpec
 from ...core.model.description.rope import RopeSpec
 from ...core.ops.kv_pool import KvPlace
+from ...core.ops.mixers.attention import AttentionWeights
 from ...core.ops.triton import graph_inputs
 from ...core.ops.triton.graph import plan as graph_plan
 from ...core.ops.triton.sampling import sampler as triton_sampler
 from ...core.ops.triton.triton_ops import TritonOps
-from ...core.ops.weights import (
-    AttentionWeights,
-    DecoderWeights,
-    LayerWeights,
-    MlpWeights,
-    Norm,
-    PackedLinear,
-    Table,
-)
+from ...core.ops.weights import DecoderWeights, LayerWeights, MlpWeights, Norm, PackedLinear, Table
 from ...draft.control.outcome import NUM_BEST
 
 VOCAB_SIZE = 2**13

@@ -13,12 +13,12 @@ from .step_layout import StepLayout
 
 
 def image_rows(
-    layout: StepLayout, batch: RaggedBatch, vision: Vision | None, hidden: int
+    layout: StepLayout, batch: RaggedBatch, vision: Vision, hidden: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return `Wanted.inputs` and `Wanted.layer_vectors` of a step; None if no row is an image's.
 
-    Vectors that no earlier step kept are computed here. Raises ValueError if the model has no image
-    tower, or if the tower returns another number of vectors than the prompt has rows for.
+    Vectors that no earlier step kept are computed here. Raises ValueError if the tower returns
+    another number of vectors than the prompt has rows for.
     """
     inputs: Tensor | None = None
     for scheduled, first_row in zip(layout.requests, layout.first_rows, strict=True):
@@ -26,10 +26,6 @@ def image_rows(
             spans = _spans(image, scheduled)
             if not spans:
                 continue
-            if vision is None:
-                raise ValueError(
-                    f"{scheduled.request_id} has images, but the model has no image tower"
-                )
             vectors = vision.vectors(image)
             if inputs is None:
                 inputs = vectors.new_zeros((batch.num_rows, vectors.shape[1]))

@@ -361,7 +361,7 @@ class ModelRunner:
     ) -> ForwardOutput:
         # The taps of a disabled proposer stay: a GPU's graphs were captured with them.
         inputs, layer_vectors = None, None
-        if any([scheduled.extras.images for scheduled in layout.requests]):  # noqa: C419 - faster
+        if self.vision is not None:
             hidden = self.decoder.config.hidden_size
             inputs, layer_vectors = image_rows(layout, batch, self.vision, hidden)
         wanted = Wanted(draws, self._taps, on_kernels_started, inputs, layer_vectors)

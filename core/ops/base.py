@@ -24,12 +24,13 @@ from ..sampling.sampler import PendingBest, PendingTokens, Sampler
 from .batch import NOTHING_MORE, RaggedBatch, Segment, Wanted
 from .kv_pool import KVPool
 from .lora import AdaptedRows, LoraUpdate, PackedLora
+from .mixers.conv import ConvWeights
+from .mixers.recurrent import RecurrentWeights
 from .quantize import QuantizedWeight, WeightKind
 from .weights import (
     FIRST_TABLE,
     SILU,
     Activation,
-    ConvWeights,
     DecoderWeights,
     ExpertWeights,
     HeadLayout,
@@ -37,7 +38,6 @@ from .weights import (
     Norm,
     PackedLinear,
     PackedTable,
-    RecurrentWeights,
     Table,
     Tables,
 )

@@ -51,7 +51,8 @@ class StateShape(NamedTuple):
     """State of one layer: S ``[num_heads, key_dim, value_dim]``, and inputs of a convolution.
 
     The state at a position has the inputs of the ``conv_len - 1`` earlier positions. A layer that
-    is only a short convolution has ``num_heads`` 0: S and the log's k, u and c are empty.
+    is only a short convolution has ``num_heads`` 0: S and the log's k, u and c are empty. A layer
+    without a convolution has ``conv_len`` 1 and keeps no inputs.
     """
 
     num_heads: int
@@ -73,7 +74,7 @@ class StateShape(NamedTuple):
             ((self.num_heads, ring, self.key_dim), torch.float32),
             ((self.num_heads, ring, self.value_dim), torch.float32),
             ((self.num_heads, ring), torch.float32),
-            ((ring, self.conv_channels), dtype),
+            ((ring if self.conv_len > 1 else 0, self.conv_channels), dtype),
         ]
 
 
@@ -90,7 +91,7 @@ class LogLayer(NamedTuple):
     k: Tensor  # [num_heads, ring, key_dim] float32
     u: Tensor  # [num_heads, ring, value_dim] float32
     c: Tensor  # [num_heads, ring] float32: sum of the log decays since the page's start
-    inputs: Tensor  # [ring, conv_channels]
+    inputs: Tensor  # [ring, conv_channels], or [0, conv_channels] without a convolution
 
 
 @dataclass(frozen=True, slots=True)

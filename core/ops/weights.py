@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kv_pool import KvPlace
-from .state_pool import StateShape
-
 if TYPE_CHECKING:
+    from .mixers.mixer import MixerWeights
     from .parallel import Comm
 
 
@@ -280,7 +278,6 @@ class Gemma4Extras:
     """
 
     out_norm: Norm
-    factor: float  # multiplies the residual stream after the layer
     beside: ExpertsBeside | None = None
     token_input: TokenInputWeights | None = None
 
@@ -293,228 +290,15 @@ class Gemma4Extras:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttentionWeights:
-    """Attention over the pages, with Q, K and V packed into one matrix.
-
-    A layer without its own keys (``has_keys`` is False) reads the keys and values of an earlier
-    layer: its ``qkv`` has only queries, and its ``place`` is the earlier layer's. With a ``gate``
-    rows of ``qkv`` are queries, keys, values and the gate, whose sigmoid multiplies the attention's
-    output before ``o`` (Qwen3-Next). ``comm``: present if the heads are divided among ranks; ``o``
-    then yields a summand.
-    """
-
-    qkv: PackedLinear
-    head_norm: HeadNorm | None
-    o: PackedLinear
-    window: int | None  # positions that a row sees, itself included; None: all before it
-    place: KvPlace  # place of the layer's keys and values
-    tables: Tables = FIRST_TABLE
-    cap: float | None = None  # limit of the scores, by tanh; None: unlimited
-    sinks: Tensor | None = None  # [num_heads] float32: scores of a key without a value
-    gate: int = 0  # width of the gate, equal to the queries'; 0: no gate
-    has_keys: bool = True
-    comm: Comm | None = None
-    is_mutual: bool = False  # rows of an image see each other
-
-    @property
-    def linears(self) -> tuple[PackedLinear, ...]:
-        """Both matrices."""
-        return (self.qkv, self.o)
-
-
-class LatentShape(NamedTuple):
-    """Sizes of latent attention; ``nope_dim`` items of a head's query meet the latent."""
-
-    q_rank: int  # width of the queries' compressed input; 0: queries are made from the stream
-    rank: int  # width of the latent, which a position keeps besides ``rope_dim`` items
-    nope_dim: int
-    rope_dim: int  # items of a query and of the key that RoPE turns
-    value_dim: int
-
-    @property
-    def query_dim(self) -> int:
-        """Number of items of a head's query before absorption."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def key_dim(self) -> int:
-        """Number of items kept per position."""
-        return self.rank + self.rope_dim
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LatentWeights:
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1), absorbed.
-
-    A position keeps one row for all heads: its latent, and a key that RoPE has turned. A head's key
-    matrix maps its query to the latent's dimensions, and its value matrix maps the weighted sum of
-    latents to its output; no key or value of a single head is ever made.
-    """
-
-    down: PackedLinear  # rows: input of the queries, latent, key that RoPE turns
-    q_norm: Norm | None  # None: ``down`` makes the queries themselves
-    q_up: PackedLinear | None  # [num_heads * query_dim, q_rank]
-    kv_norm: Norm  # norm of the latent
-    keys: tuple[PackedLinear, ...]  # one per head, [rank, nope_dim]
-    values: tuple[PackedLinear, ...]  # one per head, [value_dim, rank]
-    o: PackedLinear
-    place: KvPlace  # place of the layer's latents
-    shape: LatentShape
-    tables: Tables = FIRST_TABLE
-
-    @property
-    def linears(self) -> tuple[PackedLinear, ...]:
-        """Every packed matrix that may be quantised."""
-        up = () if self.q_up is None else (self.q_up,)
-        return (self.down, *up, *self.keys, *self.values, self.o)
-
-
-class RecurrentShape(NamedTuple):
-    """Heads of a layer with a recurrent state, and the taps of its convolution.
-
-    Value head j reads key head ``j // (num_value_heads // num_key_heads)``, or if heads are tiled
-    (in GGUF files) key head ``j % num_key_heads``. In Mamba-2 a key head is a group, queries and
-    keys are C and B, and values are x.
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int  # items of a head
-    value_dim: int
-    conv_len: int  # taps, the row itself included
-    is_tiled: bool = False
-
-    @property
-    def conv_channels(self) -> int:
-        """Width of a row's queries, keys and values together, which the convolution reads."""
-        return 2 * self.num_key_heads * self.key_dim + self.value_width
-
-    @property
-    def value_width(self) -> int:
-        """Width of a row's values over all heads."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def state(self) -> StateShape:
-        """Shape of a sequence's state in this layer."""
-        return StateShape(
-            self.num_value_heads,
-            self.key_dim,
-            self.value_dim,
-            self.conv_channels,
-            self.conv_len,
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeltaWeights:
-    """The gated delta rule (arXiv 2412.06464) after a short convolution, as in Qwen3-Next.
-
-    A row's q, k and v from ``in_proj`` go through the convolution and silu; q and k are divided by
-    their length, and q also by the root of ``key_dim``. Each value head has ``log decay = decay *
-    softplus(a + dt_bias)`` and ``beta = most_beta * sigmoid(b)``. The state's output goes through
-    an RMS norm per head, is multiplied by ``silu(z)``, and goes through ``out``.
-    """
-
-    in_proj: PackedLinear  # rows: q, k, v, z
-    gates: PackedLinear  # rows: b, a; not quantised
-    conv: Tensor  # [conv_channels, conv_len] float32, the last tap is the row's own
-    decay: Tensor  # [num_value_heads] float32, below 0: -exp(A_log)
-    dt_bias: Tensor  # [num_value_heads] float32
-    norm: Tensor  # [value_dim] float32
-    norm_eps: float
-    out: PackedLinear
-    shape: RecurrentShape
-    layer: int  # index in the pass's `StatePool`
-    most_beta: float = 1.0
-
-    @property
-    def linears(self) -> tuple[PackedLinear, ...]:
-        """Every packed matrix that may be quantised."""
-        return (self.in_proj, self.out)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Mamba2Weights:
-    """Mamba-2 (arXiv 2405.21060) after a short convolution.
-
-    A row's C, B and x from ``in_proj`` go through the convolution and silu. Each head has ``dt =
-    softplus(gate + dt_bias)`` and ``log decay = decay * dt``, and adds ``B (dt x)^T`` to its state.
-    The state's output for C, plus ``skip * x``, is multiplied by ``silu(z)``, goes through an RMS
-    norm of each of ``num_norms`` equal parts of the row, if there is a norm, and through ``out``.
-    """
-
-    in_proj: PackedLinear  # rows: C, B, x, z
-    gates: PackedLinear  # rows: one per head; not quantised
-    conv: Tensor  # [conv_channels, conv_len] float32, the last tap is the row's own
-    conv_bias: Tensor | None  # [conv_channels] float32
-    decay: Tensor  # [num_value_heads] float32, below 0: -exp(A_log)
-    dt_bias: Tensor  # [num_value_heads] float32
-    skip: Tensor  # [num_value_heads] float32
-    norm: Tensor | None  # [num_value_heads * value_dim] float32
-    norm_eps: float
-    num_norms: int
-    out: PackedLinear
-    shape: RecurrentShape
-    layer: int  # index in the pass's `StatePool`
-
-    @property
-    def linears(self) -> tuple[PackedLinear, ...]:
-        """Every packed matrix that may be quantised."""
-        return (self.in_proj, self.out)
-
-
-class ConvShape(NamedTuple):
-    """Channels of a layer's short convolution, and its taps, the row itself included."""
-
-    channels: int
-    conv_len: int
-
-    @property
-    def state(self) -> StateShape:
-        """Shape of a sequence's state in this layer: the last inputs of the convolution alone."""
-        return StateShape(0, 0, 0, self.channels, self.conv_len)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ConvWeights:
-    """A gated short convolution, as in LFM2 (arXiv 2511.23404).
-
-    A row of ``in_proj`` is b, c and x. The convolution reads ``b * x`` of the row and earlier rows,
-    each rounded to the activations' dtype; its sums times c go through ``out``.
-    """
-
-    in_proj: PackedLinear  # rows: b, c, x
-    conv: Tensor  # [channels, conv_len] float32, the last tap is the row's own
-    bias: Tensor | None  # [channels] float32, added by the convolution
-    out: PackedLinear
-    layer: int  # index in the pass's `StatePool`
-
-    @property
-    def shape(self) -> ConvShape:
-        """Channels and taps."""
-        return ConvShape(*self.conv.shape)
-
-    @property
-    def linears(self) -> tuple[PackedLinear, ...]:
-        """Both matrices."""
-        return (self.in_proj, self.out)
-
-
-RecurrentWeights: TypeAlias = DeltaWeights | Mamba2Weights
-
-
-MixerWeights: TypeAlias = AttentionWeights | LatentWeights | RecurrentWeights | ConvWeights
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """One layer: a mixer of a sequence's rows, then an MLP, and deviations from this.
 
     Without its norm the mixer or the MLP reads the residual stream itself. ``mixer_out_norm`` and
     ``mlp_out_norm`` norm an output before it is added to the stream. ``is_parallel``: the MLP has
     the mixer's input. A layer may have only a mixer or only an MLP, which then has the mixer's
-    input. ``beside``: a second mixer with the same input; both outputs are added up.
+    input. ``beside``: a second mixer with the same input; both outputs are added up. ``factors``
+    multiply the stream after the mixer and after the MLP. ``norms_stream``: what a norm of the
+    stream returns is also the stream that the next output is added to.
     """
 
     mixer_norm: Norm | None
@@ -525,7 +309,9 @@ class LayerWeights:
     mlp_out_norm: Norm | None = None
     is_parallel: bool = False
     extras: Gemma4Extras | None = None
-    beside: RecurrentWeights | None = None
+    beside: MixerWeights | None = None
+    factors: tuple[float, float] = (1.0, 1.0)
+    norms_stream: bool = False
 
     @property
     def mixers(self) -> tuple[MixerWeights, ...]:
@@ -535,8 +321,8 @@ class LayerWeights:
     @property
     def part(self) -> int:
         """Index of the pool's part, and of its plan, that the layer uses."""
-        mixer = self.mixer
-        return mixer.place.part if isinstance(mixer, AttentionWeights | LatentWeights) else 0
+        place = None if self.mixer is None else self.mixer.kv_place
+        return 0 if place is None else place.part
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:

@@ -33,6 +33,7 @@ class SchedulerLimits:
     decoding requests. ``aging_seconds``: time of waiting that makes a request one priority more
     urgent. ``max_priority``: the greatest distance of a request's priority from 0. ``kv_budget``:
     tokens of each answer that keep their KV unless the request names a number; 0: no KV is packed.
+    ``takes_images``: prompts may have images, because the model has a tower for them.
     """
 
     max_batch_tokens: int
@@ -44,6 +45,7 @@ class SchedulerLimits:
     aging_seconds: float = 10.0
     max_priority: float = math.inf
     kv_budget: int = 0
+    takes_images: bool = False
 
 
 class PendingArrivals(NamedTuple):
@@ -176,12 +178,15 @@ class RequestTable:
 
         ``pending``: requests that are about to be added; None: this request will not be added, and
         the queue needs no room for it. Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for
-        token ids that the model does not have, a priority beyond the limit, a request id that is in
-        use, and a KV budget for an engine that packs no KV.
+        token ids that the model does not have, images for a model without a tower, a priority
+        beyond the limit, a request id that is in use, and a KV budget for an engine that packs no
+        KV.
         """
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
         check_fits(request, self.capacity)
+        if request.extras.images and not self._limits.takes_images:
+            raise InvalidRequest("the model takes no images", param="prompt")
         check_token_ids(request, self._limits.vocab_size)
         check_priority(request, self._limits.max_priority)
         kv_budget_of(request, self._limits.kv_budget)

@@ -21,7 +21,8 @@ from ...core.ops.base import Ops
 from ...core.ops.batch import IntArray, SamplingPlan, Wanted
 from ...core.ops.kv_pool import KvPlace, KVPool
 from ...core.ops.layers import run_layers
-from ...core.ops.weights import AttentionWeights, DecoderWeights, LayerWeights
+from ...core.ops.mixers.attention import AttentionWeights
+from ...core.ops.weights import DecoderWeights, LayerWeights
 from ..proposers.tree_grower import Scored
 from .block_network import BlockConfig, BlockFrame, BlockHead, BlockLayer, MarkovHead, MarkovKind
 from .block_training import BLOCK_RECIPE

@@ -20,13 +20,8 @@ from ...core.ops.base import LayersOutput
 from ...core.ops.batch import SamplingPlan, Taps, Wanted
 from ...core.ops.kv_pool import KvPlace, KVPool
 from ...core.ops.layers import join, run_layers
-from ...core.ops.weights import (
-    AttentionWeights,
-    DecoderWeights,
-    JoinedInputs,
-    LayerWeights,
-    PackedLinear,
-)
+from ...core.ops.mixers.attention import AttentionWeights
+from ...core.ops.weights import DecoderWeights, JoinedInputs, LayerWeights, PackedLinear
 from ..proposers.tree_grower import Scored
 from .common.base import HeadKind, PackedHead, ParsedHead, Tensors
 from .common.columns import ColumnProposer, Columns

@@ -110,6 +110,7 @@ class Seeing:
             max_queued=100,
             max_model_len=300,
             vocab_size=self.decoder.config.vocab_size,
+            takes_images=True,
         )
         pool = self.decoder.make_pool(NUM_PAGES, page_size=page_size, states=states)
         pool.data.fill_(void_item(pool))

@@ -10,8 +10,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.model.drafting.rough_copy import rough_decoder
 from foretoken.core.model.loader import load_decoder
+from foretoken.core.ops.mixers.recurrent import RecurrentWeights
 from foretoken.core.ops.native import native_library
-from foretoken.core.ops.weights import RecurrentWeights
 from foretoken.draft.proposers.self_draft import self_draft_price
 from support.checkpoints import make_checkpoint
 from support.draft_trees import TreeDepth

@@ -47,6 +47,9 @@ KINDS = {
     "mamba beside attention": Kind("falcon_h1", "bfloat16", "native", num_requests=4),
     "mamba native int8": Kind("granite_hybrid", "bfloat16", "native", "int8", num_requests=6),
     "mamba native int4": Kind("nemotron_h", "bfloat16", "native", "int4", num_requests=6),
+    "lightning torch": Kind("minimax", "float32", "torch", num_requests=3),
+    "lightning native": Kind("minimax_scaled", "float32", "native"),
+    "lightning native int4": Kind("minimax", "bfloat16", "native", "int4", num_requests=6),
     "conv torch": Kind("lfm2_biased", "float32", "torch", num_requests=4),
     "conv native": Kind("lfm2", "float32", "native"),
     "conv native int8": Kind("lfm2", "bfloat16", "native", "int8", num_requests=6),
@@ -63,6 +66,7 @@ _SIZES: dict[str, dict[str, int]] = {
     "qwen3": _SHARED_SIZES | {"linear_value_head_dim": 32},
     "granite": _SHARED_SIZES,
     "falcon": _SHARED_SIZES,
+    "minimax": _SHARED_SIZES | {"head_dim": 32},
     "lfm2": _SHARED_SIZES | {"moe_intermediate_size": 32},
     "olmo": _SHARED_SIZES,
     "nemotron": _SHARED_SIZES

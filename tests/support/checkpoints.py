@@ -289,6 +289,13 @@ _CONV = {
     "pad_token_id": None,
     "conv_L_cache": 3,
 }
+_LIGHTNING = _EXPERTS | {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+    "head_dim": 24,
+    "pad_token_id": None,
+    "block_size": 32,
+}
 # Families with a recurrent state: their driver and their pools need more than those of `KINDS`.
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", _DELTA_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True}),
@@ -341,6 +348,15 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": (
         "lfm2_moe",
         _CONV | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.6},
+    ),
+    "minimax": ("minimax", _LIGHTNING),
+    "minimax_scaled": (
+        "minimax",
+        _LIGHTNING
+        | {"layer_types": ["full_attention", "linear_attention"] * 2, "sliding_window": 50}
+        | {"linear_attn_alpha_factor": 1.4, "linear_attn_beta_factor": 0.9}
+        | {"full_attn_alpha_factor": 1.3, "full_attn_beta_factor": 1.1}
+        | {"mlp_alpha_factor": 1.6, "mlp_beta_factor": 0.8},
     ),
     "bamba": ("bamba", _BAMBA | {"attn_layer_indices": [2], "mamba_proj_bias": True}),
 }

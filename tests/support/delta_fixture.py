@@ -15,18 +15,17 @@ from torch import Tensor
 from foretoken.core.ops.base import ForwardPlan, Ops
 from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KVPool
-from foretoken.core.ops.row_extras import RowExtras, SegmentState
-from foretoken.core.ops.state_pool import StatePool
-from foretoken.core.ops.weights import (
-    ConvShape,
-    ConvWeights,
+from foretoken.core.ops.mixers.conv import ConvShape, ConvWeights
+from foretoken.core.ops.mixers.recurrent import (
     DeltaWeights,
-    HeadLayout,
+    LightningWeights,
     Mamba2Weights,
-    PackedLinear,
     RecurrentShape,
     RecurrentWeights,
 )
+from foretoken.core.ops.row_extras import RowExtras, SegmentState
+from foretoken.core.ops.state_pool import StatePool
+from foretoken.core.ops.weights import HeadLayout, PackedLinear
 from support.rope_fixture import Turns
 
 SHAPE = RecurrentShape(2, 4, key_dim=24, value_dim=40, conv_len=4)
@@ -87,6 +86,23 @@ def make_mamba_weights(
     )
 
 
+def make_lightning_weights(shape: RecurrentShape = SHAPE, layer: int = 0) -> LightningWeights:
+    """Log decays as those of `make_weights`; a norm of the whole row."""
+    shape = shape._replace(conv_len=1)
+    return LightningWeights(
+        in_proj=NO_MATRIX,
+        conv=torch.ones(shape.conv_channels, 1),
+        decay=-(10.0 ** torch.linspace(-3.0, 0.9, shape.num_value_heads)),
+        dt_bias=torch.empty(0),
+        norm=torch.rand(shape.value_width) + 0.5,
+        norm_eps=1e-6,
+        num_norms=1,
+        out=NO_MATRIX,
+        shape=shape,
+        layer=layer,
+    )
+
+
 def make_conv_weights(
     shape: ConvShape = CONV_SHAPE, layer: int = 0, *, has_bias: bool = True
 ) -> ConvWeights:
@@ -109,7 +125,7 @@ def row_widths(weights: Weights) -> tuple[int, int]:
 
 def gates_width(weights: Weights) -> int:
     """Rows of the gates' matrix."""
-    if isinstance(weights, ConvWeights):
+    if isinstance(weights, ConvWeights | LightningWeights):
         return 0
     rows = 2 if isinstance(weights, DeltaWeights) else 1
     return rows * weights.shape.num_value_heads

@@ -223,7 +223,8 @@ class Forgetful(SelfProposer):
             log = states.log(state.log, layer)
             for field in (log.k, log.u, log.c):
                 field[:, places] = float("nan")
-            log.inputs[places] = float("nan")
+            if len(log.inputs):  # a layer with a convolution
+                log.inputs[places] = float("nan")
 
 
 class Failing(SelfProposer):

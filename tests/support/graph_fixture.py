@@ -15,10 +15,10 @@ from foretoken.core.model.description.config import DecoderConfig, LayerSpec
 from foretoken.core.model.description.rope import RopeSpec
 from foretoken.core.ops.base import Exactness, Ops
 from foretoken.core.ops.kv_pool import KvPlace, KVPool
+from foretoken.core.ops.mixers.attention import AttentionWeights
 from foretoken.core.ops.triton.graph.graphs import Graph, MakeGraph, cuda_graphs
 from foretoken.core.ops.triton.triton_ops import TritonOps
 from foretoken.core.ops.weights import (
-    AttentionWeights,
     DecoderWeights,
     ExpertWeights,
     HeadNorm,

@@ -164,6 +164,11 @@ KNOWN: dict[str, dict[str, Any]] = {
         "olmo_hybrid", 3840, 11008, 32, 30, 30, 100352, 65536,
         rope_parameters={"rope_type": "default", "rope_theta": None},
     ),
+    "MiniMax-Text-01": _shape(
+        "minimax", 6144, 9216, 80, 64, 8, 200064, 10240000, head_dim=128, rotary_dim=64,
+        num_local_experts=32, num_experts_per_tok=2, rope_theta=1e7,
+        layer_types=(["linear_attention"] * 7 + ["full_attention"]) * 10,
+    ),
     "LFM2 1.2B": _shape(
         "lfm2", 2048, 12288, 16, 32, 8, 65536, 128000, full_attn_idxs=[2, 5, 8, 10, 12, 14]
     ),

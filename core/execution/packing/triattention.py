@@ -25,7 +25,8 @@ from ...interface.plan import ScheduledRequest
 from ...model.decoder import OwnDecoder
 from ...model.description.rope import RopeTable
 from ...ops.kv_pool import KVPool
-from ...ops.weights import AttentionWeights, table_rows
+from ...ops.mixers.attention import AttentionWeights
+from ...ops.weights import table_rows
 from .policies import KeepPolicy
 
 OFFSETS = tuple(2**power for power in range(17))  # distances of later queries: 1 to 65,536 tokens

@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from ...ops.mixers.conv import ConvShape
+from ...ops.mixers.latent import LatentShape
+from ...ops.mixers.recurrent import RecurrentShape
 from ...ops.state_pool import StateShape
-from ...ops.weights import (
-    SILU,
-    Activation,
-    ConvShape,
-    HeadLayout,
-    LatentShape,
-    RecurrentShape,
-    Routing,
-)
+from ...ops.weights import SILU, Activation, HeadLayout, Routing
 from .fold import NO_FOLD, Fold
 from .rope import RopeSpec
 
@@ -130,7 +125,13 @@ class ConvSpec(NamedTuple):
     has_bias: bool = False
 
 
-MixerSpec: TypeAlias = DeltaSpec | Mamba2Spec | ConvSpec
+class LightningSpec(NamedTuple):
+    """Lightning attention in place of attention (arXiv 2501.08313)."""
+
+    shape: RecurrentShape
+
+
+MixerSpec: TypeAlias = DeltaSpec | Mamba2Spec | ConvSpec | LightningSpec
 
 
 class NormNames(NamedTuple):
@@ -161,7 +162,8 @@ class LayerSpec:
     ``kv_of``: the earlier layer whose keys and values this one reads instead of its own. ``mixer``:
     a recurrent mixer in place of attention, or None. With ``beside_attention`` the layer has both:
     they read the same input, and their outputs are summed. ``parts``: a layer may be only a mixer
-    or only an MLP, with the one norm `NormNames.attention`.
+    or only an MLP, with the one norm `NormNames.attention`. ``factors`` multiply the residual
+    stream after the mixer and after the MLP.
     """
 
     window: int | None = None  # positions that a row attends to, its own included; None: all
@@ -176,6 +178,7 @@ class LayerSpec:
     is_mutual: bool = False  # Rows of an image attend to each other.
     norms: NormNames | None = None  # None: the norms of the model
     parts: Literal["both", "mixer", "mlp"] = "both"
+    factors: tuple[float, float] = (1.0, 1.0)
 
     @property
     def has_attention(self) -> bool:
@@ -227,6 +230,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     tie_embeddings: bool = False
     norms: NormNames = LLAMA_NORMS
+    norms_stream: bool = False  # Outputs are added to what the norm before them returned.
     layer_norm: Literal["none", "plain", "bias"] = "none"  # replaces RMS norms
     is_parallel: bool = False  # MLP and attention read the same input
 

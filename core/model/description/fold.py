@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...ops.weights import RecurrentShape
+from ...ops.mixers.recurrent import RecurrentShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,11 @@ def qkvz_order(shape: RecurrentShape) -> Tensor:
     """
     width = shape.num_value_heads // shape.num_key_heads * shape.value_dim
     return _apart(shape.num_key_heads, [shape.key_dim, shape.key_dim, width, width])
+
+
+def qkv_order(shape: RecurrentShape) -> Tensor:
+    """Return the order of queries, keys and values, given rows grouped by head, [conv_channels]."""
+    return _apart(shape.num_key_heads, [shape.key_dim, shape.key_dim, shape.value_dim])
 
 
 def mamba_widths(shape: RecurrentShape) -> list[int]:

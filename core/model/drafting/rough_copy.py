@@ -7,7 +7,7 @@ the packed ones a few panels at a time, so nothing else is held twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ from ...config import format_size
 from ...errors import ModelLoadError
 from ...ops.base import RoughOps
 from ...ops.machine.device import free_memory
-from ...ops.weights import AttentionWeights, DecoderWeights, MixerWeights, PackedLinear
+from ...ops.weights import DecoderWeights, PackedLinear
 from ..decoder import Decoder, OwnDecoder
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def rough_decoder(
             f"rounds the weights of foretoken's own decoder, but {kind} is computed by "
             "transformers' modules"
         )
-    if any(isinstance(each, AttentionWeights) and each.comm for each in _mixers(target.weights)):
+    if any(mixer.is_divided for layer in target.weights.layers for mixer in layer.mixers):
         raise NoRoughCopyError("cannot be combined with --tp")
     ops = target.ops
     if not isinstance(ops, RoughOps):
@@ -83,11 +83,6 @@ def rough_decoder(
     size = sum(each.num_bytes for each in rounded_matrices(copy.weights))
     logger.info("draft 'self' uses a 4-bit copy of the weights: %s", format_size(size))
     return copy
-
-
-def _mixers(weights: DecoderWeights) -> Iterator[MixerWeights]:
-    for layer in weights.layers:
-        yield from layer.mixers
 
 
 def rounded_matrices(weights: DecoderWeights) -> list[PackedLinear]:

@@ -43,7 +43,7 @@ _INDEXER = "an indexer selects the keys of each query"
 OTHER_ENGINE = "serve it with transformers or vLLM"
 # Model types that are refused by name, and the reasons.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), _OWN_CACHE),
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), _OWN_CACHE),
     **dict.fromkeys(
         (
             "axk2",

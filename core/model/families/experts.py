@@ -27,30 +27,28 @@ from .shared import (
     windowed,
 )
 
+MIXTRAL_NAMES = ExpertNames(
+    "block_sparse_moe.gate", "block_sparse_moe.experts.{}.", MlpNames("w1", "w3", "w2")
+)
+
 
 def mixtral(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
     """Mixtral: experts in every layer, with renormalised weights (arXiv 2401.04088)."""
-    names = ExpertNames(
-        "block_sparse_moe.gate", "block_sparse_moe.experts.{}.", MlpNames("w1", "w3", "w2")
-    )
     layers = windowed(fields, window_of(fields))
     routing = Routing(top_k_of(fields), renorm=0.0)
     shape: dict[str, Any] = {
         "theta": 1e6,
         "eps": 1e-5,
-        "layers": with_experts(fields, layers, routing, names=names, width="intermediate_size"),
+        "layers": with_experts(
+            fields, layers, routing, names=MIXTRAL_NAMES, width="intermediate_size"
+        ),
     }
     return base_config(fields, **(shape | differences))
 
 
 def minimax_m2(fields: Fields) -> DecoderConfig:
     """MiniMax M2: sigmoid scores, a bias for the choice only, norms over all heads."""
-    names = ExpertNames(
-        "block_sparse_moe.gate",
-        "block_sparse_moe.experts.{}.",
-        MlpNames("w1", "w3", "w2"),
-        choice_bias="block_sparse_moe.e_score_correction_bias",
-    )
+    names = MIXTRAL_NAMES._replace(choice_bias="block_sparse_moe.e_score_correction_bias")
     head_dim = fields.positive("head_dim", 128)
     layers = windowed(fields, None)
     routing = Routing(top_k_of(fields), score="sigmoid", renorm=0.0)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
-from ...ops.weights import RecurrentShape, Routing
+from ...ops.mixers.recurrent import RecurrentShape
+from ...ops.weights import Routing
 from ..description.config import (
     BESIDE_THE_MODEL,
     LLAMA_NORMS,

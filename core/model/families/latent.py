@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...ops.weights import LatentShape, Routing
+from ...ops.mixers.latent import LatentShape
+from ...ops.weights import Routing
 from ..description.config import BEHIND_THE_LAST, DecoderConfig, LayerSpec
 from ..description.fields import Fields
 from ..description.fold import Fold

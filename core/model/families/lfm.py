@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...ops.weights import ConvShape, Routing
+from ...ops.mixers.conv import ConvShape
+from ...ops.weights import Routing
 from ..description.config import ConvSpec, DecoderConfig, ExpertNames, LayerSpec
 from ..description.fields import Fields
 from .experts import renorm_of, top_k_of, with_experts

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...ops.weights import RecurrentShape, Routing
+from ...ops.mixers.recurrent import RecurrentShape
+from ...ops.weights import Routing
 from ..description.config import (
     DecoderConfig,
     ExpertNames,

@@ -8,7 +8,7 @@ from ...errors import ModelLoadError
 from ..description.config import DecoderConfig
 from ..description.fields import Fields, UnsupportedConfig
 from ..formats.quantized import read_scheme
-from . import dense, experts, gemma4, hybrid, latent, lfm, mamba
+from . import dense, experts, gemma4, hybrid, latent, lfm, mamba, minimax
 
 MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "arcee": dense.arcee,
@@ -39,6 +39,7 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "lfm2_moe": lfm.lfm2_moe,
     "llama": dense.llama,
     "minicpm3": latent.minicpm3,
+    "minimax": minimax.minimax,
     "minimax_m2": experts.minimax_m2,
     "ministral3": dense.ministral3,
     "mistral": dense.mistral,
@@ -81,6 +82,7 @@ OWN_ONLY = (
     "granitemoehybrid",
     "lfm2",
     "lfm2_moe",
+    "minimax",
     "nemotron_h",
     "qwen3_5_text",
     "qwen3_5_moe_text",

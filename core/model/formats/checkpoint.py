@@ -79,6 +79,15 @@ def mismatch(
     )
 
 
+_DERIVED = (
+    ".rotary_emb.inv_freq",
+    *(
+        f".self_attn.{name}"
+        for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+    ),
+)
+
+
 def is_derived(name: str) -> bool:
-    """Whether a tensor holds RoPE frequencies, which old checkpoints store needlessly."""
-    return name.endswith(".rotary_emb.inv_freq")
+    """Whether a tensor follows from the config, such as RoPE frequencies or fixed decays."""
+    return name.endswith(_DERIVED)

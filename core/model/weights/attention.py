@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...ops.weights import AttentionWeights, HeadNorm
+from ...ops.mixers.attention import AttentionWeights
+from ...ops.weights import HeadNorm
 from ..description.config import DecoderConfig, HeadSpec
 from ..description.fold import head_order
 from ..description.rope import RopeSpec, rotary_dim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from ...ops.weights import ConvWeights
+from ...ops.mixers.conv import ConvWeights
 from ..description.config import ConvSpec, DecoderConfig
 from ..description.tensors import CONV, TensorSpec, layer_prefix, linear_of
 from .packer import Mixer, Packer, optional

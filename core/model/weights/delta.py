@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ...ops.weights import DeltaWeights
+from ...ops.mixers.recurrent import DeltaWeights
 from ..description.config import DecoderConfig, DeltaSpec
 from ..description.fold import ba_order, qkvz_order
 from ..description.tensors import DELTA, LinearSpec, MatrixSpec, TensorSpec, layer_prefix, linear_of

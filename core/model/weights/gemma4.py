@@ -24,13 +24,10 @@ from .packer import Packer, norm_of
 
 
 class Gemma4Layer(LayerPart):
-    """Parts of a layer that only Gemma 4 has, such as a factor on the stream."""
+    """Parts of a layer that only Gemma 4 has."""
 
-    def __init__(
-        self, config: DecoderConfig, prefix: str, factor: str, experts: ExpertsSpec | None
-    ) -> None:
+    def __init__(self, config: DecoderConfig, prefix: str, experts: ExpertsSpec | None) -> None:
         self._config, size = config, config.token_input_size
-        self.factor = TensorSpec(prefix + factor, (1,))
         names = None if experts is None else experts.beside
         self.beside_norms: list[NormSpec] = []
         self.router_norm = None
@@ -49,7 +46,6 @@ class Gemma4Layer(LayerPart):
         """Read and pack the tensors. ``out_norm``: norm of the sum of MLP and experts."""
         return Gemma4Extras(
             out_norm=out_norm,
-            factor=packer.vector(self.factor).item(),
             beside=self._beside(packer, experts),
             token_input=self._token_input(packer),
         )

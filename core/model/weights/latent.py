@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ...ops.mixers.latent import LatentShape, LatentWeights
 from ...ops.quantize import QuantizedWeight
-from ...ops.weights import LatentShape, LatentWeights, Norm, PackedLinear
+from ...ops.weights import Norm, PackedLinear
 from ..description.config import DecoderConfig
 from ..description.fold import head_order
 from ..description.tensors import LinearSpec, MatrixSpec, TensorSpec, layer_prefix, linear_of

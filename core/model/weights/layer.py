@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...ops.weights import LayerWeights, RecurrentWeights
-from ..description.config import ConvSpec, DecoderConfig, DeltaSpec, Mamba2Spec
+from ...ops.weights import LayerWeights
+from ..description.config import ConvSpec, DecoderConfig, DeltaSpec, LightningSpec, Mamba2Spec
 from ..description.tensors import (
     EMBEDDING,
     FINAL_NORM,
@@ -26,6 +26,7 @@ from .conv import Conv
 from .delta import Delta
 from .gemma4 import Gemma4Inputs, Gemma4Layer
 from .latent import Latent
+from .lightning import Lightning
 from .mamba import Mamba2
 from .mlp import Experts, Mlp
 from .packer import Mixer, Packer, norm_of, optional
@@ -34,6 +35,7 @@ _MIXERS: dict[type, Callable[[DecoderConfig, int, Any], Mixer]] = {
     DeltaSpec: Delta,
     Mamba2Spec: Mamba2,
     ConvSpec: Conv,
+    LightningSpec: Lightning,
 }
 
 
@@ -42,7 +44,7 @@ class Layer(LayerPart):
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         spec, prefix = config.layers[index], layer_prefix(index)
-        self._config, norms = config, spec.norms or config.norms
+        self._config, self._index, norms = config, index, spec.norms or config.norms
         self.mixer_norm = _norm_at(config, prefix, norms.attention)
         self.mixer_out_norm = _norm_at(config, prefix, norms.attention_out)
         self.mlp_norm = _norm_at(config, prefix, norms.mlp)
@@ -54,22 +56,25 @@ class Layer(LayerPart):
         self.mlp = None
         if spec.parts != "mixer" and (spec.experts is None or spec.experts.beside is not None):
             self.mlp = Mlp.of_layer(config, prefix, spec.width or config.intermediate_size)
-        self.extras = None
+        self.extras = self.factor = None
         if config.layer_factor is not None:
-            self.extras = Gemma4Layer(config, prefix, config.layer_factor, spec.experts)
+            self.factor = TensorSpec(prefix + config.layer_factor, (1,))
+            self.extras = Gemma4Layer(config, prefix, spec.experts)
 
     def pack(self, packer: Packer) -> LayerWeights:
         """Read and pack the tensors."""
         attention = None if self.attention is None else self.attention.pack(packer)
         recurrent = None if self.recurrent is None else self.recurrent.pack(packer)
         beside = recurrent if attention is not None else None
-        assert beside is None or isinstance(beside, RecurrentWeights)
         experts = None if self.experts is None else self.experts.pack(packer)
         mlp = None if self.mlp is None else self.mlp.pack(packer, packer.comm)
         mlp_out_norm, extras = optional(packer.norm, self.mlp_out_norm), None
+        factors = self._config.layers[self._index].factors
         if self.extras is not None:
             assert mlp_out_norm is not None, "Gemma 4 must have a norm after the MLP"
             extras, mlp_out_norm = self.extras.pack(packer, mlp_out_norm, experts), None
+        if self.factor is not None:
+            factors = (1.0, packer.vector(self.factor).item())
         return LayerWeights(
             mixer_norm=optional(packer.norm, self.mixer_norm),
             mixer=recurrent if attention is None else attention,
@@ -80,6 +85,8 @@ class Layer(LayerPart):
             is_parallel=self._config.is_parallel,
             extras=extras,
             beside=beside,
+            factors=factors,
+            norms_stream=self._config.norms_stream,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ...ops.weights import Mamba2Weights
+from ...ops.mixers.recurrent import Mamba2Weights
 from ..description.config import DecoderConfig, Mamba2Spec
 from ..description.fold import mamba_orders, mamba_widths, scaled_rows
 from ..description.tensors import MAMBA, TensorSpec, layer_prefix, linear_of

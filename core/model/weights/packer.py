@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops.base import Ops
+from ...ops.mixers.mixer import MixerWeights
 from ...ops.parallel import Comm
 from ...ops.quantize import (
     QuantizedStack,
@@ -18,7 +19,7 @@ from ...ops.quantize import (
     StoredWeight,
     stack,
 )
-from ...ops.weights import MixerWeights, Norm, PackedLinear, PackedTable
+from ...ops.weights import Norm, PackedLinear, PackedTable
 from ..description.config import DecoderConfig
 from ..description.fold import scaled
 from ..description.page_layout import PageLayout

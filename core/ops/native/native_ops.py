@@ -13,12 +13,13 @@ from ..base import ForwardPlan, Ops, Rope, RoughOps, capped
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..lora import LoraUpdate, PackedLora
+from ..mixers.conv import ConvWeights
+from ..mixers.recurrent import RecurrentWeights
 from ..quantize import Quantize, QuantizedWeight, WeightKind
 from ..weights import (
     FIRST_TABLE,
     SILU,
     Activation,
-    ConvWeights,
     DecoderWeights,
     ExpertWeights,
     HeadLayout,
@@ -26,7 +27,6 @@ from ..weights import (
     Norm,
     PackedLinear,
     PackedTable,
-    RecurrentWeights,
     Table,
     Tables,
 )
@@ -44,6 +44,7 @@ from .structs.linear import (
     unpack_rows,
 )
 from .structs.lora import NativeLora, add_lora
+from .structs.mixers import is_compiled
 from .structs.plan import NativePlan, unsuited
 from .structs.state import ConvStructs, RecurrentStructs
 
@@ -88,8 +89,9 @@ class NativeOps(Ops, RoughOps):
         self.library.set_threads(count)
 
     def compile_forward(self, weights: DecoderWeights) -> NativeStep | None:
-        """Return a `NativeStep`, or None if rows have a token and a vector each (``joined``)."""
-        if weights.joined is not None:
+        """Return a `NativeStep`; None with ``joined`` inputs or a mixer that step.c lacks."""
+        mixers = (mixer for layer in weights.layers for mixer in layer.mixers)
+        if weights.joined is not None or not all(map(is_compiled, mixers)):
             return None
         return NativeStep(self.library, weights)
 

@@ -14,32 +14,27 @@ from ..base import ForwardPlan, LayersOutput, Rope
 from ..batch import NOTHING_MORE, Wanted
 from ..kv_pool import KVPool
 from ..lora import AdaptedRows, LoraWeights
+from ..mixers.mixer import MixerWeights
 from ..weights import (
-    AttentionWeights,
-    ConvWeights,
     DecoderWeights,
     ExpertWeights,
     Gemma4Extras,
     HeadLayout,
-    LatentWeights,
     LayerWeights,
-    MixerWeights,
     MlpWeights,
     PackedLinear,
-    RecurrentWeights,
     Table,
     TokenInputs,
 )
 from .declarations import STRUCTS
 from .library import NativeLibrary
 from .row_passes import NativeRowPasses
-from .structs.declared import activation_struct, norm_pointer, rule_struct, turn_struct
+from .structs.declared import activation_struct, norm_pointer
 from .structs.experts import experts_struct
-from .structs.latent import latent_struct
 from .structs.linear import linear_pointer, native
 from .structs.lora import AdaptedStructs, Updates, updates_of
+from .structs.mixers import NativeMixer, native_mixer
 from .structs.plan import NativePlan
-from .structs.state import ConvStructs, RecurrentStructs
 
 _I64 = ctypes.c_int64
 
@@ -50,8 +45,7 @@ class NativeStep:
     def __init__(self, library: NativeLibrary, weights: DecoderWeights) -> None:
         self._library = library
         self._weights = weights  # kept alive while the structs point into it
-        self._with_states: list[RecurrentStructs | ConvStructs] = []  # kept alive as well
-
+        self._mixers: list[NativeMixer] = []  # kept alive as well
         # Each layer has four linears that adapters may change.
         self._places: list[PackedLinear | None] = []
         self._updates: WeakKeyDictionary[LoraWeights, Updates] = WeakKeyDictionary()
@@ -61,13 +55,17 @@ class NativeStep:
             layers=layers,
             num_layers=len(weights.layers),
             final_norm=norm_pointer(weights.final_norm),
+            norms_stream=weights.layers[0].norms_stream,
             hidden=weights.embedding.shape[1],
             width=max((native(mlp.down).in_features for mlp in mlps), default=0),
             token_inputs=_token_inputs(weights.token_inputs),
             head=linear_pointer(weights.lm_head),
+            mixed=max((mixer.mixed for mixer in self._mixers), default=0),
+            gates=max((mixer.gates for mixer in self._mixers), default=0),
+            read=max((mixer.read for mixer in self._mixers), default=0),
             **_table(weights.embedding),
-            **_mixed_widths(weights),
         )
+        self._has_states = any(mixer.lends is not None for mixer in self._mixers)
         self._vocab_size = native(weights.lm_head).out_features
 
     def _layer(self, layer: LayerWeights) -> Structure:
@@ -78,49 +76,28 @@ class NativeStep:
             mlp_out_norm=norm_pointer(layer.mlp_out_norm),
             is_parallel=layer.is_parallel,
             extras=_extras(layer.extras),
-            beside=None if layer.beside is None else self._recurrent(layer.beside),
+            mixer_factor=layer.factors[0],
+            mlp_factor=layer.factors[1],
         )
-        self._add_mixer(struct, layer.mixer)
-        gate_up = down = None
+        first = second = gate_up = down = None
+        if layer.mixer is not None:
+            struct.mixer = self._mixer(layer.mixer)
+            first, second = layer.mixer.linears[0], layer.mixer.linears[-1]
+        if layer.beside is not None:
+            struct.beside = self._mixer(layer.beside)
         if isinstance(layer.mlp, ExpertWeights):
             struct.experts = ctypes.pointer(experts_struct(layer.mlp))
         elif layer.mlp is not None:
             gate_up, down = layer.mlp.linears
+            struct.gate_up, struct.down = linear_pointer(gate_up), linear_pointer(down)
             struct.activation = activation_struct(layer.mlp.activation)
-        linears = (*_linears_of(layer.mixer), gate_up, down)
-        struct.first, struct.second, struct.gate_up, struct.down = map(linear_pointer, linears)
-        self._places += linears
+        self._places += (first, second, gate_up, down)
         return struct
 
-    def _add_mixer(self, struct: Structure, mixer: MixerWeights | None) -> None:
-        """Set the fields of an ``ft_layer`` that depend on the kind of its mixer."""
-        if isinstance(mixer, AttentionWeights | LatentWeights):
-            struct.turn = _turn(mixer)
-            struct.part, struct.kv_layer = mixer.place
-        if isinstance(mixer, AttentionWeights):
-            struct.rule = rule_struct(
-                mixer.window, mixer.cap, mixer.sinks, is_mutual=mixer.is_mutual
-            )
-        elif isinstance(mixer, LatentWeights):
-            struct.latent = ctypes.pointer(latent_struct(mixer))
-        elif isinstance(mixer, RecurrentWeights):
-            struct.recurrent = self._recurrent(mixer)
-        elif isinstance(mixer, ConvWeights):
-            conv = ConvStructs(mixer)
-            self._with_states.append(conv)
-            struct.conv = ctypes.pointer(conv.struct)
-
-    def _recurrent(self, weights: RecurrentWeights) -> ctypes._Pointer[Structure]:
-        rule = RecurrentStructs(weights)
-        self._with_states.append(rule)
-        return ctypes.pointer(
-            STRUCTS.ft_recurrent(
-                first=linear_pointer(weights.in_proj),
-                gates=linear_pointer(weights.gates),
-                second=linear_pointer(weights.out),
-                rule=rule.struct,
-            )
-        )
+    def _mixer(self, weights: MixerWeights) -> Structure:
+        mixer = native_mixer(weights)
+        self._mixers.append(mixer)
+        return mixer.struct
 
     def __call__(
         self,
@@ -136,7 +113,7 @@ class NativeStep:
         native_plans = [plan for plan in plans if isinstance(plan, NativePlan)]
         assert len(native_plans) == len(plans)
         # The kernels of recurrent layers read the states.
-        assert native_plans[0].states is not None or not self._with_states
+        assert native_plans[0].states is not None or not self._has_states
         plan = native_plans[0]
         parts = (STRUCTS.ft_part * len(plans))(*(each.part for each in native_plans))
         token_ids = token_ids.contiguous()
@@ -176,7 +153,7 @@ class NativeStep:
 
         Returns None for a decoder with recurrent layers: such passes have no states.
         """
-        if self._with_states:
+        if self._has_states:
             return None
         cap = self._weights.logit_cap or 0.0
         return NativeRowPasses(self._library, self._struct, self._vocab_size, pool, parts, cap=cap)
@@ -189,40 +166,6 @@ class NativeStep:
         wanted: Wanted = NOTHING_MORE,
     ) -> None:
         """Do nothing: the first call is as fast as later ones."""
-
-
-def _linears_of(mixer: MixerWeights | None) -> tuple[PackedLinear | None, PackedLinear | None]:
-    """Return a mixer's first and last linear, or None twice."""
-    if mixer is None:
-        return None, None
-    # Latent attention has more linears between the first and the last: ``ft_latent`` has them.
-    linears = mixer.linears
-    return linears[0], linears[-1]
-
-
-def _turn(mixer: AttentionWeights | LatentWeights) -> Structure:
-    """Return the ``ft_turn`` of a mixer: its RoPE tables, and whether it writes keys and values."""
-    if isinstance(mixer, LatentWeights):
-        return turn_struct(None, mixer.tables, writes=True)
-    return turn_struct(mixer.head_norm, mixer.tables, writes=mixer.has_keys, gate=mixer.gate)
-
-
-def _mixed_widths(weights: DecoderWeights) -> dict[str, int]:
-    """Return the widest rows of layers with states or gates, as fields of ``ft_decoder``."""
-    mixers = [mixer for layer in weights.layers for mixer in layer.mixers]
-    recurrent = [mixer for mixer in mixers if isinstance(mixer, RecurrentWeights)]
-    with_states = [*recurrent, *(mixer for mixer in mixers if isinstance(mixer, ConvWeights))]
-    gated = [
-        native(mixer.qkv).out_features
-        for mixer in mixers
-        if isinstance(mixer, AttentionWeights) and mixer.gate
-    ]
-    made = (*gated, *(native(each.in_proj).out_features for each in with_states))
-    return {
-        "mixed": max(made, default=0),
-        "gates": max((native(each.gates).out_features for each in recurrent), default=0),
-        "read": max((native(each.out).in_features for each in with_states), default=0),
-    }
 
 
 def _table(table: Table) -> dict[str, object]:
@@ -242,7 +185,7 @@ def _address(tensor: Tensor | None) -> int | None:
 def _extras(extras: Gemma4Extras | None) -> ctypes._Pointer[Structure] | None:
     if extras is None:
         return None
-    struct = STRUCTS.ft_extras(out_norm=norm_pointer(extras.out_norm), factor=extras.factor)
+    struct = STRUCTS.ft_extras(out_norm=norm_pointer(extras.out_norm))
     if (beside := extras.beside) is not None:
         struct.beside = STRUCTS.ft_beside(
             experts=ctypes.pointer(experts_struct(beside.experts)),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..batch import RaggedBatch
+from ..mixers.conv import ConvWeights
 from ..state_pool import StatePool
-from ..weights import ConvWeights
 from .state import SegmentStates, join_segments, row_spans
 
 

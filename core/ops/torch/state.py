@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..batch import RaggedBatch
+from ..mixers.recurrent import RecurrentWeights, Rule
 from ..state_pool import StatePool
-from ..weights import DeltaWeights, Mamba2Weights, RecurrentWeights
 
 _NORM_EPS = 1e-6  # added to the squared length of queries and keys
-_Weights = TypeVar("_Weights", bound=RecurrentWeights)
 
 
 class SegmentStates:
@@ -51,6 +49,8 @@ class SegmentStates:
         """
         tail, log, at = self._kept.tail, self._log.inputs, self._at
         count = len(tail)
+        if not count:
+            return tail
         rows = [
             log[position % self._pool.ring] if position >= at else tail[position - at + count]
             for position in range(stop - count, stop)
@@ -59,9 +59,9 @@ class SegmentStates:
 
     def _log_inputs(self, inputs: Tensor) -> None:
         """Write the inputs of the last rows to the log, at most its capacity."""
-        first = max(0, len(inputs) - self._pool.ring)
-        for row in range(first, len(inputs)):
-            self._log.inputs[(self._start + row) % self._pool.ring] = inputs[row]
+        log = self._log.inputs
+        for row in range(max(0, len(inputs) - len(log)), len(inputs)):
+            log[(self._start + row) % len(log)] = inputs[row]
 
 
 def join_segments(outs: list[Tensor], num_rows: int) -> Tensor:
@@ -83,24 +83,18 @@ def run_recurrent(
 ) -> Tensor:
     """Return the outputs of a recurrent layer, as `Ops.recur` defines them."""
     outs = [
-        _sequence(weights, batch, pool, index).run(mixed[first:stop], gates[first:stop])
+        _RULES[weights.rule](weights, batch, pool, index).run(mixed[first:stop], gates[first:stop])
         for index, (first, stop) in enumerate(row_spans(batch))
     ]
     return join_segments(outs, len(mixed)).to(mixed.dtype)
 
 
-def _sequence(
-    weights: RecurrentWeights, batch: RaggedBatch, pool: StatePool, index: int
-) -> _Sequence[DeltaWeights] | _Sequence[Mamba2Weights]:
-    if isinstance(weights, DeltaWeights):
-        return _DeltaSequence(weights, batch, pool, index)
-    return _Mamba2Sequence(weights, batch, pool, index)
-
-
-class _Sequence(SegmentStates, ABC, Generic[_Weights]):
+class _Sequence(SegmentStates, ABC):
     """Rows of one segment in one layer."""
 
-    def __init__(self, weights: _Weights, batch: RaggedBatch, pool: StatePool, index: int) -> None:
+    def __init__(
+        self, weights: RecurrentWeights, batch: RaggedBatch, pool: StatePool, index: int
+    ) -> None:
         super().__init__(weights.layer, batch, pool, index)
         self._weights = weights
 
@@ -161,7 +155,8 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         place = position % ring
         out = self._read(q, c, state, places) + own
         log.k[:, place], log.u[:, place], log.c[:, place] = k, u, c
-        return self._with_skip(out, v)
+        skip = self._weights.skip
+        return out if skip is None else out + skip.unsqueeze(-1) * v
 
     def _read(self, x: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
         """Return the state before a row, with the row's decay, times ``x``: [num_heads, value_dim].
@@ -193,7 +188,8 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         total = inputs[0].float() * taps[:, 0]
         for tap in range(1, shape.conv_len):
             total = total + inputs[tap].float() * taps[:, tap]
-        total = self._with_bias(total)
+        bias = self._weights.conv_bias
+        total = total if bias is None else total + bias
         activated = _silu(total)
         keys_width = shape.num_key_heads * shape.key_dim
         parts = torch.split(activated, [keys_width, keys_width, len(activated) - 2 * keys_width])
@@ -204,10 +200,6 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
             share = shape.num_value_heads // shape.num_key_heads
             of = torch.arange(shape.num_value_heads, device=q.device) // share
         return q[of], k[of], parts[2].view(-1, shape.value_dim)
-
-    @abstractmethod
-    def _with_bias(self, convolved: Tensor) -> Tensor:
-        """Return the convolved inputs [conv_channels] with the bias, if there is one."""
 
     @abstractmethod
     def _scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,18 +214,11 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
         """Return a row's update u without its factor, [num_heads, value_dim]."""
 
     @abstractmethod
-    def _with_skip(self, out: Tensor, v: Tensor) -> Tensor:
-        """Return the state's output [num_heads, value_dim] plus the skip connection."""
-
-    @abstractmethod
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
         """Return the layer's output [num_heads * value_dim], gated by z."""
 
 
-class _DeltaSequence(_Sequence[DeltaWeights]):
-    def _with_bias(self, convolved: Tensor) -> Tensor:
-        return convolved
-
+class _DeltaSequence(_Sequence):
     def _scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return _normed(q) * self._weights.shape.key_dim**-0.5, _normed(k)
 
@@ -246,23 +231,17 @@ class _DeltaSequence(_Sequence[DeltaWeights]):
     def _added(self, k: Tensor, v: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
         return v - self._read(k, c, state, places)
 
-    def _with_skip(self, out: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - nothing passes it by
-        return out
-
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
         """Return the RMS norm of each head times silu(z), [num_heads * value_dim]."""
         weights = self._weights
+        assert weights.norm is not None, "the delta rule has a norm"
         gate = z.float().view_as(read)
         root = ((read * read).mean(-1, keepdim=True) + weights.norm_eps).sqrt()
         normed = read / root * weights.norm
         return (normed * _silu(gate)).flatten()
 
 
-class _Mamba2Sequence(_Sequence[Mamba2Weights]):
-    def _with_bias(self, convolved: Tensor) -> Tensor:
-        bias = self._weights.conv_bias
-        return convolved if bias is None else convolved + bias
-
+class _Mamba2Sequence(_Sequence):
     def _scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
 
@@ -273,21 +252,36 @@ class _Mamba2Sequence(_Sequence[Mamba2Weights]):
     def _added(self, k: Tensor, v: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:  # noqa: ARG002 - as the delta rule
         return v
 
-    def _with_skip(self, out: Tensor, v: Tensor) -> Tensor:
-        return out + self._weights.skip.unsqueeze(-1) * v
-
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
         """Return the state's output times silu(z), with the RMS norm of each part if there is one.
 
         The result is [num_heads * value_dim].
         """
+        return self._normed_parts(read.flatten() * _silu(z.float()))
+
+    def _normed_parts(self, x: Tensor) -> Tensor:
         weights = self._weights
-        gated = read.flatten() * _silu(z.float())
         if weights.norm is None:
-            return gated
-        parts = gated.view(weights.num_norms, -1)
+            return x
+        parts = x.view(weights.num_norms, -1)
         root = ((parts * parts).mean(-1, keepdim=True) + weights.norm_eps).sqrt()
         return (parts / root).flatten() * weights.norm
+
+
+class _LightningSequence(_Mamba2Sequence):
+    def _gates(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        return gates.new_ones(1), self._weights.decay
+
+    def _gated(self, read: Tensor, z: Tensor) -> Tensor:
+        """Return the RMS norm of each part times sigmoid(z), [num_heads * value_dim]."""
+        return self._normed_parts(read.flatten()) / torch.exp(-z.float()).add_(1.0)
+
+
+_RULES: dict[Rule, type[_Sequence]] = {
+    "delta": _DeltaSequence,
+    "mamba2": _Mamba2Sequence,
+    "lightning": _LightningSequence,
+}
 
 
 def _silu(x: Tensor) -> Tensor:

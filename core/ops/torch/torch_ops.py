@@ -19,12 +19,13 @@ from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..lora import LoraUpdate, PackedLora
 from ..machine.device import cpu_flags
+from ..mixers.conv import ConvWeights
+from ..mixers.recurrent import RecurrentWeights
 from ..quantize import QuantizedWeight, WeightKind
 from ..weights import (
     FIRST_TABLE,
     SILU,
     Activation,
-    ConvWeights,
     DecoderWeights,
     ExpertWeights,
     HeadLayout,
@@ -32,7 +33,6 @@ from ..weights import (
     Norm,
     PackedLinear,
     PackedTable,
-    RecurrentWeights,
     Table,
     Tables,
 )

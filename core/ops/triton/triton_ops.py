@@ -17,12 +17,13 @@ from ..base import Exactness, ForwardPlan, Ops, Rope, RoughOps, capped, gated
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..lora import LoraUpdate, PackedLora
+from ..mixers.conv import ConvWeights
+from ..mixers.recurrent import RecurrentWeights
 from ..quantize import Quantize, QuantizedWeight, WeightKind
 from ..weights import (
     FIRST_TABLE,
     SILU,
     Activation,
-    ConvWeights,
     DecoderWeights,
     ExpertWeights,
     HeadLayout,
@@ -30,7 +31,6 @@ from ..weights import (
     Norm,
     PackedLinear,
     PackedTable,
-    RecurrentWeights,
     Table,
     Tables,
 )

@@ -13,8 +13,9 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.formats.gguf_architectures import ALIASES, ARCHITECTURES, REFUSED
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import inspect_model
+from foretoken.core.ops.mixers.latent import LatentWeights
 from foretoken.core.ops.native import native_library
-from foretoken.core.ops.weights import ExpertWeights, LatentWeights
+from foretoken.core.ops.weights import ExpertWeights
 from support.checkpoints import ModelDriver, save
 from support.gguf_files import ARCHS, DENSE, rounded, write_gguf
 from support.greedy_streams import generate, greedy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.description.fields import Fields, UnsupportedConfig
 from foretoken.core.model.description.fold import ba_order, qkvz_order
 from foretoken.core.model.families.registry import parse_config
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import inspect_model
+from foretoken.core.ops.mixers.conv import ConvWeights
+from foretoken.core.ops.mixers.recurrent import RecurrentShape, RecurrentWeights
 from foretoken.core.ops.native import native_library
-from foretoken.core.ops.weights import RecurrentShape, RecurrentWeights
 from support.checkpoints import (
     HYBRIDS,
     VOCAB_SIZE,
@@ -117,7 +119,7 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_5", "olmo_hybrid", "granite_hybrid", "nemotron_h", "lfm2_biased"]
+    "kind", ["qwen3_5", "olmo_hybrid", "granite_hybrid", "nemotron_h", "lfm2_biased", "minimax"]
 )
 def test_a_sequence_resumed_from_a_state_has_the_bits_of_the_whole(kind: str, loaded: dict) -> None:
     _, decoder = loaded[kind]
@@ -129,6 +131,37 @@ def test_a_sequence_resumed_from_a_state_has_the_bits_of_the_whole(kind: str, lo
     assert second.num_computed == 112
     expected = torch.cat((before[112:], driver.prefill(first, 130)))
     assert torch.equal(driver.prefill(second, 130), expected)
+
+
+class _UnknownConv(ConvWeights):
+    """A mixer that no backend knows; it is made up of their operations."""
+
+    __slots__ = ()
+
+
+def test_a_mixer_that_the_compiled_step_lacks_is_computed_by_single_operations(
+    loaded: dict,
+) -> None:
+    decoder = loaded["lfm2"][1]
+    layers = [
+        replace(
+            layer,
+            mixer=_UnknownConv(
+                **{each.name: getattr(layer.mixer, each.name) for each in fields(layer.mixer)}
+            ),
+        )
+        if isinstance(layer.mixer, ConvWeights)
+        else layer
+        for layer in decoder.weights.layers
+    ]
+    unknown = replace(decoder.weights, layers=tuple(layers))
+    assert decoder.ops.compile_forward(unknown) is None
+    drivers = [
+        ModelDriver(each) for each in (decoder, OwnDecoder(decoder.config, unknown, decoder.ops))
+    ]
+    ids = random_ids(60)
+    known, found = (driver.prefill(driver.add(ids), 20, 60) for driver in drivers)
+    assert torch.equal(found, known)
 
 
 def nested(reference: Any, folder: Path, **more: Any) -> Path:
@@ -250,6 +283,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "falcon_h1": _CONFIG | {"mamba_n_heads": 8, "mamba_d_ssm": 96},
     "nemotron_h": _CONFIG | {"hybrid_override_pattern": "M-M*M-M*"},
     "lfm2": _CONFIG | {"layer_types": ["conv", "full_attention"] * 4},
+    "minimax": _CONFIG,
 }
 
 
@@ -362,6 +396,15 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             "must have at least one full_attention",
         ),
         ("lfm2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("minimax", {"hidden_act": "gelu"}, "hidden_act other than silu is not supported"),
+        ("minimax", {"mlp_alpha_factor": 0}, "mlp_alpha_factor must be greater than 0"),
+        (
+            "minimax",
+            {"layer_types": ["full_attention", "mamba"] * 4},
+            "layer_types has 'mamba', which is not full_attention or linear_attention",
+        ),
+        ("minimax", {"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
+        ("minimax", {"layer_types": ["linear_attention"] * 8}, "without any full_attention"),
     ],
 )
 def test_configs_that_fit_no_layer_are_refused_with_their_numbers(

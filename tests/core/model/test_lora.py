@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5": {"targets": (*ALL, "in_proj_qkv", "in_proj_z", "out_proj")},
     "olmo_hybrid": {"targets": (*ALL, "g_proj")},
     "lfm2": {"targets": ("q_proj", "k_proj", "v_proj", "self_attn.out_proj", "w1", "w2", "w3")},
+    "minimax": {"targets": ("q_proj", "o_proj", "qkv_proj", "output_gate", "out_proj")},
     "qwen3_moe": {"targets": ("q_proj", "v_proj", "o_proj")},
 }
 BACKENDS = ["torch", *(["native"] if native_library() is not None else [])]

@@ -291,7 +291,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown": ("qwen3", {"model_type": "nobodys"}, "nobodys"),
-    "state": ("stablelm", {"model_type": "minimax"}, "a state outside transformers' cache"),
+    "state": ("stablelm", {"model_type": "xlstm"}, "a state outside transformers' cache"),
     "indexer": ("stablelm", {"model_type": "deepseek_v32"}, "an indexer selects the keys"),
     "alibi": ("stablelm", {"model_type": "bloom"}, "ALiBi"),
     "dynamic": ("stablelm", DYNAMIC, "dynamic RoPE"),

@@ -84,7 +84,7 @@ def test_a_link_in_its_place_is_not_followed(asked: Path, own: Path, tmp_path: P
     asked.chmod(0o777)
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     own.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match="is a link"):
+    with pytest.raises(PermissionError, match="is a symbolic link"):
         cache_folder()
 
 

@@ -18,7 +18,7 @@ def test_with_amx_exact_rows_lower_onednns_instruction_set_and_say_so(exact, cap
     with caplog.at_level(logging.INFO):
         assert keep_rows_exact(exact, AMX, environ)
     assert environ == {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-    assert "limited to AVX-512 (ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16)" in caplog.text
+    assert "limiting oneDNN to AVX-512 (ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16)" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -18,24 +18,22 @@ from foretoken.core.ops.base import Ops
 from foretoken.core.ops.batch import NOTHING_MORE, Segment, build_batch
 from foretoken.core.ops.kv_pool import KvPlace, KVPool
 from foretoken.core.ops.layers import run_layers
+from foretoken.core.ops.mixers.attention import AttentionWeights
+from foretoken.core.ops.mixers.conv import ConvShape
+from foretoken.core.ops.mixers.recurrent import Mamba2Weights, RecurrentShape
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.row_extras import RowExtras, SegmentState
 from foretoken.core.ops.state_pool import DRAFT_ROOM, StatePool, bytes_per_log, bytes_per_slot
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.weights import (
-    AttentionWeights,
-    ConvShape,
-    ConvWeights,
     DecoderWeights,
     HeadLayout,
     HeadNorm,
     LayerWeights,
-    Mamba2Weights,
     MlpWeights,
     Norm,
     PackedLinear,
-    RecurrentShape,
 )
 from support.delta_fixture import (
     CONV_SHAPE,
@@ -46,6 +44,7 @@ from support.delta_fixture import (
     Weights,
     gates_width,
     make_conv_weights,
+    make_lightning_weights,
     make_mamba_weights,
     make_weights,
     row_widths,
@@ -59,6 +58,7 @@ SMALL = RecurrentShape(1, 2, key_dim=12, value_dim=20, conv_len=4)
 RULES: dict[str, Callable[..., Weights]] = {
     "delta": make_weights,
     "mamba2": make_mamba_weights,
+    "lightning": make_lightning_weights,
     "conv": make_conv_weights,
 }
 KINDS: dict[str, Callable[[], Weights]] = {
@@ -73,6 +73,8 @@ KINDS: dict[str, Callable[[], Weights]] = {
         RecurrentShape(1, 3, 16, 32, conv_len=3), has_bias=False
     ),
     "mamba2 real": lambda: make_mamba_weights(RecurrentShape(1, 2, 128, 64, conv_len=4)),
+    "lightning": make_lightning_weights,
+    "lightning real": lambda: make_lightning_weights(RecurrentShape(2, 2, 128, 128, conv_len=1)),
     "conv": make_conv_weights,
     "conv without a bias": lambda: make_conv_weights(ConvShape(37, 2), has_bias=False),
     "conv of five taps": lambda: make_conv_weights(ConvShape(64, 5)),
@@ -84,6 +86,7 @@ SMALL_KINDS: dict[str, Callable[[], Weights]] = {
         make_weights(RecurrentShape(2, 4, 12, 20, conv_len=4, is_tiled=True)), most_beta=2.0
     ),
     "mamba2": lambda: make_mamba_weights(SMALL),
+    "lightning": lambda: make_lightning_weights(RecurrentShape(2, 4, 12, 20, conv_len=1)),
     "conv": make_conv_weights,
 }
 
@@ -333,7 +336,7 @@ class Mixers:
         hidden = 32
         before, behind = row_widths(weights)
         matrices = {"in_proj": self.matrix(before, hidden), "out": self.matrix(hidden, behind)}
-        if not isinstance(weights, ConvWeights):
+        if gates_width(weights):
             matrices["gates"] = self.matrix(gates_width(weights), hidden)
         recurrent = replace(weights, **matrices)
         attention = AttentionWeights(
@@ -562,7 +565,7 @@ def test_a_gate_weighs_by_its_sigmoid(dtype: torch.dtype, ops: Ops) -> None:
 def test_states_that_stand_behind_a_pass_are_refused(ops: Ops) -> None:
     sequences = Sequences(ops, [make_weights()], length=100)
     sequences.run(Rows(0, 0, 40))
-    with pytest.raises(ValueError, match="slot 0 stands at \\[32\\]"):
+    with pytest.raises(ValueError, match="the state in slot 0 is at \\[32\\]"):
         sequences.run(Rows(0, 31, 1))
     with pytest.raises(ValueError, match="cannot be advanced to position 81"):
         sequences.run(Rows(0, 81, 1))

@@ -11,10 +11,13 @@ import pytest
 from msgspec.structs import replace
 
 from foretoken.core.errors import InvalidRequest, PromptTooLong, QueueFull
+from foretoken.core.interface.extras.images import PromptImage
+from foretoken.core.interface.extras.request_extras import RequestExtras
 from foretoken.core.interface.output import Refusal, RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request, RequestStatus, by_order
 from foretoken.core.scheduling.chunk_budget import num_step_tokens
+from foretoken.core.scheduling.request_table import RequestTable
 from support.fake_model import (
     VOCAB_SIZE,
     Driver,
@@ -367,6 +370,21 @@ def test_a_prompt_as_long_as_the_context_is_refused() -> None:
 def test_token_ids_that_the_model_does_not_have_are_refused(bad) -> None:
     with pytest.raises(InvalidRequest) as caught:
         drive().add(make_request("a", bad))
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("takes_images", [False, True])
+def test_images_are_refused_unless_the_model_has_a_tower(takes_images: bool) -> None:
+    scheduler = make_scheduler()
+    limits = dataclasses.replace(scheduler.limits, takes_images=takes_images)
+    table = RequestTable(limits, scheduler.capacity)
+    request = make_request("a", [1, -2, 3])
+    request.extras = RequestExtras(images=(PromptImage(bytes(32), ((1, 1),), ()),))
+    if takes_images:
+        table.check(request)
+        return
+    with pytest.raises(InvalidRequest, match="the model takes no images") as caught:
+        table.check(request)
     assert caught.value.param == "prompt"
 
 

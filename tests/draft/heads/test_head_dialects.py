@@ -240,4 +240,4 @@ def test_the_reading_that_guesses_more_is_taken_with_a_warning(
     best = max(scores, key=lambda taps: scores[taps])
     assert scores[0, 0, 1] != scores[1, 1, 2], "the readings differ in what they guess"
     assert joined.config.taps == best
-    assert f"so {list(best)} are read" in caplog.text
+    assert f"so boundaries {list(best)} are used" in caplog.text

@@ -173,7 +173,7 @@ MUTATIONS = (
     ),
     Mutation(
         "kernel-mamba-logs-values-without-dt",
-        "run_mamba_row",
+        "run_plain_row",
         "v_store(u, added);",
         "v_store(u, value);",
         ("test_kernels_agree_with_the_oracle",),

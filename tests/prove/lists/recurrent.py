@@ -10,6 +10,7 @@ _AGAIN = "test_states.py::test_a_decode_step_that_failed_half_way_may_run_again"
 _ORACLE = "test_states.py::test_kernels_agree_with_the_oracle"
 _LATENT = "test_a_layer_that_keeps_latents_is_that_of_transformers"
 _LEVELS = "test_the_logits_of_each_level_are_those_of_transformers"
+_HYBRID = "test_hybrids.py::test_logits_equal_transformers_over_300_positions"
 _MODULES = "test_module_streams.py::test_drafts_over_page_ends_change_no_token"
 
 _MIXERS = "test_a_decoder_of_both_mixers_has_the_same_bits_in_any_cut"
@@ -122,8 +123,8 @@ MUTATIONS = (
     ),
     Mutation(
         "latent-rows-are-not-normed",
-        "_latent_rows",
-        "ops.norm(latent.contiguous(), mixer.kv_norm), key)",
+        "LatentWeights._rows",
+        "ops.norm(latent.contiguous(), self.kv_norm), key)",
         "latent, key)",
         (_LATENT,),
         "latents in the pages are normed",
@@ -191,5 +192,37 @@ MUTATIONS = (
         "torch.arange(NUM_DRAFT_IDS - NUM_LAST_IDS, NUM_DRAFT_IDS)",
         ("test_of_a_large_vocabulary_the_frequent_ids_alone_are_drafted",),
         "chat templates' tokens are drafted",
+    ),
+    Mutation(
+        "lightning-kernel-does-not-gate",
+        "norm_piece",
+        "normed = v_mul(normed, v_sigmoid(v_get(z, weights_at + i, n, job->dtype)));",
+        "continue;",
+        (_ORACLE,),
+        "the gate follows the norm",
+    ),
+    Mutation(
+        "lightning-decays-alike-in-all-layers",
+        "slopes",
+        "    factor = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5\n",
+        "    factor = 1.0\n",
+        (_HYBRID,),
+        "states of later layers decay more slowly",
+    ),
+    Mutation(
+        "stream-is-not-what-the-norm-returned",
+        "restart",
+        "if (step->decoder->norms_stream)",
+        "if (0)",
+        (_HYBRID,),
+        "outputs are added to what the norm before them returned",
+    ),
+    Mutation(
+        "factor-behind-the-mixer-is-forgotten",
+        "_mix_and_think",
+        "layer.mlp_norm, layer.factors[0])",
+        "layer.mlp_norm)",
+        (_HYBRID,),
+        "alpha multiplies the stream behind the mixer",
     ),
 )

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from ....errors import ModelLoadError
 from ...batch import RaggedBatch
+from ...mixers.conv import ConvWeights
+from ...mixers.recurrent import RecurrentWeights, Rule
 from ...state_pool import StatePool
-from ...weights import ConvWeights, DeltaWeights, RecurrentWeights
 from ..declarations import STRUCTS
 from ..library import address
 
 MAX_TAPS = 8  # must be equal to FT_MAX_TAPS of state.h
+_RULES: dict[Rule, int] = {"delta": 0, "mamba2": 1, "lightning": 2}  # must be equal to the enum of state.h
 
 
 class RecurrentStructs:
@@ -25,6 +27,7 @@ class RecurrentStructs:
         shape, taps = weights.shape, _taps_of(weights.conv)
         self._lends = (weights, taps)
         self.struct = STRUCTS.ft_recurrence(
+            rule=_RULES[weights.rule],
             num_key_heads=shape.num_key_heads,
             num_heads=shape.num_value_heads,
             key_dim=shape.key_dim,
@@ -37,13 +40,11 @@ class RecurrentStructs:
             norm=address(weights.norm),
             eps=weights.norm_eps,
             layer=weights.layer,
+            most_beta=weights.most_beta,
+            skip=address(weights.skip),
+            taps_bias=address(weights.conv_bias),
+            num_norms=weights.num_norms,
         )
-        if isinstance(weights, DeltaWeights):
-            self.struct.most_beta = weights.most_beta
-        else:
-            self.struct.skip = weights.skip.data_ptr()
-            self.struct.taps_bias = address(weights.conv_bias)
-            self.struct.num_norms = weights.num_norms
 
 
 class ConvStructs:

@@ -20,7 +20,7 @@ from ...batch import NOTHING_MORE, Taps, Wanted
 from ...kv_pool import KVPool
 from ...layers import run_layers
 from ...lora import AdaptedRows
-from ...weights import AttentionWeights, DecoderWeights, HeadLayout
+from ...weights import DecoderWeights, HeadLayout
 from ..attention.tile_schedule import NARROW_LEN, SPLIT
 from ..graph_inputs import NUM_BUFFERS, GraphInputs, HostFields
 from ..recurrent.pass_states import move_on
@@ -218,8 +218,8 @@ class TritonStep:
         self._weights = weights
         self._sampler = sampler
         mixers = [mixer for layer in weights.layers for mixer in layer.mixers]
-        attending = [mixer for mixer in mixers if isinstance(mixer, AttentionWeights)]
-        self._windows = tuple(dict.fromkeys(mixer.window for mixer in attending))
+        attending = [mixer for mixer in mixers if mixer.kv_place is not None]
+        self._windows = tuple(dict.fromkeys(mixer.kv_window for mixer in attending))
         self._one_tile = one_tile
         self._make_graph = make_graph
         self._graphs: WeakKeyDictionary[KVPool, _PoolGraphs] = WeakKeyDictionary()

@@ -52,7 +52,7 @@ def input_of(
 @triton.jit
 def inputs_kernel(
     mixed_ptr,  # [T, CHANNELS + values] q, k, v and z
-    gates_ptr,  # delta rule: [T, 2 * HEADS] b and a; Mamba-2: [T, HEADS]
+    gates_ptr,  # delta rule: [T, 2 * HEADS] b and a; Mamba-2: [T, HEADS]; read where HAS_GATES
     taps_ptr,  # [CHANNELS, TAPS] float32
     taps_bias_ptr,  # [CHANNELS] float32, read where HAS_BIAS
     decay_ptr,  # [HEADS] float32
@@ -73,6 +73,7 @@ def inputs_kernel(
     HEADS_TILE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_DELTA: tl.constexpr,
+    HAS_GATES: tl.constexpr,
     MOST_BETA: tl.constexpr,
 ):  # fmt: skip
     """Compute one head of a row's queries, keys or values; the last program, the row's gates."""
@@ -87,7 +88,7 @@ def inputs_kernel(
     if part == 2 * KEY_HEADS + HEADS:
         write_gates(
             gates_ptr, decay_ptr, dt_bias_ptr, log_c_ptr + log * LOG_FLOATS, c_ptr, beta_ptr,
-            row, position, start, RING, PAGE, HEADS, HEADS_TILE, IS_DELTA, MOST_BETA,
+            row, position, start, RING, PAGE, HEADS, HEADS_TILE, IS_DELTA, HAS_GATES, MOST_BETA,
         )  # fmt: skip
         return
     at = tl.load(at_ptr + segment)
@@ -122,23 +123,26 @@ def inputs_kernel(
 def write_gates(
     gates_ptr, decay_ptr, dt_bias_ptr, log_c_ptr, c_ptr, beta_ptr, row, position, start,
     RING: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HEADS_TILE: tl.constexpr,
-    IS_DELTA: tl.constexpr, MOST_BETA: tl.constexpr,
+    IS_DELTA: tl.constexpr, HAS_GATES: tl.constexpr, MOST_BETA: tl.constexpr,
 ):  # fmt: skip
     """Write c and beta of all heads of a row; c continues the log or begins at the page's start."""
     WIDTH: tl.constexpr = 2 * HEADS if IS_DELTA else HEADS
     head = tl.arange(0, HEADS_TILE)
     mask = head < HEADS
     decay = tl.load(decay_ptr + head, mask=mask, other=0.0)
-    bias = tl.load(dt_bias_ptr + head, mask=mask, other=0.0)
+    bias = tl.zeros([HEADS_TILE], tl.float32)
+    if HAS_GATES:
+        bias = tl.load(dt_bias_ptr + head, mask=mask, other=0.0)
     base = position // PAGE * PAGE
     first = tl.maximum(base, start)
     c = tl.zeros([HEADS_TILE], tl.float32)
     if first > base:
         c = tl.load(log_c_ptr + head * RING + (first - 1) % RING, mask=mask, other=0.0)
-    dt = tl.zeros([HEADS_TILE], tl.float32)
+    dt = tl.full([HEADS_TILE], 1.0, tl.float32)
     for each in range(first, position + 1):
-        gates = gates_ptr + (row + each - position).to(tl.int64) * WIDTH + WIDTH - HEADS
-        dt = softplus(tl.load(gates + head, mask=mask, other=0.0).to(tl.float32) + bias)
+        if HAS_GATES:
+            gates = gates_ptr + (row + each - position).to(tl.int64) * WIDTH + WIDTH - HEADS
+            dt = softplus(tl.load(gates + head, mask=mask, other=0.0).to(tl.float32) + bias)
         c += decay * dt
     beta = dt
     if IS_DELTA:
@@ -232,6 +236,8 @@ def keep_inputs_kernel(
                     channel, mask, STRIDE, CHANNELS, TAPS, RING,
                 )  # fmt: skip
                 tl.store(to + tap * CHANNELS + channel, x, mask=mask)
+    if TAPS == 1:  # a log without inputs
+        return
     tl.debug_barrier()  # other threads must have read the log before it is written
     for position in range(tl.maximum(start, stop - RING), stop):
         row = (first_row + position - start).to(tl.int64)

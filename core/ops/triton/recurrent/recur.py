@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...mixers.recurrent import RecurrentShape, RecurrentWeights
 from ...state_pool import StatePool
-from ...weights import DeltaWeights, Mamba2Weights, RecurrentShape, RecurrentWeights
 from .inputs_kernels import inputs_kernel
 from .layer_memory import LayerMemory, keep_inputs
 from .pass_states import PassStates
@@ -39,11 +39,11 @@ def recur(
     u, read = (x.new_empty((num_rows, shape.value_width)) for _ in range(2))
     values = min(VALUES, power_of_two(shape.value_dim))
     recur_kernel[(-(-shape.value_dim // values), heads, len(states.segments))](
-        x, products, c, beta, weights.skip if isinstance(weights, Mamba2Weights) else x, u, read,
+        x, products, c, beta, x if weights.skip is None else weights.skip, u, read,
         memory.state, memory.k, memory.u, memory.c, states.segments, states.keeps, at,
         **common, PAGE=pool.page_size, SLOT_FLOATS=pool.bytes_per_slot // _BYTES,
         VALUE_DIM=shape.value_dim, KEYS=keys, VALUES=values, IS_TILED=is_tiled,
-        IS_DELTA=isinstance(weights, DeltaWeights),
+        IS_DELTA=weights.rule == "delta", HAS_SKIP=weights.skip is not None,
     )  # fmt: skip
     log_kernel[(num_rows, heads)](
         x, u, c, memory.k, memory.u, memory.c, states.rows, states.segments,
@@ -75,7 +75,7 @@ def _inputs(
     """
     shape, pool, num_rows = weights.shape, memory.pool, len(mixed)
     heads, key_heads = shape.num_value_heads, shape.num_key_heads
-    bias = weights.conv_bias if isinstance(weights, Mamba2Weights) else None
+    bias = weights.conv_bias
     x = mixed.new_empty((num_rows, shape.conv_channels), dtype=torch.float32)
     c, beta = (x.new_empty((num_rows, heads)) for _ in range(2))
     inputs_kernel[(num_rows, 2 * key_heads + heads + 1)](
@@ -87,8 +87,8 @@ def _inputs(
         STRIDE=mixed.shape[1], TAPS=shape.conv_len, PAGE=pool.page_size,
         VALUE_DIM=shape.value_dim, TILE=power_of_two(max(shape.key_dim, shape.value_dim)),
         HEADS_TILE=power_of_two(heads), HAS_BIAS=bias is not None,
-        IS_DELTA=isinstance(weights, DeltaWeights),
-        MOST_BETA=weights.most_beta if isinstance(weights, DeltaWeights) else 1.0,
+        IS_DELTA=weights.rule == "delta", HAS_GATES=weights.gates is not None,
+        MOST_BETA=weights.most_beta,
     )  # fmt: skip
     return x, c, beta
 
@@ -102,15 +102,14 @@ def gated_norm(
     input with the gates z (`Ops.recur`).
     """
     mixed = mixed.contiguous()
-    norm, parts = weights.norm, weights.shape.num_value_heads
-    if isinstance(weights, Mamba2Weights) and norm is not None:
-        parts = weights.num_norms
+    norm, parts = weights.norm, weights.num_norms or weights.shape.num_value_heads
     width = read.shape[1] // parts
     out = torch.empty_like(read, dtype=mixed.dtype)
     gated_norm_kernel[(len(read), parts)](
         read, mixed, read if norm is None else norm, out, weights.norm_eps, states.rows,
         CHANNELS=weights.shape.conv_channels, PARTS=parts, WIDTH=width, TILE=power_of_two(width),
-        HAS_NORM=norm is not None, IS_DELTA=isinstance(weights, DeltaWeights),
+        HAS_NORM=norm is not None, IS_DELTA=weights.rule == "delta",
+        IS_LIGHTNING=weights.rule == "lightning", GATES_LAST=weights.rule != "mamba2",
     )  # fmt: skip
     return out
 

@@ -89,7 +89,7 @@ def recur_kernel(
     products_ptr,  # [T, KEY_HEADS, 2, PAGE] float32
     c_ptr,  # [T, HEADS] float32
     beta_ptr,  # [T, HEADS] float32
-    skip_ptr,  # [HEADS] float32, read unless IS_DELTA
+    skip_ptr,  # [HEADS] float32, read where HAS_SKIP
     u_ptr,  # [T, HEADS, VALUE_DIM] float32, written: the rows' additions at their keys
     read_ptr,  # [T, HEADS, VALUE_DIM] float32, written: the state's outputs for the rows
     states_ptr,  # the layer's S in slot 0, float32; written
@@ -103,7 +103,7 @@ def recur_kernel(
     SLOT_FLOATS: tl.constexpr, LOG_FLOATS: tl.constexpr,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr,  # sizes of a tile of S
-    IS_TILED: tl.constexpr, IS_DELTA: tl.constexpr,
+    IS_TILED: tl.constexpr, IS_DELTA: tl.constexpr, HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of a head's state through all pages of a segment."""
     head, segment = tl.program_id(1), tl.program_id(2)
@@ -121,7 +121,7 @@ def recur_kernel(
     key_mask, value_mask = key < KEY_DIM, value < VALUE_DIM
     x_mask = key_mask[:, None] & value_mask[None, :]
     tile = head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
-    skip = 0.0 if IS_DELTA else tl.load(skip_ptr + head)
+    skip = tl.load(skip_ptr + head) if HAS_SKIP else 0.0
     # From here on all pointers but ``x_ptr`` are the head's.
     c_ptr += head
     u_ptr += head * VALUE_DIM
@@ -164,7 +164,7 @@ def recur_kernel(
             us = tl.where((positions == position)[:, None], u[None, :], us)
             for_query = tl.where(positions <= position, weights * tl.load(products + PAGE), 0.0)
             read = left * tl.sum(state * q[:, None], 0) + tl.sum(for_query[:, None] * us, 0)
-            if not IS_DELTA:
+            if HAS_SKIP:
                 read += skip * v
             to = row * (HEADS * VALUE_DIM) + value
             tl.store(u_ptr + to, u, mask=value_mask)
@@ -189,13 +189,15 @@ def recur_kernel(
 def gated_norm_kernel(
     read_ptr,  # [T, PARTS * WIDTH] float32
     mixed_ptr,  # [T, CHANNELS + PARTS * WIDTH]; only z is read
-    norm_ptr,  # delta rule: [WIDTH]; Mamba-2: [PARTS * WIDTH]; read where HAS_NORM
+    norm_ptr,  # [PARTS * WIDTH]; delta rule: [WIDTH]; read where HAS_NORM
     out_ptr,  # [T, PARTS * WIDTH], written
     eps,
     rows_ptr,
     CHANNELS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    IS_DELTA: tl.constexpr,  # whether the norm is before the gate
+    IS_DELTA: tl.constexpr,
+    IS_LIGHTNING: tl.constexpr,  # whether the gate is a sigmoid
+    GATES_LAST: tl.constexpr,  # whether the norm is before the gate
 ):  # fmt: skip
     """Compute the RMS norm of a part of a row and gate it; zeros for an empty row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -207,14 +209,15 @@ def gated_norm_kernel(
         return
     x = tl.load(read_ptr + at, mask=mask, other=0.0)
     z = mixed_ptr + row * (CHANNELS + PARTS * WIDTH) + CHANNELS + part * WIDTH + item
-    gate = silu(tl.load(z, mask=mask, other=0.0).to(tl.float32))
-    if not IS_DELTA:
+    gate = tl.load(z, mask=mask, other=0.0).to(tl.float32)
+    gate = 1.0 / (1.0 + tl.exp(-gate)) if IS_LIGHTNING else silu(gate)
+    if not GATES_LAST:
         x = x * gate
     if HAS_NORM:
         shared = item if IS_DELTA else part * WIDTH + item
         factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
         x = x * factor * tl.load(norm_ptr + shared, mask=mask, other=0.0)
-    if IS_DELTA:
+    if GATES_LAST:
         x = x * gate
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=mask)
 

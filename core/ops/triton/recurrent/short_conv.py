@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...mixers.conv import ConvWeights
 from ...state_pool import StatePool
-from ...weights import ConvWeights
 from .inputs_kernels import short_conv_kernel
 from .layer_memory import CHANNELS_TILE, LayerMemory, keep_inputs
 from .pass_states import PassStates

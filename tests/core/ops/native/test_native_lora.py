@@ -78,7 +78,7 @@ def _added(ops, before, x, rows, lora):  # type: ignore[no-untyped-def]
     return out
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "lfm2", "qwen3_5", "minimax"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_step_in_one_call_has_the_bits_of_its_operations(kind, threads, tmp_path) -> None:  # type: ignore[no-untyped-def]
     model = make_reference(kind)

@@ -1,4 +1,4 @@
-"""bfloat16 weights multiplied as float32: right, exact by rows, and taken where they are faster."""
+"""bfloat16 weights weights as float32: right, exact by rows, and taken where they are faster."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_clearly_faster_kind_is_chosen_and_logged(bfloat16, float32, chosen,
     with caplog.at_level(logging.INFO):
         found = choose_products(WithPairs(), lambda _, kind: seconds[kind])
     assert found == chosen
-    assert f"multiplied as {chosen}" in caplog.text
+    assert f"weights as {chosen}" in caplog.text
     assert f"{bfloat16 * 1e6:.0f} us as bfloat16, {float32 * 1e6:.0f} as float32" in caplog.text
 
 

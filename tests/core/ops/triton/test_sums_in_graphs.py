@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 
 from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.ops.batch import NOTHING_MORE, Segment, Wanted
-from foretoken.core.ops.weights import AttentionWeights, MlpWeights
+from foretoken.core.ops.mixers.attention import AttentionWeights
+from foretoken.core.ops.weights import MlpWeights
 from support.graph_fixture import CONFIG, PAGE_SIZE, SIZE, Graphs, make_decoder, make_pool
 
 ON_DEVICE: list[tuple[int, int]] = []  # rank and rows of each sum, as the device does them

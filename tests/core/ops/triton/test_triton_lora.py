@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.lora import LoraBlock, LoraUpdate, LoraWeights
+from foretoken.core.ops.mixers.attention import AttentionWeights
 from foretoken.core.ops.row_extras import RowExtras
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.triton.triton_ops import TritonOps
-from foretoken.core.ops.weights import AttentionWeights, DecoderWeights, MlpWeights, PackedLinear
+from foretoken.core.ops.weights import DecoderWeights, MlpWeights, PackedLinear
 from support.graph_fixture import CONFIG, PAGE_SIZE, CountedGraph, Graphs, make_decoder, make_pool
 
 RANK = 3

@@ -210,6 +210,10 @@ FT_INLINE ft_vec v_silu(ft_vec x) {
     return v_div(x, v_add(v_exp(v_sub(v_set(0.0f), x)), v_set(1.0f)));
 }
 
+FT_INLINE ft_vec v_sigmoid(ft_vec x) {
+    return v_div(v_set(1.0f), v_add(v_exp(v_sub(v_set(0.0f), x)), v_set(1.0f)));
+}
+
 /* tanh, exactly -1 and 1 beyond 9, NaN at NaN. Relative error below 4e-7. A Pade approximant of a
  * quarter of x, then tanh(2 y) = 2 t / (1 + t t) twice, which keeps the relative error. */
 FT_INLINE ft_vec v_tanh(ft_vec x) {

@@ -27,7 +27,6 @@ typedef struct {
 /* Parts of a layer that Llama does not have. */
 typedef struct {
     const ft_norm *out_norm; /* norm of MLP + experts, in place of the layer's mlp_out_norm */
-    float factor;            /* multiplies the residual stream after the layer */
     ft_beside beside;
     ft_token_input token_input;
 } ft_extras;
@@ -45,30 +44,35 @@ typedef struct {
 /* -- layers and decoder
  * ------------------------------------------------------------------------- */
 
-/* A recurrent mixer in place of attention or beside it. `first` computes its input and `second`
- * reads its output, like the QKV and o matrices of attention. */
+/* Attention over the pages: over keys and values, or over latents. */
 typedef struct {
-    const ft_linear_weight *first, *gates, *second;
-    ft_recurrence rule;
-} ft_recurrent;
-
-/* A norm that a layer does not have is NULL. A mixer or an MLP without a norm before it reads
- * the residual stream itself. `second` is NULL without a mixer, `gate_up` and `experts` without
- * an MLP. */
-typedef struct {
-    const ft_linear_weight *first, *second, *gate_up, *down;
-    const ft_norm *mixer_norm, *mixer_out_norm, *mlp_norm, *mlp_out_norm;
     ft_turn turn;
     ft_rule rule;
+    int64_t part, kv_layer;  /* part of the pool, and layer in it, of keys and values */
+    const ft_latent *latent; /* parts of latent attention, or NULL */
+} ft_attention;
+
+/* A mixer of the rows of a sequence. `first` computes its input, like QKV, and `second` reads its
+ * output. Exactly one of attention, recurrence and conv is not NULL. */
+typedef struct {
+    const ft_linear_weight *first, *second; /* NULL: no mixer */
+    const ft_attention *attention;
+    const ft_linear_weight *gates; /* makes the gates of the recurrence, or NULL */
+    const ft_recurrence *recurrence;
+    const ft_conv *conv;
+} ft_mixer;
+
+/* A norm that a layer does not have is NULL. A mixer or an MLP without a norm before it reads
+ * the residual stream itself. `gate_up` and `experts` are NULL without an MLP. */
+typedef struct {
+    ft_mixer mixer, beside; /* both have the same input, and their outputs are summed */
+    const ft_linear_weight *gate_up, *down;
+    const ft_norm *mixer_norm, *mixer_out_norm, *mlp_norm, *mlp_out_norm;
     ft_activation activation;
     int64_t is_parallel;       /* whether the MLP reads what attention reads */
     const ft_experts *experts; /* replaces gate_up and down; or NULL */
-    int64_t part, kv_layer;    /* part of the pool, and layer in it, of keys and values */
     const ft_extras *extras;   /* NULL: no extras */
-    const ft_recurrent *recurrent; /* replaces attention; or NULL */
-    const ft_conv *conv;           /* replaces attention; or NULL */
-    const ft_recurrent *beside;    /* beside attention, with the same input; or NULL */
-    const ft_latent *latent;       /* parts of latent attention, or NULL */
+    float mixer_factor, mlp_factor; /* factors of the residual stream after each */
 } ft_layer;
 
 typedef struct {
@@ -78,6 +82,7 @@ typedef struct {
     const ft_linear_weight *packed_embedding;
     float embedding_factor;
     const ft_norm *final_norm;
+    int64_t norms_stream; /* whether outputs are added to the output of the norm before them */
     int64_t hidden, width; /* items of a row of the residual stream, and of the widest MLP */
     /* Items that recurrent layers and gates need in a row of step_space: wide, beside, narrow. */
     int64_t mixed, gates, read;
@@ -89,7 +94,7 @@ FT_EXPORT void ft_embedding(const int64_t *ids, const void *table, void *out, in
                             int64_t bytes);
 
 /* The updates of one adapter for the linears of all layers, and the rows that get them. */
-enum { NUM_PLACES = 4 }; /* first, second, gate_up, down */
+enum { NUM_PLACES = 4 }; /* the mixer's first and second, gate_up, down */
 typedef struct {
     const ft_lora *const *updates; /* [num_layers, NUM_PLACES]; NULL: no update */
     const int64_t *rows;           /* [num_rows] */
@@ -180,7 +185,8 @@ static int run_linear(const step_job *step, int64_t index, const ft_linear_weigh
     if (ft_linear(weight, x, step->dtype, step->rows, y, step->dtype)) return -1;
     if (!step->num_adapted) return 0;
     const ft_layer *layer = &step->decoder->layers[index];
-    const ft_linear_weight *places[] = {layer->first, layer->second, layer->gate_up, layer->down};
+    const ft_linear_weight *places[] = {layer->mixer.first, layer->mixer.second, layer->gate_up,
+                                        layer->down};
     for (int64_t place = 0; place < NUM_PLACES; place++)
         if (places[place] == weight) return adapt(step, index * NUM_PLACES + place, x, y);
     return 0;
@@ -205,21 +211,33 @@ static const char *add(const step_job *step, const char *x, float factor, const 
     return out;
 }
 
+/* Continue the residual stream from x, the output of its norm, in decoders whose layers do so. */
+static void restart(const step_job *step, const char *x) {
+    char *residual = step->space.residual;
+    int64_t bytes = step->decoder->hidden * (step->dtype == FT_BFLOAT16 ? 2 : 4);
+    if (step->decoder->norms_stream) memcpy(residual, x, (size_t)(step->rows * bytes));
+}
+
 /* Compute attention from x [rows, hidden]. Returns the input of `second`, or NULL when there is no
  * memory. */
-static const char *run_attention(const step_job *step, int64_t index, const char *x) {
-    const ft_layer *layer = &step->decoder->layers[index];
-    const ft_part *part = &step->parts[layer->part];
+static const char *run_attention(const step_job *step, int64_t index, const ft_mixer *mixer,
+                                 const char *x) {
+    const ft_attention *attention = mixer->attention;
+    const ft_part *part = &step->parts[attention->part];
+    const ft_attend_plan *plan = &step->plans[attention->part];
     const step_space *space = &step->space;
     int dtype = step->dtype;
-    int64_t width = layer->turn.gate, stride = layer->first->out_features;
+    if (attention->latent)
+        return ft_run_latent(attention->latent, mixer->first, x, part, plan, attention->kv_layer,
+                             &attention->turn, &attention->rule);
+    int64_t width = attention->turn.gate, stride = mixer->first->out_features;
     char *attended = width ? space->beside : space->wide;
-    ft_linear_ahead(layer->second);
-    if (run_linear(step, index, layer->first, x, space->wide)) return NULL;
-    ft_rope_rows(space->wide, space->narrow, part->batch, part->kv, part->heads, layer->kv_layer,
-                 &layer->turn);
-    if (ft_attend(space->narrow, attended, &step->plans[layer->part], part->batch, part->kv,
-                  part->heads, layer->kv_layer, &layer->rule))
+    ft_linear_ahead(mixer->second);
+    if (run_linear(step, index, mixer->first, x, space->wide)) return NULL;
+    ft_rope_rows(space->wide, space->narrow, part->batch, part->kv, part->heads,
+                 attention->kv_layer, &attention->turn);
+    if (ft_attend(space->narrow, attended, plan, part->batch, part->kv, part->heads,
+                  attention->kv_layer, &attention->rule))
         return NULL;
     const char *gate = space->wide + (stride - width) * (dtype == FT_BFLOAT16 ? 2 : 4);
     if (width) ft_gate_rows(attended, gate, stride, step->rows, width, dtype);
@@ -227,7 +245,7 @@ static const char *run_attention(const step_job *step, int64_t index, const char
 }
 
 /* Like run_attention, for a recurrent mixer. */
-static const char *run_recurrent(const step_job *step, int64_t index, const ft_recurrent *mixer,
+static const char *run_recurrent(const step_job *step, int64_t index, const ft_mixer *mixer,
                                  const char *x) {
     const step_space *space = &step->space;
     int dtype = step->dtype;
@@ -235,52 +253,45 @@ static const char *run_recurrent(const step_job *step, int64_t index, const ft_r
     ft_linear_ahead(mixer->gates);
     if (run_linear(step, index, mixer->first, x, space->wide)) return NULL;
     ft_linear_ahead(mixer->second);
-    if (ft_linear(mixer->gates, x, dtype, step->rows, gates, FT_FLOAT32)) return NULL;
-    if (ft_run_recurrent(space->wide, gates, space->narrow, step->parts->batch, &mixer->rule, dtype))
+    if (mixer->gates && ft_linear(mixer->gates, x, dtype, step->rows, gates, FT_FLOAT32))
+        return NULL;
+    if (ft_run_recurrent(space->wide, gates, space->narrow, step->parts->batch, mixer->recurrence,
+                         dtype))
         return NULL;
     return space->narrow;
 }
 
 /* Like run_attention, for a short convolution. */
-static const char *run_conv(const step_job *step, int64_t index, const char *x) {
-    const ft_layer *layer = &step->decoder->layers[index];
+static const char *run_conv(const step_job *step, int64_t index, const ft_mixer *mixer,
+                            const char *x) {
     const step_space *space = &step->space;
-    int dtype = step->dtype;
-    ft_linear_ahead(layer->second);
-    if (run_linear(step, index, layer->first, x, space->wide)) return NULL;
-    ft_run_conv(space->wide, space->narrow, step->parts->batch, layer->conv, dtype);
+    ft_linear_ahead(mixer->second);
+    if (run_linear(step, index, mixer->first, x, space->wide)) return NULL;
+    ft_run_conv(space->wide, space->narrow, step->parts->batch, mixer->conv, step->dtype);
     return space->narrow;
 }
 
-/* Like run_attention, for the mixer that the layer has. */
-static const char *run_any(const step_job *step, int64_t index, const char *x) {
-    const ft_layer *layer = &step->decoder->layers[index];
-    const ft_part *part = &step->parts[layer->part];
-    if (layer->latent)
-        return ft_run_latent(layer->latent, layer->first, x, part, &step->plans[layer->part],
-                             layer->kv_layer, &layer->turn, &layer->rule);
-    if (layer->conv) return run_conv(step, index, x);
-    if (layer->recurrent) return run_recurrent(step, index, layer->recurrent, x);
-    return run_attention(step, index, x);
+/* Write a mixer's output, after its `second`, to `out`, which may be x. `next`: linear that is
+ * computed after it. */
+static int run_mixer(const step_job *step, int64_t index, const ft_mixer *mixer,
+                     const ft_linear_weight *next, const char *x, char *out) {
+    const char *mixed = mixer->attention    ? run_attention(step, index, mixer, x)
+                        : mixer->recurrence ? run_recurrent(step, index, mixer, x)
+                                            : run_conv(step, index, mixer, x);
+    if (!mixed) return -1;
+    ft_linear_ahead(next);
+    return run_linear(step, index, mixer->second, mixed, out);
 }
 
-/* Write the output of a mixer beside attention, after its `second`, to `out`. */
-static int run_beside(const step_job *step, int64_t index, const ft_recurrent *mixer,
-                      const char *x, char *out) {
-    const char *mixed = run_recurrent(step, index, mixer, x);
-    return mixed ? run_linear(step, index, mixer->second, mixed, out) : -1;
-}
-
-/* Write the mixer's output, after `second` and its norm, to `out`, which may be x. */
-static int run_mixer(const step_job *step, int64_t index, const char *x, char *out) {
+/* Write the sum of the outputs of a layer's mixers, after its norm, to `out`, which may be x. */
+static int run_mixers(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
     char *added = step->space.added; /* free, as a layer with `beside` is not parallel */
-    if (layer->beside && run_beside(step, index, layer->beside, x, added)) return -1;
-    const char *mixed = run_any(step, index, x);
-    if (!mixed) return -1;
-    ft_linear_ahead(layer->gate_up);
-    if (run_linear(step, index, layer->second, mixed, out)) return -1;
-    if (layer->beside)
+    int has_beside = layer->beside.first != NULL;
+    if (has_beside && run_mixer(step, index, &layer->beside, layer->mixer.first, x, added))
+        return -1;
+    if (run_mixer(step, index, &layer->mixer, layer->gate_up, x, out)) return -1;
+    if (has_beside)
         ft_add_rows(added, out, 1.0f, step->rows, step->decoder->hidden, step->dtype);
     norm_rows(step, out, layer->mixer_out_norm, out);
     return 0;
@@ -298,7 +309,7 @@ static int run_mlp(const step_job *step, int64_t index, const char *x, char *out
         if (run_linear(step, index, layer->gate_up, x, space->wide)) return -1;
         ft_activate_rows(space->wide, space->narrow, step->rows, layer->down->in_features,
                          &layer->activation, dtype);
-        ft_linear_ahead(index + 1 < step->decoder->num_layers ? layer[1].first : NULL);
+        ft_linear_ahead(index + 1 < step->decoder->num_layers ? layer[1].mixer.first : NULL);
         if (run_linear(step, index, layer->down, space->narrow, out)) return -1;
     }
     norm_rows(step, out, layer->mlp_out_norm, out);
@@ -395,18 +406,20 @@ static const char *run_layer(const step_job *step, int64_t index, const char *x,
     /* The MLP of a parallel layer reads x after the mixer has run. */
     char *added = layer->is_parallel ? step->space.added : step->space.x;
     const char *next = x;
-    if (layer->second) {
-        if (run_mixer(step, index, x, added)) return NULL;
+    if (layer->mixer.first) {
+        if (run_mixers(step, index, x, added)) return NULL;
         if (!layer->gate_up && !layer->experts) {
             add_behind(step, index, added);
-            return add(step, added, 1.0f, next_norm, out);
+            return add(step, added, layer->mlp_factor, next_norm, out);
         }
-        next = add(step, added, 1.0f, layer->is_parallel ? NULL : layer->mlp_norm, step->space.x);
+        next = add(step, added, layer->mixer_factor, layer->is_parallel ? NULL : layer->mlp_norm,
+                   step->space.x);
+        restart(step, next);
     }
     if (run_mlp(step, index, layer->is_parallel ? x : next, added)) return NULL;
     if (layer->extras && add_extras(step, index, added)) return NULL;
     add_behind(step, index, added);
-    return add(step, added, layer->extras ? layer->extras->factor : 1.0f, next_norm, out);
+    return add(step, added, layer->mlp_factor, next_norm, out);
 }
 
 /* Boundaries at[count] whose residual streams are copied to out [num_rows, count, hidden]. */
@@ -483,12 +496,14 @@ FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const vo
     const ft_norm *first = decoder->layers[0].mixer_norm;
     norm_rows(&step, space->residual, first, space->x);
     const char *x = first ? space->x : space->residual;
+    restart(&step, x);
     for (int64_t index = 0; index <= last; index++) {
         const ft_norm *norm =
             index < last ? decoder->layers[index + 1].mixer_norm : decoder->final_norm;
         x = run_layer(&step, index, x, norm, index < last ? space->x : out);
         if (!x) return -1;
         tap(&taps, index + 1, space->residual, step.rows, row_bytes);
+        restart(&step, x);
     }
     return make_logits(&step, out, row_bytes, logit_rows, num_logits, logits);
 }

@@ -64,6 +64,7 @@ static void keep_piece(void *context, int64_t begin, int64_t end) {
         for (int64_t i = states->first_keeps[segment]; i < states->first_keeps[segment + 1]; i++)
             move_tail(inputs, segment, at, states->keeps[2 * i + 1], states->keeps[2 * i]);
         if (moved > at) move_tail(inputs, segment, at, slot, moved);
+        if (inputs->num_taps == 1) continue;
         char *log = ft_log_field(inputs, states->log_of[segment], FT_LOG_INPUTS);
         for (int64_t position = ft_max(start, moved); position < stop; position++)
             memcpy(log + position % states->ring * bytes,

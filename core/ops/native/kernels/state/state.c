@@ -1,10 +1,12 @@
-/* The gated delta rule (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060), one page after the other.
+/* The gated delta rule (arXiv 2412.06464), Mamba-2 (arXiv 2405.21060) and lightning attention
+ * (arXiv 2501.08313), one page after the other.
  *
  * S is the state at a page's start, c the sum of log decays since then, and s an earlier row of the page:
  *     u_t = beta_t (v_t - e^c_t S^T k_t - sum e^(c_t - c_s) (k_s k_t) u_s)
  *     o_t = e^c_t S^T q_t + sum e^(c_t - c_s) (k_s q_t) u_s + (k_t q_t) u_t
  * S of the next page is e^c_n S + sum e^(c_n - c_s) k_s u_s^T, where n is this page's last row. In
- * Mamba-2, q, k and v are C, B and x, u_t is dt_t v_t, and D v_t, the skip, is added to o_t.
+ * Mamba-2, q, k and v are C, B and x, u_t is dt_t v_t, and D v_t, the skip, is added to o_t. In
+ * lightning attention u_t is v_t, and the decay is constant.
  *
  * A task is one head of a segment. Each sum is one chain in the order of key_dim, or of rows; the
  * number of rows that share a load of S changes no bits.
@@ -47,7 +49,7 @@ typedef struct {
     float *weighed; /* [page, keys] keys, times their decay until the page's end */
     float *u;       /* [page, values] values, then u */
     float *read;    /* [page, 2, values] products of x with S */
-    float *c, *beta; /* [page]; for Mamba-2, dt in place of beta */
+    float *c, *beta; /* [page]; for Mamba-2, dt in place of beta; for lightning attention 1 */
     float *own;     /* [key_dim, values] copy of S if a slot's rows are not whole vectors */
     float *draft;   /* [key_dim, values] S of pages that have only draft rows */
     memory_range soon[3]; /* memory that the task reads after its first inputs */
@@ -63,7 +65,7 @@ typedef struct {
     const ft_recurrence *delta;
     int dtype;
     int64_t num_gates; /* gates of a row */
-    float *gated;      /* Mamba-2: [num_rows, num_heads * value_dim] before the norm, or NULL */
+    float *gated;      /* [num_rows, num_heads * value_dim] before the norm of parts, or NULL */
     ft_inputs inputs;
     int64_t keys, values; /* padded */
     delta_space *spaces;
@@ -79,7 +81,8 @@ typedef struct {
     char *log;
 } delta_task;
 
-static int is_mamba(const delta_job *job) { return job->delta->skip != NULL; }
+static int is_delta(const delta_job *job) { return job->delta->rule == FT_DELTA; }
+static int is_lightning(const delta_job *job) { return job->delta->rule == FT_LIGHTNING; }
 
 static int64_t item_of(const delta_job *job) { return job->dtype == FT_BFLOAT16 ? 2 : 4; }
 
@@ -235,12 +238,17 @@ static void read_inputs(const delta_task *task, int64_t base, int64_t position) 
     convolve_part(task, inputs, keys_width + query_at, delta->key_dim, key);
     convolve_part(task, inputs, query_at, delta->key_dim, query);
     convolve_part(task, inputs, value_at, delta->value_dim, value);
+    if (is_lightning(job)) {
+        space->c[row] = delta->decay[task->head];
+        space->beta[row] = 1.0f;
+        return;
+    }
     int64_t batch_row = job->batch->first_rows[task->segment] + position - task->start;
     const float *gates = job->gates + batch_row * job->num_gates;
     float x = gates[job->num_gates - heads + task->head] + delta->dt_bias[task->head];
     float softplus = log1pf(exp_one(-fabsf(x))) + (x > 0.0f ? x : 0.0f);
     space->c[row] = delta->decay[task->head] * softplus;
-    if (is_mamba(job)) {
+    if (!is_delta(job)) {
         space->beta[row] = softplus;
         return;
     }
@@ -398,8 +406,8 @@ static void run_row(const delta_task *task, int64_t row) {
     }
 }
 
-/* Like run_row, for Mamba-2, which multiplies S only with the query. */
-static void run_mamba_row(const delta_task *task, int64_t row) {
+/* Like run_row, for the other rules, which multiply S only with the query. */
+static void run_plain_row(const delta_task *task, int64_t row) {
     const delta_space *space = task->space;
     int64_t keys = task->job->keys, values = task->job->values;
     const float *key = space->x + 2 * row * keys, *query = key + keys;
@@ -410,7 +418,8 @@ static void run_mamba_row(const delta_task *task, int64_t row) {
         for_query[s] = decays[s] * dot(space->x + 2 * s * keys, query, keys);
     float left = exp_one(space->c[row]);
     ft_vec own = v_set(dot(key, query, keys)), dt = v_set(space->beta[row]);
-    ft_vec skip = v_set(task->job->delta->skip[task->head]);
+    const float *skips = task->job->delta->skip;
+    ft_vec skip = v_set(skips ? skips[task->head] : 0.0f);
     for (int64_t i = 0; i < values; i += FT_WIDTH) {
         float *u = space->u + row * values + i;
         ft_vec value = v_load(u), added = v_mul(dt, value);
@@ -420,12 +429,18 @@ static void run_mamba_row(const delta_task *task, int64_t row) {
     }
 }
 
+/* Address of z of all heads in a row. */
+static const char *gate_at(const delta_job *job, int64_t batch_row) {
+    int64_t channels = job->inputs.channels, all = job->delta->num_heads * job->delta->value_dim;
+    return job->mixed + (batch_row * (channels + all) + channels) * item_of(job);
+}
+
 /* Write the norm of a head's output, times silu(z), to out. */
 FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_row, int dtype) {
     const delta_job *job = task->job;
     const ft_recurrence *delta = job->delta;
     int64_t width = delta->value_dim, all = delta->num_heads * width, item = item_of(job);
-    const char *z = job->mixed + (batch_row * (job->inputs.channels + all) + job->inputs.channels) * item;
+    const char *z = gate_at(job, batch_row);
     char *out = job->out + batch_row * all * item;
     ft_vec squares = v_set(0.0f);
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
@@ -440,16 +455,17 @@ FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_
     }
 }
 
-/* Write a head's output of Mamba-2 times silu(z). If there is a norm, norm_piece computes it after
- * all heads. */
+/* Write a head's output of Mamba-2 times silu(z), or of lightning attention. If there is a norm,
+ * norm_piece computes it after all heads, and the gate of lightning attention after the norm. */
 static void put_gated(const delta_task *task, const float *read, int64_t batch_row) {
     const delta_job *job = task->job;
     int64_t width = job->delta->value_dim, all = job->delta->num_heads * width;
-    const char *z = job->mixed + (batch_row * (job->inputs.channels + all) + job->inputs.channels) * item_of(job);
+    const char *z = gate_at(job, batch_row);
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         int64_t n = width - i, at = task->head * width + i;
-        ft_vec gate = v_silu(v_get(z, at, n, job->dtype == FT_BFLOAT16));
-        ft_vec gated = v_mul(v_load(read + i), gate);
+        ft_vec gated = v_load(read + i);
+        if (!is_lightning(job))
+            gated = v_mul(gated, v_silu(v_get(z, at, n, job->dtype == FT_BFLOAT16)));
         if (job->gated) v_put(job->gated + batch_row * all, at, gated, n, 0);
         else v_put(job->out + batch_row * all * item_of(job), at, gated, n, job->dtype == FT_BFLOAT16);
     }
@@ -461,7 +477,7 @@ static void run_rows(const delta_task *task, const float *state, int64_t base, i
     const delta_job *job = task->job;
     const delta_space *space = task->space;
     int64_t row = first - base, count = stop - first;
-    int64_t reads_a_row = is_mamba(job) ? 1 : 2; /* the query, or key and query */
+    int64_t reads_a_row = is_delta(job) ? 2 : 1; /* key and query, or the query */
     for (int64_t position = first; position < stop; position++) read_inputs(task, base, position);
     if (first == task->start) load_entries(task, base, base, first);
     for (int64_t place = ft_max(row, 1); place < stop - base; place++)
@@ -474,8 +490,8 @@ static void run_rows(const delta_task *task, const float *state, int64_t base, i
     for (int64_t i = 0; i < count; i++, row++) {
         const float *read = space->read + (reads_a_row * (row + 1) - 1) * job->values;
         int64_t batch_row = job->batch->first_rows[task->segment] + first + i - task->start;
-        if (is_mamba(job)) {
-            run_mamba_row(task, row);
+        if (!is_delta(job)) {
+            run_plain_row(task, row);
             put_gated(task, read, batch_row);
             continue;
         }
@@ -586,16 +602,16 @@ static void delta_piece(void *context, int64_t begin, int64_t end) {
     atomic_flag_clear(&job->taken[space]);
 }
 
-/* -- the norm of Mamba-2
- * ------------------------------------------------------------------------- */
+/* -- the norm of parts --------------------------------------------------------------------------- */
 
-/* Norm parts of rows, each by itself. */
+/* Norm parts of rows, each by itself; in lightning attention times sigmoid(z). */
 static void norm_piece(void *context, int64_t begin, int64_t end) {
     const delta_job *job = context;
     const ft_recurrence *rule = job->delta;
     int64_t width = rule->num_heads * rule->value_dim / rule->num_norms;
     for (int64_t index = begin; index < end; index++) {
         int64_t weights_at = index % rule->num_norms * width;
+        const char *z = gate_at(job, index / rule->num_norms);
         const float *part = job->gated + index * width;
         ft_vec squares = v_set(0.0f);
         for (int64_t i = 0; i < width; i += FT_WIDTH) {
@@ -606,8 +622,10 @@ static void norm_piece(void *context, int64_t begin, int64_t end) {
         for (int64_t i = 0; i < width; i += FT_WIDTH) {
             int64_t n = width - i;
             ft_vec normed = v_mul(v_load_n(part + i, n), inverse);
-            v_put(job->out, index * width + i, v_mul(normed, v_load_n(rule->norm + weights_at + i, n)),
-                  n, job->dtype == FT_BFLOAT16);
+            normed = v_mul(normed, v_load_n(rule->norm + weights_at + i, n));
+            if (is_lightning(job))
+                normed = v_mul(normed, v_sigmoid(v_get(z, weights_at + i, n, job->dtype)));
+            v_put(job->out, index * width + i, normed, n, job->dtype == FT_BFLOAT16);
         }
     }
 }
@@ -662,7 +680,7 @@ int ft_run_recurrent(const void *mixed, const float *gates, void *out, const ft_
                      const ft_recurrence *delta, int dtype) {
     delta_job job = {.mixed = mixed, .gates = gates, .out = out, .batch = batch,
                      .states = batch->states, .delta = delta, .dtype = dtype};
-    job.num_gates = (is_mamba(&job) ? 1 : 2) * delta->num_heads;
+    job.num_gates = (is_delta(&job) ? 2 : 1) * delta->num_heads;
     int64_t values = delta->num_heads * delta->value_dim;
     int64_t channels = 2 * delta->num_key_heads * delta->key_dim + values;
     job.inputs = (ft_inputs){mixed, (channels + values) * item_of(&job), channels, delta->num_taps,

@@ -10,23 +10,26 @@ enum {
     FT_MAX_STATE_PAGE = 64,
 };
 
-/* A layer of the gated delta rule or of Mamba-2. A row of its input has the channels that the
- * convolution reads (queries and keys of num_key_heads, values of num_heads), then the gate z, with
- * one item for each value. */
+/* The gated delta rule, Mamba-2, and lightning attention, which has a constant decay and no gates. */
+enum { FT_DELTA, FT_MAMBA2, FT_LIGHTNING };
+
+/* A layer that computes one of the rules. A row of its input has the channels that the convolution reads
+ * (queries and keys of num_key_heads, values of num_heads), then the gate z, one item for each
+ * value. */
 typedef struct {
+    int64_t rule;
     int64_t num_key_heads, num_heads, key_dim, value_dim;
-    int64_t num_taps;
+    int64_t num_taps;      /* 1: no convolution, and no inputs in slots and logs */
     int64_t is_tiled;      /* head j reads key head j % num_key_heads; else neighbours share one */
     const float *taps;     /* [num_taps, channels]; the last tap reads the row itself */
-    const float *decay, *dt_bias; /* [num_heads] */
-    const float *norm;     /* [value_dim]; Mamba-2: [num_heads * value_dim], or NULL */
+    const float *decay, *dt_bias; /* [num_heads]; FT_LIGHTNING has no dt_bias */
+    const float *norm;     /* [num_heads * value_dim], or NULL; FT_DELTA: [value_dim] */
     float eps;             /* epsilon of the norm */
-    float most_beta;       /* factor of the sigmoid that gives beta; unused by Mamba-2 */
+    float most_beta;       /* factor of the sigmoid that gives beta; only for FT_DELTA */
     int64_t layer;         /* index of the layer in slots and logs */
-    /* Only for Mamba-2, else NULL: */
-    const float *skip;      /* [num_heads] */
+    const float *skip;      /* [num_heads], or NULL */
     const float *taps_bias; /* [channels], or NULL */
-    int64_t num_norms;      /* equal parts of a row with separate norms; 0: no norm */
+    int64_t num_norms;      /* equal parts of a row with separate norms; 0: none, or one per head */
 } ft_recurrence;
 
 enum { FT_SLOT_STATE, FT_SLOT_TAIL, FT_SLOT_FIELDS };
@@ -91,8 +94,8 @@ void ft_run_conv(void *mixed, void *out, const ft_batch *batch, const ft_conv *c
 
 /* Compute out [num_rows, num_heads * value_dim] from mixed [num_rows, channels + values] of
  * `dtype`, and advance the states and logs of the batch. Gates are [num_rows, 2 * num_heads], beta
- * then decay; for Mamba-2 [num_rows, num_heads], dt. Returns 0, or -1 when there is no memory; then
- * nothing has advanced. */
+ * then decay; for Mamba-2 [num_rows, num_heads], dt; FT_LIGHTNING reads none. Returns 0, or -1 when
+ * there is no memory; then nothing has advanced. */
 int ft_run_recurrent(const void *mixed, const float *gates, void *out, const ft_batch *batch,
                      const ft_recurrence *rule, int dtype);
 

@@ -1,0 +1,79 @@
+"""MiniMax's family with lightning attention in place of attention in most layers."""
+
+from __future__ import annotations
+
+from ...ops.mixers.recurrent import RecurrentShape
+from ...ops.weights import Routing
+from ..description.config import DecoderConfig, LayerSpec, LightningSpec
+from ..description.fields import Fields
+from ..description.fold import Fold
+from .experts import MIXTRAL_NAMES, top_k_of, with_experts
+from .shared import base_config, window_of, with_defaults
+
+_FULL, _LIGHTNING = "full_attention", "linear_attention"
+# These are the defaults of the config class.
+_DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "num_key_value_heads": 8,
+}
+
+
+def minimax(fields: Fields) -> DecoderConfig:
+    """MiniMax-Text-01 and M1: lightning attention or attention, then experts (arXiv 2501.08313).
+
+    Each output is added to what the norm before it returned, not to its input. A sum is
+    ``alpha * stream + beta * output``: alpha is a factor on the stream, beta / alpha is folded into
+    the output.
+    """
+    fields = with_defaults(fields, _DEFAULTS)
+    num_heads = fields.positive("num_attention_heads")
+    head_dim = fields.positive("head_dim", fields.positive("hidden_size") // num_heads)
+    if fields.text("hidden_act", "silu") != "silu":  # Lightning attention uses it, too.
+        raise fields.error("hidden_act", "other than silu is not supported")
+    full, full_scale = _factors(fields, "full_attn")
+    lightning, lightning_scale = _factors(fields, "linear_attn")
+    mlp, mlp_scale = _factors(fields, "mlp")
+    shape = RecurrentShape(num_heads, num_heads, head_dim, head_dim, conv_len=1)
+    kinds = {
+        _FULL: LayerSpec(window=window_of(fields), factors=(full, mlp)),
+        _LIGHTNING: LayerSpec(mixer=LightningSpec(shape), factors=(lightning, mlp)),
+    }
+    routing = Routing(top_k_of(fields), renorm=0.0, factor=mlp_scale)
+    layers = tuple(kinds[kind] for kind in _kinds(fields))
+    return base_config(
+        fields,
+        theta=1e6,
+        eps=1e-5,
+        partial=fields.positive("rotary_dim", head_dim) / head_dim,
+        attention_bias=False,
+        norms_stream=True,
+        layers=with_experts(
+            fields, layers, routing, names=MIXTRAL_NAMES, width="intermediate_size"
+        ),
+        fold=Fold(attention_out_scale=full_scale, mixer_out_scale=lightning_scale),
+    )
+
+
+def _factors(fields: Fields, name: str) -> tuple[float, float]:
+    """Return alpha and beta / alpha of one kind of output."""
+    alpha = fields.above_zero(f"{name}_alpha_factor", 1.0)
+    return alpha, fields.above_zero(f"{name}_beta_factor", 1.0) / alpha
+
+
+def _kinds(fields: Fields) -> list[str]:
+    """Return the kind of each layer, by ``layer_types``, else every second one."""
+    num_layers = fields.positive("num_hidden_layers")
+    types = fields.values.get("layer_types")
+    if types is None:
+        types = [(_FULL, _LIGHTNING)[layer % 2] for layer in range(num_layers)]
+    known = f"{_FULL} or {_LIGHTNING}"
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise fields.error("layer_types", f"must be {num_layers} of {known}")
+    unknown = next((kind for kind in types if kind not in (_FULL, _LIGHTNING)), None)
+    if unknown is not None:
+        raise fields.error("layer_types", f"has {unknown!r}, which is not {known}")
+    if _FULL not in types:
+        raise fields.error("layer_types", f"without any {_FULL} is not supported")
+    return types

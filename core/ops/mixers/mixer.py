@@ -1,0 +1,58 @@
+"""MixerWeights: what every mixer says about itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..weights import PackedLinear
+
+if TYPE_CHECKING:
+    from ..base import ForwardPlan, Ops
+    from ..kv_pool import KvPlace
+
+
+class MixerWeights(ABC):
+    """A layer's mixer of the rows of a sequence: weights in a backend's layout.
+
+    `compute` is made up of operations of `Ops`, so a backend runs a mixer that it does not know.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Every packed matrix that may be quantised.
+
+        The first one reads the mixer's input and the last one makes its output; adapters may change
+        these two.
+        """
+
+    @abstractmethod
+    def compute(self, ops: Ops, x: Tensor, plan: ForwardPlan) -> Tensor:
+        """Return what rows ``[T, hidden]`` add to the residual stream, ``[T, hidden]``."""
+
+    @property
+    def kv_place(self) -> KvPlace | None:
+        """Place of the layer's keys in the pages, or None for a mixer without keys."""
+        return None
+
+    @property
+    def kv_window(self) -> int | None:
+        """Number of positions that a row sees, its own included; None: all before it."""
+        return None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank has a part of the mixer."""
+        return False
+
+    def write_kv(self, ops: Ops, x: Tensor, plan: ForwardPlan) -> None:  # noqa: ARG002
+        """Write the keys and values of rows ``[T, hidden]``; compute no output.
+
+        Raises TypeError for a mixer without keys.
+        """
+        raise TypeError(f"{type(self).__name__} has no keys and values")
