@@ -10,7 +10,8 @@ from torch import Tensor
 from .base import ForwardPlan, LayersOutput, Ops
 from .batch import Taps
 from .gemma4 import add_extras, token_inputs
-from .parallel import linear_of_ranks, summed
+from .mixers.mixer import linear_of_ranks
+from .parallel import summed
 from .weights import (
     DecoderWeights,
     ExpertWeights,

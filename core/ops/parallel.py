@@ -17,9 +17,6 @@ from ..errors import RankLost
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .base import Ops
-    from .weights import PackedLinear
-
 LOOPBACK = "127.0.0.1"
 MEETING = timedelta(seconds=120)  # timeout for the ranks to meet, and for sums before the start
 SHARED_ITEMS = 2**19  # items from which each rank adds up only its share of a sum (measured)
@@ -127,14 +124,3 @@ def in_rank_order(parts: Tensor) -> Tensor:
 def summed(part: Tensor, comm: Comm | None) -> Tensor:
     """Return the sum over ranks of their parts, or ``part`` itself without a ``comm``."""
     return part if comm is None else comm.sum(part, part.dtype)
-
-
-def linear_of_ranks(ops: Ops, x: Tensor, weight: PackedLinear, comm: Comm | None) -> Tensor:
-    """Compute ``[T, in_features] -> [T, out_features]``, summed over ranks if there is a ``comm``.
-
-    Each rank then has some of the columns. Its products are float32, so that only the sum is
-    rounded.
-    """
-    if comm is None:
-        return ops.linear(x, weight)
-    return comm.sum(ops.logits(x, weight), x.dtype)

@@ -209,7 +209,10 @@ def test_a_file_of_statistics_comes_back_and_another_models_is_refused(
     assert torch.equal(again.mean_abs, stats.mean_abs)
     other = load_decoder(make_checkpoint(tmp_path / "other", "llama_biased"), backend="torch")
     assert isinstance(other, OwnDecoder)
-    for file, told in ((path, "another model"), (folder / "model.safetensors", "was not written by")):
+    for file, told in (
+        (path, "another model"),
+        (folder / "model.safetensors", "was not written by"),
+    ):
         with pytest.raises(InvalidRequest, match=told) as caught:
             QueryStats.load(file, other)
         assert caught.value.param == "kv_evict_stats"

@@ -9,9 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..kv_pool import KvPlace
-from ..parallel import linear_of_ranks
 from ..weights import FIRST_TABLE, HeadNorm, PackedLinear, Tables
-from .mixer import MixerWeights
+from .mixer import MixerWeights, linear_of_ranks
 
 if TYPE_CHECKING:
     from ..base import ForwardPlan, Ops

@@ -12,6 +12,7 @@ from ..weights import PackedLinear
 if TYPE_CHECKING:
     from ..base import ForwardPlan, Ops
     from ..kv_pool import KvPlace
+    from ..parallel import Comm
 
 
 class MixerWeights(ABC):
@@ -56,3 +57,14 @@ class MixerWeights(ABC):
         Raises TypeError for a mixer without keys.
         """
         raise TypeError(f"{type(self).__name__} has no keys and values")
+
+
+def linear_of_ranks(ops: Ops, x: Tensor, weight: PackedLinear, comm: Comm | None) -> Tensor:
+    """Compute ``[T, in_features] -> [T, out_features]``, summed over ranks if there is a ``comm``.
+
+    Each rank then has some of the columns. Its products are float32, so that only the sum is
+    rounded.
+    """
+    if comm is None:
+        return ops.linear(x, weight)
+    return comm.sum(ops.logits(x, weight), x.dtype)

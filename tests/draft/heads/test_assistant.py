@@ -215,7 +215,10 @@ def test_an_assistant_of_another_target_is_refused_by_numbers(tmp_path: Path) ->
     for values, problem in (
         ({"backbone_hidden_size": 48}, r"backbone_hidden_size is 48, but .* hidden size is 64"),
         ({"num_centroids": 7}, r"num_centroids must divide the vocabulary of 208 tokens, not 7"),
-        ({"centroid_intermediate_top_k": 17}, r"centroid_intermediate_top_k is 17, but there are only 16"),
+        (
+            {"centroid_intermediate_top_k": 17},
+            r"centroid_intermediate_top_k is 17, but there are only 16",
+        ),
     ):
         before = (assistant / "config.json").read_text()
         edit(assistant, **values)

@@ -14,7 +14,7 @@ from ..declarations import STRUCTS
 from ..library import address
 
 MAX_TAPS = 8  # must be equal to FT_MAX_TAPS of state.h
-_RULES: dict[Rule, int] = {"delta": 0, "mamba2": 1, "lightning": 2}  # must be equal to the enum of state.h
+_RULES: dict[Rule, int] = {"delta": 0, "mamba2": 1, "lightning": 2}  # equal to the enum of state.h
 
 
 class RecurrentStructs:
