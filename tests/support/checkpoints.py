@@ -356,7 +356,9 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention", "linear_attention"] * 2, "sliding_window": 50}
         | {"linear_attn_alpha_factor": 1.4, "linear_attn_beta_factor": 0.9}
         | {"full_attn_alpha_factor": 1.3, "full_attn_beta_factor": 1.1}
-        | {"mlp_alpha_factor": 1.6, "mlp_beta_factor": 0.8},
+        | {"mlp_alpha_factor": 1.6, "mlp_beta_factor": 0.8}
+        # A factor on the stream changes its norm by the eps alone.
+        | {"rms_norm_eps": 0.05},
     ),
     "bamba": ("bamba", _BAMBA | {"attn_layer_indices": [2], "mamba_proj_bias": True}),
 }

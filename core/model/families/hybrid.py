@@ -23,7 +23,7 @@ from ..description.rope import NO_ROPE
 from ..description.tensors import DELTA, Shape, layer_prefix
 from .dense import olmo2
 from .experts import renorm_of, top_k_of, with_experts
-from .shared import base_config, with_defaults
+from .shared import base_config, layer_kinds, with_defaults
 
 _NAMES = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
 _DEFAULT_MAX_LEN = 32768  # default of the config classes
@@ -144,17 +144,10 @@ def _shape(fields: Fields) -> RecurrentShape:
 
 def _full_layers(fields: Fields) -> tuple[bool, ...]:
     """Return whether each layer has attention: as in ``layer_types``, or every n-th layer."""
+    every = fields.positive("full_attention_interval", 4)
     num_layers = fields.positive("num_hidden_layers")
-    types = fields.values.get("layer_types")
-    if types is None:
-        every = fields.positive("full_attention_interval", 4)
-        types = [_KINDS[(layer + 1) % every != 0] for layer in range(num_layers)]
-    is_known = isinstance(types, list) and all(kind in _KINDS for kind in types)
-    if not is_known or len(types) != num_layers:
-        raise fields.error("layer_types", f"must list {num_layers} kinds of {', '.join(_KINDS)}")
-    if _KINDS[0] not in types:
-        raise fields.error("layer_types", f"must have at least one {_KINDS[0]}")
-    return tuple(kind == _KINDS[0] for kind in types)
+    by_interval = [_KINDS[(layer + 1) % every != 0] for layer in range(num_layers)]
+    return tuple(kind == _KINDS[0] for kind in layer_kinds(fields, _KINDS, by_interval))
 
 
 def _with_experts(

@@ -9,7 +9,7 @@ from ...ops.weights import Routing
 from ..description.config import ConvSpec, DecoderConfig, ExpertNames, LayerSpec
 from ..description.fields import Fields
 from .experts import renorm_of, top_k_of, with_experts
-from .shared import base_config, with_defaults
+from .shared import base_config, layer_kinds, with_defaults
 
 _KINDS = ("full_attention", "conv")
 _NAMES = (
@@ -101,24 +101,9 @@ def _layers(fields: Fields) -> tuple[LayerSpec, ...]:
         raise fields.error("conv_L_cache", f"must be at least 2, not {conv_len}")
     shape = ConvShape(fields.positive("hidden_size"), conv_len)
     conv = LayerSpec(mixer=ConvSpec(shape, fields.flag("conv_bias", False)))
-    return tuple(LayerSpec() if kind == _KINDS[0] else conv for kind in _kinds(fields))
-
-
-def _kinds(fields: Fields) -> list[str]:
-    """Return the kind of each layer: as in ``layer_types``, or from attention layer indices."""
     num_layers = fields.positive("num_hidden_layers")
-    types = fields.values.get("layer_types")
-    if types is None:
-        has_indices = fields.has("full_attn_idxs")
-        full = fields.integers("full_attn_idxs") if has_indices else range(num_layers)
-        types = [_KINDS[layer not in full] for layer in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise fields.error("layer_types", f"must list {num_layers} kinds of {', '.join(_KINDS)}")
-    unknown = next((kind for kind in types if kind not in _KINDS), None)
-    if unknown is not None:
-        raise fields.error(
-            "layer_types", f"has {unknown!r}, which is not one of {', '.join(_KINDS)}"
-        )
-    if _KINDS[0] not in types:
-        raise fields.error("layer_types", f"must have at least one {_KINDS[0]}")
-    return types
+    has_indices = fields.has("full_attn_idxs")
+    full = fields.integers("full_attn_idxs") if has_indices else range(num_layers)
+    by_index = [_KINDS[layer not in full] for layer in range(num_layers)]
+    kinds = layer_kinds(fields, _KINDS, by_index)
+    return tuple(LayerSpec() if kind == _KINDS[0] else conv for kind in kinds)

@@ -8,9 +8,9 @@ from ..description.config import DecoderConfig, LayerSpec, LightningSpec
 from ..description.fields import Fields
 from ..description.fold import Fold
 from .experts import MIXTRAL_NAMES, top_k_of, with_experts
-from .shared import base_config, window_of, with_defaults
+from .shared import base_config, layer_kinds, window_of, with_defaults
 
-_FULL, _LIGHTNING = "full_attention", "linear_attention"
+_KINDS = ("full_attention", "linear_attention")
 # These are the defaults of the config class.
 _DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -37,11 +37,12 @@ def minimax(fields: Fields) -> DecoderConfig:
     mlp, mlp_scale = _factors(fields, "mlp")
     shape = RecurrentShape(num_heads, num_heads, head_dim, head_dim, conv_len=1)
     kinds = {
-        _FULL: LayerSpec(window=window_of(fields), factors=(full, mlp)),
-        _LIGHTNING: LayerSpec(mixer=LightningSpec(shape), factors=(lightning, mlp)),
+        _KINDS[0]: LayerSpec(window=window_of(fields), factors=(full, mlp)),
+        _KINDS[1]: LayerSpec(mixer=LightningSpec(shape), factors=(lightning, mlp)),
     }
     routing = Routing(top_k_of(fields), renorm=0.0, factor=mlp_scale)
-    layers = tuple(kinds[kind] for kind in _kinds(fields))
+    every_second = [_KINDS[layer % 2] for layer in range(fields.positive("num_hidden_layers"))]
+    layers = tuple(kinds[kind] for kind in layer_kinds(fields, _KINDS, every_second))
     return base_config(
         fields,
         theta=1e6,
@@ -60,20 +61,3 @@ def _factors(fields: Fields, name: str) -> tuple[float, float]:
     """Return alpha and beta / alpha of one kind of output."""
     alpha = fields.above_zero(f"{name}_alpha_factor", 1.0)
     return alpha, fields.above_zero(f"{name}_beta_factor", 1.0) / alpha
-
-
-def _kinds(fields: Fields) -> list[str]:
-    """Return the kind of each layer, by ``layer_types``, else every second one."""
-    num_layers = fields.positive("num_hidden_layers")
-    types = fields.values.get("layer_types")
-    if types is None:
-        types = [(_FULL, _LIGHTNING)[layer % 2] for layer in range(num_layers)]
-    known = f"{_FULL} or {_LIGHTNING}"
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise fields.error("layer_types", f"must be {num_layers} of {known}")
-    unknown = next((kind for kind in types if kind not in (_FULL, _LIGHTNING)), None)
-    if unknown is not None:
-        raise fields.error("layer_types", f"has {unknown!r}, which is not {known}")
-    if _FULL not in types:
-        raise fields.error("layer_types", f"without any {_FULL} is not supported")
-    return types

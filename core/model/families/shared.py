@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
@@ -93,6 +93,25 @@ def with_alpha(fields: Fields, head_dim: int) -> Fields:
     theta *= alpha ** (head_dim / (head_dim - 2))
     values = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
     return Fields({**fields.values, **values}, fields.where)
+
+
+def layer_kinds(fields: Fields, known: tuple[str, str], default: Sequence[str]) -> Sequence[str]:
+    """Return the kind of each layer, by ``layer_types``, else ``default``.
+
+    Raises `ModelLoadError` for a kind outside ``known``, and without any of the first one.
+    """
+    types, num_layers = fields.values.get("layer_types"), fields.positive("num_hidden_layers")
+    types = default if types is None else types
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise fields.error("layer_types", f"must list {num_layers} kinds of {', '.join(known)}")
+    unknown = next((kind for kind in types if kind not in known), None)
+    if unknown is not None:
+        raise fields.error(
+            "layer_types", f"has {unknown!r}, which is not one of {', '.join(known)}"
+        )
+    if known[0] not in types:
+        raise fields.error("layer_types", f"must have at least one {known[0]}")
+    return types
 
 
 def window_of(fields: Fields) -> int | None:

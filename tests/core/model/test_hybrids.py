@@ -303,7 +303,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         (
             "qwen3_5_text",
             {"layer_types": ["full_attention", "mamba"] * 4},
-            "layer_types must list 8 kinds of",
+            "layer_types has 'mamba', which is not one of full_attention, linear_attention",
         ),
         ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types must list 8 kinds of"),
         (
@@ -401,10 +401,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         (
             "minimax",
             {"layer_types": ["full_attention", "mamba"] * 4},
-            "layer_types has 'mamba', which is not full_attention or linear_attention",
+            "layer_types has 'mamba', which is not one of full_attention, linear_attention",
         ),
-        ("minimax", {"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
-        ("minimax", {"layer_types": ["linear_attention"] * 8}, "without any full_attention"),
+        ("minimax", {"layer_types": ["full_attention"]}, "layer_types must list 8 kinds of"),
+        ("minimax", {"layer_types": ["linear_attention"] * 8}, "at least one full_attention"),
     ],
 )
 def test_configs_that_fit_no_layer_are_refused_with_their_numbers(
