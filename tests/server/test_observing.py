@@ -439,7 +439,8 @@ def test_a_trace_that_fails_costs_the_trace_alone(
     before = server.samples()["foretoken:observer_failures_total"]
     assert [server.complete().status_code for _ in range(2)] == [200, 200]
     assert server.samples()["foretoken:observer_failures_total"] == before + 2
-    logged = [text for text in caplog.messages if text.startswith("Telemetry.observe_delta raised")]
+    raised = "observer Telemetry.observe_delta raised"
+    logged = [text for text in caplog.messages if text.startswith(raised)]
     assert len(logged) == 1
     assert server.observing.telemetry is not None
     assert server.observing.telemetry._live == {}
