@@ -24,6 +24,7 @@ from ..model.images.vision import Vision
 from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, SamplingPlan, Wanted
 from ..ops.kv_pool import KVPool
 from ..ops.machine.device import Stopwatch, make_stopwatch
+from ..ops.rows.step_inputs import rows_library
 from ..sampling.sampler import DeviceSampler, PendingTokens
 from ..sampling.verifier import (
     NOT_FINITE,
@@ -116,6 +117,7 @@ class ModelRunner:
         vision: Vision | None = None,
         keep_policy: KeepPolicy | None = None,
     ) -> None:
+        rows_library()  # compiled now where it is not packaged, not in the first step
         self.decoder = decoder
         self.vision = vision  # None: prompts cannot have images
         self.pool = pool

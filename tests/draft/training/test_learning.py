@@ -204,7 +204,7 @@ def test_a_draft_is_trained_further(train, tmp_path, kind):
 
 def test_a_head_of_another_kind_is_no_beginning(train, tmp_path):
     train("block").run()
-    with pytest.raises(InvalidRequest, match="kind block"):
+    with pytest.raises(InvalidRequest, match="another kind, block"):
         train("eagle3", name="more", init=str(tmp_path / "out"))
     with pytest.raises(InvalidRequest, match="not a folder"):
         train("eagle3", name="more", init=str(tmp_path / "gone"))

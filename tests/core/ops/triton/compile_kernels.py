@@ -308,7 +308,8 @@ RECURRENT = {
     "SLOT_FLOATS": 2**20, "LOG": 2**20, "LOG_FLOATS": 2**20, "KEY_HEADS": 16, "HEADS": 32,
     "KEY_DIM": 128, "VALUE_DIM": 128, "KEYS": 128, "VALUES": VALUES, "TILE": 128,
     "HEADS_TILE": 32, "HAS_BIAS": False, "IS_TILED": False, "IS_DELTA": True, "PARTS": 32,
-    "WIDTH": 128, "HAS_NORM": True, "MOST_BETA": 1.0,
+    "WIDTH": 128, "HAS_NORM": True, "MOST_BETA": 1.0, "HAS_SKIP": False, "HAS_GATES": True,
+    "IS_LIGHTNING": False, "GATES_LAST": True,
 }  # fmt: skip
 
 
@@ -326,7 +327,14 @@ def recurrent_variants() -> dict[str, Variant]:
     changes = {
         "delta": {},
         "delta of large pages": {"PAGE": 64, "RING": 96},
-        "mamba2": {"IS_DELTA": False, "HAS_BIAS": True, "PARTS": 8, "WIDTH": 512},
+        "mamba2": {
+            "IS_DELTA": False,
+            "HAS_BIAS": True,
+            "PARTS": 8,
+            "WIDTH": 512,
+            "HAS_SKIP": True,
+            "GATES_LAST": False,
+        },
     }
     return {
         f"{name} {rule}": Variant(
