@@ -228,8 +228,8 @@ def _has_unknown_entry(value: object) -> bool:
     if isinstance(value, dict):
         return any(map(_has_unknown_entry, value.values()))
     entries = value if isinstance(value, list) else []
-    types = {each.get("type") for each in entries if isinstance(each, dict)}
-    return bool({each for each in types if isinstance(each, str)} - KINDS) or any(
+    types = [each.get("type") for each in entries if isinstance(each, dict)]
+    return any(isinstance(each, str) and each not in KINDS for each in types) or any(
         map(_has_unknown_entry, entries)
     )
 
