@@ -180,7 +180,7 @@ class NullEngine:
         return {"ok": True}
 
     def report(self, reason: str) -> Body:
-        """Return a report with the reason alone."""
+        """Return a crash report that contains only its reason."""
         return {"reason": reason}
 
     def dump(self, report: Body) -> None:

@@ -70,7 +70,7 @@ class Session:
 async def at_once(
     requests: Iterable[Coroutine[Any, Any, object]],
 ) -> AsyncIterator[list[asyncio.Task[object]]]:
-    """Run requests concurrently with a block, to their ends.
+    """Run requests to their ends while the body of the ``with`` statement runs.
 
     The first failure cancels the others.
     """

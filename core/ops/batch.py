@@ -320,7 +320,7 @@ def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:
 def _tails(
     segments: Sequence[Segment], starts: IntArray, lens: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return the length of each segment's tail, and the slots of all tails."""
+    """Return how many KV slots each segment reads after its pages, and all these slots."""
     if not any([s.tail for s in segments]):  # noqa: C419 - a list is faster
         return np.zeros(len(segments), dtype=np.int64), _NO_TAILS
     tail_lens = np.array([len(s.tail) for s in segments], dtype=np.int64)

@@ -84,8 +84,8 @@ def verify(logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:
 
     ``logits`` [sum of (len(draft) + 1), vocab] are the target's, unprocessed: for each request, one
     row after its last token and one after each node of its draft. They are only read. A token
-    outside the vocabulary is never accepted. If deciding logits are not finite, only that request
-    gets an error.
+    outside the vocabulary is never accepted. A request whose deciding logits are not finite
+    gets an error; the others do not.
     """
     return walk_drafts(logits, requests, lambda places: _sample(logits, places))
 

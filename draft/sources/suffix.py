@@ -200,7 +200,7 @@ class SuffixIndex:
         """
         end = history.hash_new()
         places = []
-        num_orders = len(ORDERS)  # number of orders at least as long as the newest occurrence's
+        num_orders = len(ORDERS)  # orders at least as long as the newest match
         for index, salt in enumerate(history.own_salts):
             place = self._look_up(history, end, index, salt, index)
             if place is not None:

@@ -1,4 +1,7 @@
-"""Evaluator: measures a draft's acceptance on held-out answers and fits its gap models."""
+"""Evaluator: measures how often a draft is accepted on held-out answers.
+
+It also fits the draft's models of acceptance by logit gap.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ from .hosted_adapters import HostedAdapters
 from .page_log import PageLog
 
 TOKENS_AT_ONCE = 256  # output tokens that are read before other tasks run
-PART_TOKENS = 256  # newly computed prompt tokens from which another replica reads a part
+PART_TOKENS = 256  # least number of newly computed prompt tokens that another replica reads at once
 USAGE_PERIOD = 32  # deltas of a request after which its usage is sent again
 
 

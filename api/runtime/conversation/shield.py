@@ -109,13 +109,13 @@ class Shield:
     marks: ContentMarks | None = None
 
     def messages(self, messages: Messages) -> Messages:
-        """Return the messages with their marks broken up."""
+        """Return the messages without text that spells a special token of the template."""
         if self.marks is None:
             return messages
         return [self._broken(self.marks.of_role(each.get("role")), each) for each in messages]
 
     def tools(self, tools: Sequence[Tool]) -> Sequence[Tool]:
-        """Return the tools with their marks broken up."""
+        """Return the tools without text that spells a special token of the template."""
         if self.marks is None:
             return tools
         system = self.marks.system

@@ -274,7 +274,7 @@ class GgufFile:
     def _plain(self, name: str, tensor: GgufTensor) -> _StoredTensor:
         """Return a tensor of the file, described as transformers' tensor ``name``."""
         shape = _shape(tensor)
-        if name.endswith(_ROW):  # Converters write only the row, or the matrix.
+        if name.endswith(_ROW):  # A converter writes either the row or the matrix of such a tensor.
             shape = (1, math.prod(shape))
         elif name.endswith(_FLAT):
             shape = (math.prod(shape),)

@@ -198,7 +198,7 @@ class Assembly:
         return self._packer.ops.pack_linear(weight)
 
     def _kept(self, stored: StoredWeight, factor: float) -> Tensor | QuantizedWeight:
-        """Return a matrix as it is stored if the kernels take it so, else cast and multiplied."""
+        """Return a matrix as stored if the kernels support that, else cast and times ``factor``."""
         if isinstance(stored, QuantizedWeight) and self._packer.keeps(stored) and factor == 1.0:
             return stored
         return scaled(self._packer.cast(stored), factor)

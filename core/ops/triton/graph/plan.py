@@ -144,7 +144,7 @@ class DevicePlan:
     logit_rows: Tensor  # [num_rows] int32; only the batch's number of them is set
     rows_in_tile: Tensor  # [num_rows] int32: index of a row in its wide tile; -1: a narrow row
     last_seen: Tensor  # [num_rows] int32: last position of its pages and tail that a row sees
-    words: Tensor  # int32: pages, tails, rows of items, items
+    words: Tensor  # int32: page ids, tail slots, the row of each work item, the work items
     works: Mapping[int | None, Sequence[Work]]  # by window: parts of the pass, computed in turn
     partial_sums: PartialSums
     turns: Turns

@@ -13,7 +13,7 @@ import triton.language as tl
 from . import row_edits
 from .gumbel_argmax_kernels import NUM_COLUMNS, ROW, rank_of
 
-# Each step edits a token of a place at most once; only the step of bans may repeat a token.
+# Each step edits a token of a row at most once, except BAN, which may ban it twice.
 REPEAT, BAN = tl.constexpr(row_edits.REPEAT), tl.constexpr(row_edits.BAN)
 NUM_STEPS = tl.constexpr(len(row_edits.STEPS))
 

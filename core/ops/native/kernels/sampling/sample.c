@@ -39,7 +39,7 @@ typedef struct {
     const ft_walk *walks;
     const int64_t *drafts;
     int64_t *tokens;     /* [rows] out: a token or FT_NOT_FINITE, FT_ALL_BANNED */
-    int64_t *num_places; /* [walks] out: places decided, the failed one included */
+    int64_t *num_places; /* [walks] out: rows with a result, the row that failed included */
     int64_t num_best;    /* 0: one token for each place; else tokens for each first place */
     float *scores;       /* [rows, num_best] out; `tokens` has that shape then */
     atomic_int failed;   /* set when a thread has no memory */
