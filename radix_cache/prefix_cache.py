@@ -113,7 +113,7 @@ class PrefixCache:
         requests is looked up in every step.
         """
         limit = _borrowable(len(tokens), limit)
-        key = self.tree.version, namespace, limit, tokens  # a request whose tokens have grown has another limit
+        key = self.tree.version, namespace, limit, tokens  # the limit grows with a request
         if self._last_match is None or self._last_match[0] != key:
             match = self.tree.match(tokens, namespace=namespace, limit=limit)
             self._last_match = key, match
