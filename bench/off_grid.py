@@ -1,8 +1,8 @@
-"""Writes SmolLM2 with its weights off the grid of its file: the same function, rounded differently.
+"""Writes SmolLM2 with permuted weights, so that a 4-bit copy differs from the model.
 
-The weights come from a 4-bit file, so a 4-bit copy on the same groups would be the model itself,
+The weights come from a 4-bit file, so a 4-bit copy with the same groups would be the model itself,
 and every draft of it would be right. Here residual dimensions, MLP units and value dimensions are
-permuted: the logits are the same except for the order of sums, and groups of 32 have other members.
+permuted: the logits are the same except for the order of sums, but the groups of 32 weights differ.
 """
 
 from __future__ import annotations

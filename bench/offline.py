@@ -212,7 +212,7 @@ def _part(figure: object, part: str) -> object:
 def _ratios(
     pairs: Sequence[tuple[dict[str, object], dict[str, object]]],
 ) -> dict[str, Spread]:
-    """Return the ratios of on over off, pair by pair; above 1, speculation is faster."""
+    """Return the ratios of runs with speculation over runs without; above 1, it is faster."""
     rates = [(_number(on, "output_tokens_per_s"), _number(off, "output_tokens_per_s"))
              for off, on in pairs]  # fmt: skip
     costs = [(_number(off, "cpu_ms_per_token"), _number(on, "cpu_ms_per_token"))

@@ -154,7 +154,7 @@ def _scene(args: argparse.Namespace, costs: StepCosts) -> Scene:
 
 
 def _shapes(args: argparse.Namespace, costs: StepCosts) -> list[Shape]:
-    """Return each number of replicas, without tiers and, if any were requested, with them."""
+    """Return a cluster for each number of replicas, without tiers and, if requested, with them."""
     asked: tuple[tuple[Medium, int | None, float], ...] = (
         ("host", args.kv_host, args.host_rate),
         ("disk", args.kv_disk, args.disk_rate),
@@ -186,7 +186,7 @@ def _shapes(args: argparse.Namespace, costs: StepCosts) -> list[Shape]:
 
 
 def _counts_of(args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Return numbers of replicas and of prefill replicas; clusters without roles come first."""
+    """Return pairs: the number of all replicas and of prefill replicas, without roles first."""
     apart = [] if args.prefill is None else [(args.prefill + args.decode, args.prefill)]
     alike = args.replicas or [count for count, _ in apart] or [1]
     return [*((count, 0) for count in alike), *apart]

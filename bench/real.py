@@ -69,14 +69,14 @@ DRAFT_SETTINGS = (
 )  # fmt: skip
 RANDOM, OFF_GRID = "random-0.6b", "smollm2-off-grid"
 LEAST_TURNS = 3  # Fewer turns do not show how much they differ.
-LAPS = 2  # Requests per seat, if there are several seats.
-LEAD_IN = 40  # Tokens that each seat generates before a run is timed.
+LAPS = 2  # Requests per concurrent request, unless one runs alone.
+LEAD_IN = 40  # Tokens of each concurrent request before a run is timed.
 _NUMBERS = count()  # Request numbers.
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Task, concurrency and temperature that all settings run in turn."""
+    """A task, a concurrency and a temperature, with which all settings run in turn."""
 
     kind: str
     concurrency: int
@@ -87,7 +87,7 @@ class Cell:
 class Figures:
     """Time and tokens of one setting in a cell, over all groups of prompts."""
 
-    seconds: float = 0.0  # Time in which all seats were taken, summed over the groups.
+    seconds: float = 0.0  # Time at full concurrency, summed over the groups.
     num_timed: int = 0  # Tokens in these seconds.
     num_tokens: int = 0  # Tokens of all answers.
     num_steps: int = 0
@@ -186,7 +186,10 @@ class Bench:
     async def group(
         self, cell: Cell, group: Sequence[Sequence[int]], setting: str, figures: Figures
     ) -> list[list[int]]:
-        """Answer the prompts, repeated until there are at least ``LAPS`` times as many as seats."""
+        """Answer the prompts of a group, ``cell.concurrency`` at a time.
+
+        Several at a time are repeated until there are ``LAPS`` times as many as run at once.
+        """
         self._built.engine.scheduler.speculator = self._speculator(setting)
         laps = 1 if cell.concurrency == 1 else -(-LAPS * cell.concurrency // len(group))
         asked = [prompt for _ in range(laps) for prompt in group]
@@ -221,7 +224,7 @@ class Bench:
             timed.append((time.perf_counter() - began, sum(map(len, answers))))
 
         await asyncio.gather(*(seat() for _ in range(cell.concurrency)))
-        # The timed part ends when the first seat has no more requests.
+        # The timed part ends when fewer requests than ``cell.concurrency`` are left.
         seconds, num_tokens = timed[0]
         figures.seconds += seconds
         figures.num_timed += num_tokens

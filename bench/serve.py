@@ -240,7 +240,7 @@ def _replay(
     server_args: Sequence[str],
     recordings: Mapping[str, Sequence[Request]],
 ) -> int:
-    """Replay recorded sessions; an own server is also run without its token history."""
+    """Replay recorded sessions; a server started here also runs without its token history."""
     found = dict(_replayed(args, server_args, recordings))
     rows = [row for name, each in found.items() for row in session_rows(name, each)]
     errors = [
@@ -305,7 +305,7 @@ def long_builtin() -> Iterator[str]:
 def _roofline(args: argparse.Namespace, server_args: Sequence[str]) -> Roofline | None:
     """Return the roofline if the model's files and the server are on this machine, else None."""
     if "--quantize" in server_args:
-        return None  # The files have other sizes than the quantised weights.
+        return None  # Quantised weights are smaller than the files.
     if args.model is not None:
         is_here = args.url is None or Http(args.url).host in LOCAL_HOSTS
         return measured_roofline(Path(args.model)) if is_here else None

@@ -23,7 +23,7 @@ _READ_BYTES = 1 << 30
 
 
 class Meter:
-    """Measures the machine with the backend in use: native kernels, or torch without a library."""
+    """Measures the machine with native kernels, or with torch if ``library`` is None."""
 
     def __init__(self, library: NativeLibrary | None, dtype: torch.dtype, threads: int) -> None:
         self._library = library
@@ -49,7 +49,7 @@ class Meter:
 
     @property
     def limits(self) -> Limits:
-        """The best of all measurements: other load on the machine can only slow one down."""
+        """Best of all measurements, because other load on the machine can only make them slower."""
         reads, rates = ([each[i] for each in self._found] for i in (0, 1))
         drift = max(1 - min(reads) / max(reads), 1 - min(rates) / max(rates))
         dtype = torch.bfloat16 if self._library else self._dtype

@@ -32,10 +32,10 @@ def oracles(*accuracies: float) -> Iterator[tuple[str, ...]]:
 class OracleSource(Source):
     """Drafts from the recorded answer of an earlier request with the same prompt.
 
-    Some of its tokens are replaced. Each token is right with probability ``accuracy``, drawn from
-    the request's seed and the position. A guess depends on the position alone, not on the tokens so
-    far. The most recent answers are kept, up to ``max_tokens`` tokens in total. The name labels its
-    counts as simulated.
+    Each token is right with probability ``accuracy``; wrong tokens replace the others. This depends
+    only on the request's seed and the position, not on the tokens so far. The most recent answers
+    are kept, up to ``max_tokens`` tokens in total. The source's name contains "simulated", so that
+    reports say it.
     """
 
     def __init__(self, accuracy: float, *, max_tokens: int = 1_000_000) -> None:
@@ -87,7 +87,7 @@ class OracleSource(Source):
         return self._spoil(self._answers[key], request.sampling.seed)
 
     def _spoil(self, answer: array[int], seed: int) -> array[int]:
-        """Return the answer with each wrong token replaced by its id minus 1, and id 0 by 1."""
+        """Return the answer with some ids replaced by wrong ones: the id minus 1, or 1 for id 0."""
         token_ids = np.array(answer, np.int64)
         wrong = np.random.default_rng(seed).random(len(answer)) >= self._accuracy
         spoilt = np.where(wrong, np.abs(token_ids - 1), token_ids)

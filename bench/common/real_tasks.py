@@ -3,9 +3,8 @@
 There are four kinds, which differ in how much of the answer stands in the prompt: ``edit`` (rename
 a function and return the code), ``agent`` (repeat the JSON output of a tool), ``quote`` (repeat a
 passage) and ``chat`` (open questions). Each list has two halves: priors and constants are fitted on
-``tune``, and published figures are measured on ``show``. A fifth kind is not a task:
-``adversarial`` streams, which contain matches everywhere, hardly any of which continues in the same
-way.
+``tune``, and published figures are measured on ``show``. The fifth kind, ``adversarial``, is not a
+task but random tokens, in which lookups almost always find a match that is seldom right.
 """
 
 from __future__ import annotations
@@ -110,9 +109,9 @@ def prompts(kind: str, half: Half) -> tuple[str, ...]:
 def adversarial(
     num_streams: int, prompt_len: int, answer_len: int, vocab_size: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Return prompts and answers of five tokens in random order.
+    """Return prompts and answers that repeat five tokens in random order.
 
-    There are matches everywhere, and few of them continue.
+    Lookups almost always find a match, but the token after it is right only one time in five.
     """
     rng = random.Random(7)
     few = [rng.randrange(5, vocab_size) for _ in range(5)]

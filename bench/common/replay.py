@@ -15,7 +15,10 @@ WINNING = 1e4  # A logit above all others.
 
 
 class ReplayRunner(ModelRunner):
-    """Forces each request along its answer in ``recorded``, by request id, unless that is empty."""
+    """A model runner that forces each request to generate its recorded answer.
+
+    ``recorded``: answers by request id; if it is empty, the model chooses the tokens.
+    """
 
     recorded: Mapping[str, Sequence[int]] = {}
 

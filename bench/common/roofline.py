@@ -2,8 +2,8 @@
 
 Every linear layer costs two operations per parameter and token; attention costs four per query
 feature and attended position. A step reads all weights once, and the KV of the positions that it
-attends to. No step is faster than the slower of the two at the measured limits: the roofline
-(Williams, Waterman and Patterson, 2009).
+attends to. At the measured limits of the machine, a step takes at least the time of its operations
+and at least the time of its reads: the roofline (Williams, Waterman and Patterson, 2009).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     matrix: float  # Operations per second.
     drift: float  # Relative difference between the measurements of one limit; 0.1 is 10%.
     dtype: str  # Dtype of the numbers that were multiplied.
-    how: str  # The code that measured it.
+    how: str  # The code that measured these limits.
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return batch * (2 * (self.block_params + self.head_params) + attention)
 
     def decode_bytes(self, position: int, batch: int = 1) -> float:
-        """Return the bytes that such a step reads: the weights once, and the KV of each request."""
+        """Return the bytes that a decode step reads: the weights once, and each request's KV."""
         kv = self.seen(position) * self.kv_bytes / len(self.windows)
         return self.weight_bytes + batch * kv
 
@@ -127,7 +127,7 @@ def _first(holds: Callable[[int], bool], limit: int = _FAR) -> int | None:
 
 
 def clipped(grid: Sequence[int], longest: int) -> list[int]:
-    """Return the grid points up to ``longest``, and ``longest`` unless the last one is near it."""
+    """Return the grid points up to ``longest``, and ``longest`` itself unless one is near it."""
     fitting = [n for n in grid if n <= longest]
     if longest > 0 and (not fitting or longest > NEAR * fitting[-1]):
         fitting.append(longest)
@@ -147,7 +147,7 @@ class Roofline:
         return self.read_rate / self.weight_bytes
 
     def beside(self, figures: Mapping[str, object]) -> str:
-        """Describe the limit, and what share of it the median user's steps reach."""
+        """Describe the limit, and the fraction of it that the median user's steps reach."""
         size, rate = self.weight_bytes / 1e6, self.read_rate / 1e9
         text = f"{self.steps_per_s:.4g} steps/s ({size:.4g} MB of weights at {rate:.3g} GB/s)"
         users, per_step = figures.get("tokens_per_s_user"), figures.get("tokens_per_step")

@@ -1,8 +1,8 @@
-"""Checkpoints made on the spot: real shapes, random weights, controlled acceptance.
+"""Checkpoints written when needed: real shapes, random weights, controlled acceptance.
 
-Random weights make acceptance meaningless, so the pair is built to agree: every layer of the target
-except the first adds only ``eps`` times its output, and the draft is the first layer. The smaller
-``eps`` is, the more often they agree. Acceptance of such a pair is simulated, not real.
+Random weights make acceptance meaningless, so a target and its draft are built to agree: every
+layer of the target except the first adds only ``eps`` times its output, and the draft is the first
+layer. The smaller ``eps`` is, the more often they agree. Their acceptance is simulated, not real.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Answers to JSON schemas at tight token limits: `python -m foretoken.bench.lab.forms FOLDER`.
 
-Every ``*.json`` file below the folder is a JSON schema. For each one, answers are drawn at limits
-from the shortest answer upwards. They are drawn by models without weights that avoid ending:
-``random`` draws among the allowed tokens, ``letters`` takes the longest word or number, and
-``opener`` opens as many objects, arrays and strings as it can. An answer is unfinished if the limit
-cuts it. The report has the share of rejected schemas with reasons, unfinished and invalid answers,
-and the CPU time of a token's mask. The file of `--out` has each answer.
+Every ``*.json`` file below the folder is a JSON schema. For each one, answers are generated at
+several token limits, the lowest of which is the length of the shortest valid answer. The models
+have no weights and avoid ending an answer: ``random`` draws among the allowed tokens, ``letters``
+takes the longest word or number, and ``opener`` opens as many objects, arrays and strings as it
+can. An answer that is cut at its limit is unfinished. The report has the share of rejected schemas
+with reasons, of unfinished and of invalid answers, and the CPU time of a token's mask. The file
+that `--out` names has each answer.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Drawn(msgspec.Struct):
-    """All results."""
+    """Results of all schemas."""
 
     answers: list[Answer] = []
     refused: dict[str, str] = {}
@@ -213,7 +214,7 @@ def _checked(text: str, schema: object) -> str:
     try:
         kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
         return "whole" if kind(schema).is_valid(answer) else "invalid"
-    # The validator raises many kinds of errors, for patterns, references and its own.
+    # The validator raises errors of many types: for patterns, for references, and its own.
     except Exception as error:
         print(f"unchecked: {error!r}"[:200])
         return "unchecked"

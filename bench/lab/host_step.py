@@ -1,10 +1,10 @@
 """Host time and calls of an engine step, by part, for the Triton backend and without a GPU.
 
 The scheduler, speculator, runner, batches, the backend's plans and inputs, and the event loop are
-real. Kernels are replaced by a formula. The device's times are simulated: by rows, they are the
-times of an 8B model on an H100; launching a kernel costs nothing. Lookups and the draft model are
-right with probability 0.8, so acceptance is simulated, too. First one thread does all the work, and
-each part is timed; then the calls of the engine's functions and of the builtins that they call are
+real. Kernels are replaced by a formula. The device's times are simulated: passes take the times of
+an 8B model on an H100, and launching a kernel takes no time. Lookups and the draft model are right
+with probability 0.8, so acceptance is simulated, too. First one thread does all the work, and each
+part is timed; then the calls of the engine's functions and of the builtins that they call are
 counted. Finally the engine runs with its two threads, and the gap between a round and the device's
 work is measured.
 
@@ -90,7 +90,7 @@ BESIDE = ("deliver", "index", FORMULA)  # Parts that run while the device works,
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests that decode together. Trees have the depth "auto"."""
+    """Requests that decode together, and their drafts. Trees need the depth "auto"."""
 
     requests: int
     draft: Literal["none", "lookups", "model"] = "none"
@@ -113,7 +113,7 @@ class Case:
 class Parts(ExitStack):
     """Amounts measured by a clock, by part; a nested part is subtracted from the one around it.
 
-    The time outside all parts is `REST`; the caller has to add the whole to it.
+    `REST` is the amount outside all parts, once the caller has added the amount of the whole round.
     """
 
     def __init__(self, clock: Callable[[], float], functions: Sequence[Function]) -> None:
@@ -127,9 +127,9 @@ class Parts(ExitStack):
             self.enter_context(patch.object(holder, name, self._of(getattr(holder, name), part)))
 
     def _of(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """Wrap a function.
+        """Wrap a function so that its calls count as ``part``.
 
-        Calls inside the draft model count as that part, except for the formula.
+        Calls inside the draft model count as the draft model, except for the formula.
         """
 
         def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed on
@@ -150,7 +150,7 @@ class Parts(ExitStack):
 
 
 def functions_of(engine: Engine) -> list[Function]:
-    """Return the parts of a round of an engine whose steps run in the event loop's thread."""
+    """Return the functions to measure, of an engine with an `InlineThread`, and their parts."""
     scheduler, runner, metrics = engine.scheduler, engine.runner, engine.metrics
     assert isinstance(runner, ModelRunner)
     speculator, decoder, proposer = scheduler.speculator, runner.decoder, runner.proposer
@@ -215,7 +215,7 @@ class InlineThread:
 class Session:
     """An engine on a simulated device, and the requests of a case.
 
-    Create and serve it within `simulated`.
+    Create it and call `serve` inside a `simulated` block.
     """
 
     def __init__(
@@ -278,9 +278,9 @@ class Session:
         )
 
     async def serve(self, on_round: Callable[[StepOutput | None], None]) -> None:
-        """Decode for the given rounds.
+        """Decode for the warm-up rounds and the measured rounds.
 
-        ``on_round`` gets None before the first of them, then the output of each.
+        ``on_round`` gets None after the warm-up, then the output of each measured round.
         """
         num_left, is_over = NUM_WARM_UP + self._num_rounds + 1, asyncio.Event()
         metrics, observe_round = self.engine.metrics, self.engine.metrics.observe_round
@@ -298,7 +298,7 @@ class Session:
             await self.engine.start()
             readers = [self._read(self._request(index)) for index in range(self._case.requests)]
             reading = asyncio.gather(*readers)
-            # This happens early only if the engine failed.
+            # The readers end before the last round only if the engine failed.
             reading.add_done_callback(lambda _: is_over.set())
             await is_over.wait()
             await self.engine.close()
@@ -317,12 +317,12 @@ class Round(NamedTuple):
 
     @property
     def host(self) -> float:
-        """The amount that the device waits for."""
+        """Amount of all parts during which the device waits."""
         return sum(amount for part, amount in self.parts.items() if part not in BESIDE)
 
     @property
     def draft_pass(self) -> float:
-        """The amount of one pass of the draft model."""
+        """Amount of one pass of the draft model."""
         return self.parts[MODEL] / max(1, self.num_passes)
 
 

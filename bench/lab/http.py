@@ -86,7 +86,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def requests() -> dict[str, bytes]:
-    """Return request bodies by path: a chat, to be rendered and tokenised, and bare token ids."""
+    """Return request bodies by path: a chat with messages, and a completion with token ids."""
     from .null_engine import REPLY_TOKENS
 
     rest = {"max_tokens": REPLY_TOKENS, "temperature": 0}
@@ -122,7 +122,10 @@ async def _whole(http: Http, path: str, body: bytes) -> bytes:
 
 
 async def answers(target: Target, path: str, body: bytes, seconds: float) -> tuple[int, float]:
-    """Return the number of answers and the seconds; each kept-alive connection asks in sequence."""
+    """Return the number of answers and the seconds that they took.
+
+    Each of several connections is kept alive and sends one request after another.
+    """
     http = Http(target.url)
     await _whole(http, path, body)  # The server may still be starting.
     start = time.monotonic()
@@ -146,7 +149,7 @@ async def stream_times(target: Target, mark: bytes) -> tuple[Sequence[Sequence[f
     text = bytearray()
 
     async def listen(index: int) -> None:
-        # The server writes whole chunks, so no mark is cut.
+        # The server writes whole chunks, so no mark is split between pieces.
         def arrived(_: float, piece: bytes) -> None:
             times[index] += [time.monotonic()] * piece.count(mark)
             if index == 0:

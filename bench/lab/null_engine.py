@@ -1,8 +1,8 @@
-"""Servers without a model: foretoken on a null engine, bare starlette, and a replica of a front.
+"""Servers without a model: foretoken on a null engine, bare starlette, and a replica.
 
-They answer complete requests at once. Streams get a token at each tick of a clock that starts when
-all streams have arrived; GET /ticks returns the times of the ticks. The seed of a streamed request
-sets the time between two ticks in microseconds.
+They answer at once unless the request asks for a stream. Streams get a token at each tick of a
+clock that starts when all streams have arrived; GET /ticks returns the times of the ticks. The seed
+of a streamed request sets the time between two ticks in microseconds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_MODEL_LEN = 4096
 
 
 class Clock:
-    """Ticks for a number of streams at once, from the arrival of the last stream."""
+    """Ticks for all streams at once, which begin when the last of ``num_streams`` has arrived."""
 
     def __init__(self, num_streams: int) -> None:
         self.times: list[float] = []  # Times of the ticks on the machine's monotonic clock.
@@ -225,7 +225,7 @@ async def serve_ours(sock: socket.socket, num_streams: int) -> None:
 
 
 async def serve_front(address: str, num_streams: int) -> None:
-    """Serve as a replica of the front at ``address``, until that ends."""
+    """Serve as a replica of the front at ``address`` until the front ends."""
     from ...api.cluster.replica.engine_host import EngineHost  # The cluster modules need an extra.
     from ...api.cluster.wire.transport import ReplicaSocket
 
@@ -240,7 +240,7 @@ async def serve_front(address: str, num_streams: int) -> None:
 async def serve_bare(
     sock: socket.socket, num_streams: int, wholes: Mapping[str, bytes], chunk: bytes
 ) -> None:
-    """Serve starlette on uvicorn alone; answers are the given bytes, by path."""
+    """Serve bare starlette on uvicorn, which answers each path with the given bytes."""
     clock = Clock(num_streams)
 
     async def answer(request: HttpRequest) -> Response:

@@ -125,7 +125,7 @@ class Round:
         seconds = dict(self.timer.seconds)
         computed = sum(seconds.get(part, 0.0) for part in ("batch", "forward", "verify"))
         own = seconds.pop("in the model thread", 0.0)
-        seconds["batch"] = seconds.get("batch", 0.0) + own  # The rest of the step.
+        seconds["batch"] = seconds.get("batch", 0.0) + own  # Time of the step outside its parts.
         seconds["hop"] = seconds.pop("step") - computed - own
         known = [part for part in (*HOST, "forward") if part != "rest"]
         seconds["rest"] = seconds["round"] - sum(seconds.get(part, 0.0) for part in known)

@@ -1,11 +1,11 @@
-"""Recordings that a test replays: texts that a model wrote, and costs of steps on machines.
+"""Recordings that a test replays: texts that a model wrote, and step times of machines.
 
     python -m foretoken.bench.lab.recorded_steps texts             SmolLM2's answers, by kind and T
     python -m foretoken.bench.lab.recorded_steps prices NAME       this machine's step times
 
-Both commands write to one small file. Texts are token ids. Prices are, by rows, the best of several
-passes of SmolLM2 in bfloat16, and the median time of a step beyond its pass, with and without
-drafts.
+Both commands write to one small file. Texts are token ids. Prices are the time of a pass of SmolLM2
+in bfloat16 by its number of rows, the best of several, and the median time that a step takes in
+addition to its pass, with and without drafts.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
     forward: dict[int, float]  # Seconds of a pass of the target by its rows.
     knots: tuple[int, ...]  # Numbers of rows that an engine times on that machine at its start.
     key_s: float  # Seconds that each context token of a request adds per row after the first.
-    host_plain: dict[int, float]  # Seconds of a step beyond its pass, by the number of requests.
-    host_drafts: dict[int, float]  # Seconds of a step beyond its pass when drafts are looked up.
+    host_plain: dict[int, float]  # Seconds that a step adds to its pass, by number of requests.
+    host_drafts: dict[int, float]  # Seconds that a step adds to its pass if drafts are looked up.
 
 
 class Text(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,14 +140,14 @@ async def record_prices(name: str) -> Prices:
 
 
 async def _host_seconds(built: LocalBuilt, load: int) -> tuple[float, float]:
-    """Return the median seconds of a step beyond its pass at this load, without and with drafts."""
+    """Return the median seconds that a step adds to its pass, without and with drafts."""
     speculator = built.engine.scheduler.speculator
     assert isinstance(speculator, GuardedSpeculator)
     found: dict[bool, list[float]] = {False: [], True: []}
     inner = speculator.inner
 
     class Noting:
-        """Forwards everything, and records the time of each decode step."""
+        """Calls the inner speculator, and records the time of each decode step."""
 
         def __getattr__(self, name: str) -> object:
             return getattr(inner, name)

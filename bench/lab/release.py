@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def running(name: str) -> str | None:
     """Return the path of an interpreter that runs, or None.
 
-    A version manager also has names of interpreters that are not installed.
+    A version manager may put names on the PATH whose interpreters are not installed.
     """
     path = shutil.which(name)
     if path is None or subprocess.run([path, "-V"], capture_output=True, check=False).returncode:
@@ -277,7 +277,7 @@ def run(
     may_fail: bool = False,
     settings: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a command with ``settings`` in its environment; exit if it fails, unless it may fail."""
+    """Run a command with ``settings`` in its environment; exit on failure unless ``may_fail``."""
     args = [str(each) for each in command]
     print("$", " ".join(args), flush=True)
     done = subprocess.run(args, cwd=str(cwd), env=stranger(settings), check=False)

@@ -74,7 +74,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def fronted(model: str, route: str, make: Sequence[Callable[[str], list[str]]]) -> Iterator[Place]:
-    """Start a front and its replicas; each function returns a replica's command for an address."""
+    """Start a front and its replicas, whose commands ``make`` returns for the front's address."""
     address = f"tcp://127.0.0.1:{free_port()}"
     replicas = [subprocess.Popen(each(address)) for each in make]
     front = ["--front", address, "--replicas", str(len(make)), "--route", route]
@@ -205,7 +205,7 @@ async def carry(place: Place, tick: int) -> tuple[float, float, float]:
 def carry_row(
     name: str, offered: float, rounds: Sequence[tuple[float, float, float]], base: Sequence[float]
 ) -> Row:
-    """Return a row of the table; ``base``: CPU per token on one server, round by round."""
+    """Return a row of the table; ``base``: CPU us per token of one server alone, by round."""
     rates, servers, replicas = zip(*rounds, strict=True)
     return {
         "setting": name,
@@ -260,7 +260,10 @@ async def kill_one(place: Place, output_len: int, rng: random.Random) -> Row:
 
 
 def kill_row(at: float, times: Sequence[Sequence[float]], moved: Sequence[bool]) -> Row:
-    """Return a row of the table. A moved stream's longest gap is the one in which it moved."""
+    """Return a row of the table.
+
+    A moved stream is taken to move in its longest gap after the kill.
+    """
     if not any(moved):
         raise SystemExit("no stream ran on the killed replica")
     waits, others = list[float](), list[float]()

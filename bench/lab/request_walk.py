@@ -34,7 +34,7 @@ PROMPT = array("q", range(40, 80))
 IDLE_AUDIT = Auditor.audit_while_idle.__code__
 NUM_TOKENS = 24
 PLAIN = EngineConfig(draft="none")
-# A prediction and a grammar could draft, too.
+# A request with a predicted output or a grammar would get drafts from these, too.
 LOOKUPS = EngineConfig(draft="radix,suffix", speculation=4)
 MODEL = EngineConfig(draft="auto", speculation=4)  # The built-in draft model, and lookups.
 # The built-in draft model and lookups; the controller decides how much is drafted.
@@ -64,7 +64,7 @@ class Calls:
             self.num_calls += 1
 
     def __or__(self, other: Calls) -> Calls:
-        """Return the calls of both."""
+        """Return the calls of both threads together."""
         modules, functions = self.modules | other.modules, self.functions | other.functions
         return Calls(modules, functions, self.num_calls + other.num_calls)
 
@@ -87,7 +87,7 @@ class Walk:
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
         """Count a call in the event loop's thread; for `sys.setprofile`."""
-        # A suspended coroutine returns, and is called again to continue.
+        # A coroutine returns when it is suspended, and is called again when it continues.
         if frame.f_code is IDLE_AUDIT:
             self._is_auditing = event == "call"
         if event == "call" and self.is_under_way:

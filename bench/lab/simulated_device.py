@@ -48,7 +48,7 @@ class SimulatedDevice:
         self._end = self._launched = 0.0
 
     def now(self) -> float:
-        """Return the seconds on the clock that its work uses."""
+        """Return the seconds on the device's clock."""
         return time.monotonic() if self._sleeps else self._now
 
     @property
@@ -97,7 +97,7 @@ class _Mark:
 
 
 class Replay:
-    """A `Graph` that repeats its work; hidden states and winners keep their addresses."""
+    """A `Graph` that runs its work again and copies the results into the same tensors."""
 
     def capture(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the work leaves
         """Record ``work``, which returns `GraphOutputs`."""
@@ -118,9 +118,10 @@ def _same(_: FormulaOps, x: Tensor, *__: object, **___: object) -> Tensor:
 
 
 class FormulaOps(TritonOps):
-    """Passes that take given seconds by rows, whose logits begin with the words of the best tokens.
+    """Operations of passes that take given seconds by their number of rows.
 
-    A row's hidden state is its token id. ``accuracy``: probability that the best token is the next
+    A row's hidden state is its token id. Its logits begin with the words of the best tokens, int64:
+    a word encodes a token's score and id. ``accuracy``: probability that the best token is the next
     token of the cycle; otherwise the second best is.
     """
 
@@ -139,7 +140,7 @@ class FormulaOps(TritonOps):
         return super().embedding(token_ids, table)
 
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:  # noqa: ARG002
-        """Return the words, in rows as wide as the vocabulary."""
+        """Return rows as wide as the vocabulary that begin with the words of the best tokens."""
         logits = hidden.new_empty((len(hidden), VOCAB_SIZE))
         logits[:, : 2 * NUM_BEST] = self._best[hidden[:, 0].long()]
         return logits
@@ -158,13 +159,13 @@ class FormulaArgmax:
         self._logits, self._num_best = logits, num_best
 
     def run(self) -> Tensor:
-        """Return the winners' words."""
+        """Return the words of the winners: their scores and ids."""
         words = self._logits[:, : 2 * NUM_BEST].contiguous().view(torch.int64)
         return words[:, 0] if self._num_best == 1 else words[:, : self._num_best]
 
 
 class _Take:
-    """`take_kernel`: fills in the token ids that only the device knows."""
+    """A `take_kernel` that fills in the token ids that only the device knows."""
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def take(words: Tensor, sources: Tensor, ids: Tensor, *_: int, num_warps: int) -> None:  # noqa: ARG001
@@ -193,7 +194,7 @@ def formula_decoder(ops: FormulaOps, max_len: int) -> OwnDecoder:
 
 
 def _best_words(accuracy: float) -> Tensor:
-    """Return the words of the best tokens [vocab, NUM_BEST], int64."""
+    """Return the words (score and id) of each token's best successors [vocab, NUM_BEST], int64."""
     generator = np.random.default_rng(0)
     is_wrong = generator.random(VOCAB_SIZE) >= accuracy
     ranks = np.tile(np.arange(NUM_BEST), (VOCAB_SIZE, 1))

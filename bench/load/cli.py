@@ -33,7 +33,7 @@ ALL = "all"
 
 
 class _WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Help with the defaults of flags that have one."""
+    """A help formatter that shows the default of each flag that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, {}):
@@ -194,7 +194,7 @@ def _failures(records: Sequence[Record]) -> list[str]:
 async def _drive(load: Load, workload: Workload, sessions: Sequence[Session], scene: Scene) -> str:
     """Run all sessions in the loop that the flags or the workload ask for.
 
-    Return its description.
+    Returns a description of the loop.
     """
     args = scene.args
     cap = f", at most {args.concurrency} at a time" if args.concurrency else ""

@@ -28,7 +28,7 @@ class EventParser:
     def __init__(self) -> None:
         self._rest: list[bytes] = []  # Pieces of the unfinished line.
         self._rest_len = 0
-        self._after_cr = False  # A line feed that comes next belongs to this line end.
+        self._after_cr = False  # Whether the last chunk ended with a carriage return.
         self._is_first = True
         self._data: list[str] = []
         self._kind = ""

@@ -135,7 +135,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 def distribution(values: Iterable[float], scale: float = 1.0, *, high_is_good: bool = False) -> (
     dict[str, float] | None
 ):  # fmt: skip
-    """Return mean and percentiles, or None without values. If high is good, 99% reach p99."""
+    """Return mean and percentiles, or None without values.
+
+    With ``high_is_good``, 99% of the values are p99 or higher.
+    """
     ordered = sorted(values, reverse=high_is_good)
     if not ordered:
         return None

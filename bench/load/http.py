@@ -190,7 +190,7 @@ class Http:
         return status, b"".join(pieces)
 
     def _full(self, path: str) -> str:
-        """Return a path below the address, with the address's version."""
+        """Return ``path`` below the server's address, whose version replaces /v1."""
         is_versioned = path.startswith("/v1/") and self._version
         return self._base + (self._version + path[3:] if is_versioned else path)
 

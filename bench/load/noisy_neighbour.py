@@ -20,7 +20,7 @@ from .workloads import Scene, Workload, positive
 
 LONG_OUTPUT = 8  # Answer length of the long prompt, in tokens.
 STREAM, LONG = "stream", "long"
-AIM = 2.0  # Largest p99 while the long prompt joins over p99 before, as an aim.
+AIM = 2.0  # Aim: the streams' p99 grows at most by this factor while the long prompt joins.
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:

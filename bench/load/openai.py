@@ -80,7 +80,7 @@ class Answer:
 
     def __init__(self, record: Record, watch: Callable[[Record], None] | None = None) -> None:
         self.text: list[str] = []
-        self.counting: str | None = None  # How the tokens of its chunks are known.
+        self.counting: str | None = None  # How the number of tokens in its chunks is known.
         self.lens: list[int] = []  # Characters of each chunk.
         self.is_whole = False  # The stream had [DONE] or a finish_reason.
         self.raw = b""  # First bytes of the answer, for errors that are not streams.
@@ -174,7 +174,7 @@ class OpenAIDriver:
         self.path = PATHS[endpoint]
         self.notes: list[str] = []
         self.num_stand_ins = 0
-        self.countings: Counter[str] = Counter()  # How the tokens of chunks were known.
+        self.countings: Counter[str] = Counter()  # Number of answers by `Answer.counting`.
         self._uncounted: list[tuple[Record, Answer]] = []
         self._corpus = corpus
         self._is_chat = endpoint == "chat"

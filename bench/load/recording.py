@@ -92,8 +92,8 @@ def _read(path: Path) -> list[Request]:
 def steps(requests: Sequence[Request]) -> list[Step]:
     """Return the requests of a session, each with the request that it continues.
 
-    That is the longest earlier request that begins with the same user message and whose messages
-    are followed by an answer in this one. O(requests squared).
+    That is the longest earlier request with the same first user message, if the later one has more
+    items and the first of them is an answer. O(requests squared).
     """
     found: list[Step] = []
     for request in requests:
@@ -163,8 +163,8 @@ def _has_call(item: Item) -> bool:
 def with_answers(step: Step, said: Mapping[int, Said]) -> list[Item]:
     """Return the items of a request with this run's answers in place of the recorded ones.
 
-    Results are assigned to the answer's calls in order. A result without a call becomes a user
-    message; a call without a result gets the last one again.
+    Tool results are assigned to the answer's calls in order. A result without a call becomes a user
+    message; a call without a result gets a copy of the last result.
     """
     items, found, at = step.request.items, list[Item](), 0
     dialect = DIALECTS[step.request.path]
@@ -239,7 +239,7 @@ class Messages:
 
     @staticmethod
     def answer(run: Sequence[Item], said: Said) -> list[Item]:
-        """Return the answer's message; the recorded last block's cache mark is kept."""
+        """Return the answer's message; its last block keeps a recorded ``cache_control``."""
         blocks: list[Item] = [{"type": "text", "text": said.text}] if said.text else []
         for call in said.calls:
             block = {"type": "tool_use", "id": call.id, "name": call.name}
@@ -272,7 +272,7 @@ class Messages:
 
 
 def _arguments(call: Call) -> Item:
-    """Return arguments as an object; cut-off JSON is wrapped in one, as this API requires."""
+    """Return a call's arguments as an object; JSON that was cut off is wrapped in one."""
     try:
         return msgspec.json.decode(call.arguments, type=dict[str, Any])
     except msgspec.DecodeError:

@@ -36,7 +36,10 @@ LEFT_OUT = ("max_tokens", "max_completion_tokens", "thinking", "output_config", 
 
 
 class Turn(msgspec.Struct, kw_only=True):
-    """One request of a session as it was served; None: it continues no earlier turn."""
+    """One request of a session as it was served.
+
+    ``goes_on_from``: index of the request that it continues; None without such a request.
+    """
 
     request: int
     goes_on_from: int | None
@@ -67,20 +70,21 @@ class Session(msgspec.Struct, kw_only=True):
 
     @property
     def hit(self) -> int:
-        """Possible tokens that were read from the cache."""
+        """Prompt tokens that could have been read from the cache and were."""
         return sum(min(turn.cached_tokens, turn.possible_tokens or 0) for turn in self.turns)
 
     @property
     def most_missed(self) -> int:
-        """The most possible tokens that one turn computed again."""
+        """Most tokens that one turn computed although they could have been read from the cache."""
         missed = [(turn.possible_tokens or 0) - turn.cached_tokens for turn in self.turns]
         return max([0, *missed])
 
 
 class Replay:
-    """Sends sessions to one server. ``temperature`` None: as recorded.
+    """Sends sessions to one server.
 
-    ``page_size``: tokens of a page of the server's cache.
+    ``temperature``: None keeps the recorded one. ``page_size``: tokens of a page of the server's
+    cache.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class Replay:
         body["input" if path == "/v1/responses" else "messages"] = with_answers(step, said)
         if path == "/v1/chat/completions":
             body["stream_options"] = {"include_usage": True}
-        if step.calls:  # The recorded model called a tool here; a small one would not.
+        if step.calls:  # The recorded model called a tool, so this one has to.
             body["tool_choice"] = {"type": "any"} if path == "/v1/messages" else "required"
         if self._temperature is not None:
             body["temperature"] = self._temperature
@@ -157,9 +161,10 @@ class Replay:
 
 
 def turn_of(index: int, step: Step, heard: Heard, before: Turn | None, page_size: int) -> Turn:
-    """Return a request as it was served; ``before``: the turn that it continues."""
+    """Return the turn of a served request; ``before`` is the turn that it continues."""
     possible = None
-    if before is not None:  # The last token of each has no KV, or its logits are needed.
+    # An answer's last token has no KV, and a prompt's last token is computed for its logits.
+    if before is not None:
         known = min(before.prompt_tokens + before.output_tokens, heard.prompt_tokens) - 1
         possible = known // page_size * page_size
     gaps = [later - earlier for earlier, later in zip(heard.times, heard.times[1:], strict=False)]
@@ -221,7 +226,7 @@ class Heard:
             raise Failure("unreadable stream", repr(error)) from None
 
     def call(self, key: object, call_id: str = "", name: str = "") -> Call:
-        """Return the call of a key; the first use of a key makes it."""
+        """Return the tool call with this key; create it at its first use."""
         if key not in self._calls:
             self._calls[key] = Call(call_id, name)
             self.said.calls.append(self._calls[key])

@@ -137,7 +137,7 @@ def _conversation(
 
 
 def replay(scene: Scene) -> list[Session]:
-    """Return one session for each entry, at its time."""
+    """Return one session for each entry, which arrives at the entry's time."""
     args = scene.args
     if args.trace is None:
         entries = synthetic(args.requests, scene.seed)

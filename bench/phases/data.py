@@ -39,7 +39,7 @@ class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that decode together."""
+    """Speed of ``size`` requests that decode together."""
 
     size: int
     position: int  # Position of the token in the middle of their answers.
@@ -49,7 +49,7 @@ class BatchPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DepthPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One request alone, with a fixed number of draft tokens per step."""
+    """Speed of one request alone at one draft depth."""
 
     depth: Depth
     runs: int

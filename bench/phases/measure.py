@@ -160,7 +160,7 @@ async def measure_prefill(lab: Lab) -> list[PrefillPoint]:
 
     async def once(length: int) -> tuple[Usage, Usage]:
         await lab.flush()
-        await lab.serve(lab.text[: -SHORT - 1 : -1], 2)  # Both requests then follow a step.
+        await lab.serve(lab.text[: -SHORT - 1 : -1], 2)  # Both timed requests follow another one.
         cold = await lab.serve(lab.text[:length], 1)
         cached = await lab.serve(lab.text[:length], 1)
         if cold.token_ids != cached.token_ids:
@@ -187,8 +187,8 @@ async def measure_prefill(lab: Lab) -> list[PrefillPoint]:
 async def measure_decode(lab: Lab) -> list[DecodePoint]:
     """Measure the time of a token by its position.
 
-    Prompts are the beginnings of one text, short ones first, so each finds the one before in the
-    cache.
+    Prompts are the beginnings of one text, shortest first, so that each finds the previous one in
+    the cache.
     """
     num_tokens = min(lab.sizes.decode_len, max(2, lab.capacity // 4))
     lengths = clipped(POSITIONS, min(lab.sizes.max_len, lab.capacity) - num_tokens)
@@ -263,8 +263,8 @@ def _rate(run: Sequence[Served]) -> float:
 async def measure_depths(lab: Lab, *, simulated: bool) -> tuple[list[DepthPoint], int]:
     """Measure tokens per step and time per token by draft depth, one request alone.
 
-    Every run starts from an empty cache, because the draft sources would find the last run's
-    answer; only the oracle needs it. Also returns the position of the token in the middle.
+    Unless an oracle drafts (``simulated``), every run starts from an empty cache, so that lookups
+    do not find earlier answers. Also returns the position of the token in the middle of an answer.
     """
     prompt_len = min(lab.sizes.depth_prompt_len, lab.capacity // 2)
     num_tokens = min(lab.sizes.depth_len, lab.capacity - prompt_len)

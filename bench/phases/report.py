@@ -131,7 +131,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _notes(phases: Phases, name: str) -> Iterator[str]:
-    """Yield notes on a phase: the bounds from the limits, and the spread of its repeats."""
+    """Yield notes on a phase: what bounds it on this machine, and the spread of its repeats."""
     shape, limits = phases.shape, phases.limits
     if name == "prefill":
         ridge = prefill_ridge(shape, limits)

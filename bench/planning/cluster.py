@@ -135,7 +135,7 @@ class PlannedCluster:
                     said += delta.token_ids
         usage = request.usage
         record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        # Without this, tokens that the prefill replica has just computed would count as hits.
+        # Tokens that the prefill replica has just computed are not hits.
         if offer is not None:
             record.cached_tokens = max(0, usage.cached_tokens + num_cached - usage.prompt_tokens)
         return said

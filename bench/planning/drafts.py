@@ -1,4 +1,4 @@
-"""Drafts of a plan: a fixed number of tokens per step, with a given mean of accepted ones."""
+"""Drafts of a plan: a fixed number of tokens per step, of which a given mean is accepted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DraftsOfDepth(Speculator):
 class Answers:
     """The outputs of one engine's steps, whose drafts are accepted as `Drafts` says.
 
-    A request's gain is always the mean so far, rounded down; nothing is random.
+    Nothing is random: a request has gained the mean times its number of steps, rounded down.
     """
 
     def __init__(self, drafts: Drafts) -> None:

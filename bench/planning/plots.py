@@ -52,7 +52,7 @@ def _kind(plan: dict[str, Any]) -> str:
 
 
 def _over_time(plans: Sequence[dict[str, Any]], panel: Axes) -> None:
-    """Plot the held pages of the first replica, plan by plan."""
+    """Plot the held pages of each plan's first replica over time."""
     for plan, colour in zip(plans, COLOURS, strict=False):
         times, held, _ = zip(*plan["occupancy"][0], strict=True)
         label = f"{plan['replicas']} replicas, tiers: {_kind(plan)}"

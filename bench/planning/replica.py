@@ -53,13 +53,13 @@ class VirtualSlots:
         return slot < self.capacity
 
     def write(self, slot: int, page: memoryview) -> int:
-        """Spend the time of a page."""
+        """Spend the time of writing a page."""
         del slot, page
         self._thread.spend(self._page_seconds)
         return 0
 
     def read(self, slot: int, into: memoryview) -> int | None:
-        """Spend the time of a page."""
+        """Spend the time of reading a page."""
         del slot, into
         self._thread.spend(self._page_seconds)
         return 0

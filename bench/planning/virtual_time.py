@@ -135,7 +135,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     self.call_later(60.0, self.stop)
                     self.run_forever()
         except Stuck:
-            pass  # The caller knows of it already, or does not need it any more.
+            pass  # The caller has this error already, or no longer needs it.
         finally:
             self.close()
 
@@ -156,7 +156,10 @@ L = TypeVar("L", bound=VirtualLoop)
 
 
 def run_on(loop: L, main: Callable[[L], Coroutine[Any, Any, T]]) -> T:
-    """Run to the end without waiting. Raises `Stuck`, errors of ``main``, and for logged errors."""
+    """Run ``main`` to its end without waiting, and return its result.
+
+    Raises its errors, and `Stuck` if tasks are left or asyncio has logged an error.
+    """
     try:
         result = loop.run_until_complete(main(loop))
         loop.run_until_complete(loop.shutdown_asyncgens())

@@ -72,7 +72,7 @@ class Bed:
         )
 
     def part(self, row: ScheduledRequest, start: int, stop: int) -> StepPlan:
-        """Plan a chunk of a prompt; the last one yields a token."""
+        """Plan a chunk of a prompt; the prompt's last chunk yields a token."""
         rows = [replace(row, start=start, stop=stop)]
         return StepPlan(requests=rows, newly_allocated_pages=array("q"), is_plain=True)
 

@@ -126,7 +126,7 @@ def _limit(text: str) -> tuple[str, float]:
 
 @contextmanager
 def _folder(given: Path | None) -> Iterator[Path]:
-    """Yield the folder that the stages share: the given one, or a temporary one."""
+    """Yield the folder that the stages share: ``given``, or a temporary one."""
     if given is not None:
         yield given
         return
@@ -169,7 +169,7 @@ def empty_result(name: str, place: Place) -> Result:
 
 
 def _limits(place: Place) -> Limits | None:
-    """Return the limits that the first stage measured in this run; None before it."""
+    """Return the limits that the first stage measured in this run; None if it has not."""
     path = place.result(FACTS)
     return read_result(path).limits if path.is_file() else None
 
@@ -235,9 +235,9 @@ def _log_path(name: str, place: Place) -> Path:
 def _wait(
     command: Sequence[str], more: Mapping[str, str], output: int, seconds: float
 ) -> int | None:
-    """Return the exit code, or None after the time limit, when all of its processes are killed.
+    """Run a command and return its exit code; kill it and return None at the time limit.
 
-    ``more`` is added to the environment.
+    ``more`` is added to the environment. The command's child processes are killed, too.
     """
     process = subprocess.Popen(
         command,
@@ -275,9 +275,9 @@ def _outcome(name: str, place: Place, code: int | None, seconds: float) -> Resul
 
 
 def _keep(args: argparse.Namespace, place: Place, found: Mapping[str, Result]) -> str:
-    """Write the JSON of each stage and the page of all, and return the page.
+    """Write the JSON of each stage and one page about all stages, and return the page.
 
-    Copies them and the log to ``$OUT`` if it is set.
+    Copies the results, the page and the logs to ``$OUT`` if it is set.
     """
     out = place.work / "results" if place.rehearses else args.out
     for name, result in found.items():
@@ -292,7 +292,7 @@ def _keep(args: argparse.Namespace, place: Place, found: Mapping[str, Result]) -
 
 
 def _copy_out(folder: Path, place: Place, found: Mapping[str, Result], page: str) -> None:
-    """Write three files, whatever the number of stages."""
+    """Write three files: all results, the page, and all logs."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / COMBINED, {name: msgspec.to_builtins(each) for name, each in found.items()})
     (folder / PAGE.name).write_text(page, encoding="utf-8")

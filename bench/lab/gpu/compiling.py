@@ -86,7 +86,7 @@ def compile_all(place: Place, name: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compile one case; the arguments are the stages' folder, its name, and ``--rehearse``."""
+    """Compile one case; the arguments are the stages' folder, the case, and ``--rehearse``."""
     work, name, *flags = argv
     compile_all(Place(work=Path(work), rehearses="--rehearse" in flags), name)
 

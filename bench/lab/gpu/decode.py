@@ -31,7 +31,7 @@ def run(stage: Stage) -> None:
 
 
 def run_kinds(stage: Stage) -> None:
-    """Measure weights and KV of fewer bytes, mixtures of experts, and recurrent states."""
+    """Measure smaller weights and KV, mixtures of experts, and recurrent states."""
     kinds = {str(more): partial(_model, stage, QWEN, more) for more in SMALLER}
     kinds |= {EXPERTS: partial(_model, stage, EXPERTS, {}), STATES: partial(_states, stage)}
     if stage.rehearses:  # The processor has no kernels for the other kinds.
@@ -40,9 +40,9 @@ def run_kinds(stage: Stage) -> None:
 
 
 async def _states(stage: Stage) -> None:
-    """Measure short prompts that are computed.
+    """Measure a model with recurrent states after short prompts.
 
-    Planted prompts cannot be used: the cache has no hits for such a model without a saved state.
+    The prompts are computed, because `plant` cannot cache them: it saves no recurrent states.
     """
     batches, length = ((2,), 4) if stage.rehearses else ((1, 8, 64), 24)
     backend = {"backend": "auto"} if stage.rehearses else {}
@@ -103,7 +103,7 @@ async def _batch(
 async def _sampled(
     stage: Stage, lab: Lab, name: str, prompts: list[list[int]], greedy: float
 ) -> None:
-    """Measure the same batch at temperature 1, to report the cost of sampling."""
+    """Measure a batch at temperature 1, to report the cost of sampling."""
     await together(lab, prompts, 4, temperature=1.0)
     step = await _step(lab, prompts, WATCHED, temperature=1.0)
     stage.add(

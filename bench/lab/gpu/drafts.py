@@ -67,7 +67,7 @@ def _model(stage: Stage, name: str) -> None:
 
 
 def _rough_passes(stage: Stage, target: OwnDecoder, bed: Bed) -> dict[int, float]:
-    """Return the seconds of a pass of the copy by number of requests; empty if there is no copy."""
+    """Return the seconds of a pass of the 4-bit copy by number of requests; empty without it."""
     try:
         copy = rough_decoder(target)
     except NoRoughCopyError as reason:

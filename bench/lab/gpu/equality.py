@@ -59,7 +59,7 @@ def run(stage: Stage) -> None:
 def _bits(stage: Stage, name: str, folder: Path) -> None:
     """Check what each setting of ``exact`` guarantees.
 
-    "spec" covers decode and verify rows, "batch" also prompts.
+    "spec" covers decode and verify rows, and "batch" also the rows of prompts.
     """
     for exact in stage.few(*EXACTNESS[:2]):
         decoder = stage.place.decoder(folder, exact=exact)
@@ -69,7 +69,10 @@ def _bits(stage: Stage, name: str, folder: Path) -> None:
 
 
 def _compare_rows(stage: Stage, name: str, exact: str, decoder: Decoder) -> None:
-    """Add a table row over all numbers of other rows; differing bits are reported as errors."""
+    """Compare the logits of rows alone with those in batches of several sizes.
+
+    Adds a row to the table, and an error for each difference.
+    """
     context = 70 if stage.rehearses else CONTEXT
     beside = (0, 3) if stage.rehearses else BESIDE
     scene = Scene(decoder, context, max(beside))
@@ -187,7 +190,7 @@ def _num_equal(alone: Sequence[Served], served: Sequence[Served]) -> int:
 def _prompts(lab: Lab, folder: Path | None, count: int) -> list[list[int]]:
     """Return prompts of different lengths, half of them with a common prefix.
 
-    For the built-in pair they are source code.
+    The built-in pair gets source code, other models random tokens.
     """
     vocab_size = lab.built.vocab_size
     text = random_prompts(1, 4096, vocab_size)[0]

@@ -36,7 +36,7 @@ async def open_lab(
     if folder is not None:
         given |= {"load_format": "random", "draft": "none", "speculation": "off"}
     built = build(folder, stage.place.config(**given | options))
-    fill(runner(built).pool)  # This allocates its memory before anything is timed.
+    fill(runner(built).pool)  # This allocates the pool's memory before the timing.
     await built.engine.start()
     try:
         yield Lab(built, (), Sizes())

@@ -17,7 +17,7 @@ LAUNCHES = 1000
 
 
 def run(stage: Stage) -> None:
-    """Fill the stage, and set the limits that all other stages are compared with."""
+    """Measure the card, and set the limits that all other stages are compared with."""
     reads = {
         "read and add up": _reading(stage),
         "copy, reads and writes counted": _copying(stage),

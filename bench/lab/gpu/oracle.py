@@ -1,4 +1,4 @@
-"""The kernels compared with torch: the backend's tests on the device, then whole layers."""
+"""Compares the kernels with torch: the backend's tests on the device, then whole layers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 
 
 def run(stage: Stage) -> None:
-    """Run the tests first because they are the most precise."""
+    """Run the tests, which are the most precise, and then compare layers."""
     layers = {
         f"{name}{', window' if more else ''}": partial(_layers, stage, name, more)
         for name, more in stage.few(*MODELS)
@@ -189,7 +189,7 @@ def _compared(
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Return the relative distance in norm; infinite if a value is not finite."""
+    """Return ||found - expected|| / ||expected||; infinite if a value is not finite."""
     ours, theirs = found.double(), expected.double()
     distance = float((ours - theirs).norm() / theirs.norm())
     return distance if distance == distance else float("inf")

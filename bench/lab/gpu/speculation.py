@@ -112,7 +112,7 @@ async def _host(
             await _run(lab, prompts, length, depth, REPEATS)
         row: dict[str, object] = {"model": name, "requests": len(prompts)}
         row |= {"depth": depth, "rounds": rounds}
-        # The parts "round" and "rest" would include waiting for these requests.
+        # The parts "round" and "rest" would include the wait for the first requests.
         row |= {"round": 1e3 * _seconds(run) / rounds}
         row |= {"device busy": 1e3 * activity.busy_seconds / rounds}
         row |= {part: parts[part] for part in ("forward", *HOST) if part != "rest"}

@@ -97,7 +97,7 @@ class Place:
         return write_config(self.work / "-".join(parts), SHAPES[name](eos_token_id=2, **changes))
 
     def decoder(self, folder: Path, **options: Any) -> Decoder:  # noqa: ANN401 - load_decoder's
-        """Load a decoder with random weights on the device, with the backend that serves there."""
+        """Load a decoder with random weights on this device, by default with its backend."""
         given: dict[str, Any] = {"dtype": self.dtype, "backend": self.backend}
         given["load_format"] = "random"
         return load_decoder(folder, device=self.device, **given | options)

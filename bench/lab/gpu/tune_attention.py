@@ -1,9 +1,9 @@
 """Times alternative launches of the attention kernel (core/ops/triton/attention) on a GPU.
 
 ``python -m foretoken.bench.lab.gpu.tune_attention`` prints, for each case, the alternatives, the
-launch in use, and the time that reading the keys and values takes. A faster one belongs in
-launch.py. Processes compile the kernels in parallel beforehand, because otherwise each is compiled
-at its first launch.
+launch in use, and the time that reading the keys and values takes. If an alternative is faster,
+change launch.py. Processes compile the kernels in parallel beforehand, because otherwise each is
+compiled at its first launch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .gauge import Gauge
 REPEATS = 10
 READ_BYTES = 2**30
 COLD_BYTES = 2**28  # Several times a GPU's cache.
-MAX_LAYERS = 24  # Most layers of the pool: enough are read in turn to make up these bytes.
+MAX_LAYERS = 24  # Most layers of the pool, which has as many as `COLD_BYTES` needs.
 RULE = Rule(None, None, None)
 DTYPE = torch.bfloat16
 
@@ -57,12 +57,12 @@ class Case:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it is a decode or verify step."""
+        """Whether this case is a decode or verify step."""
         return self.rows < PAGE_SIZE
 
     @property
     def heads(self) -> HeadLayout:
-        """Heads of 128 dimensions."""
+        """Numbers of heads, and their 128 dimensions."""
         return HeadLayout(self.num_heads, self.num_kv_heads, 128, 128**-0.5)
 
     @property
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Operations of a causal layer."""
+        """Operations of the causal attention of a layer."""
         seen = self.rows * self.context + self.rows * (self.rows + 1) // 2
         return self.requests * seen * self.num_heads * 128 * 4
 
@@ -154,7 +154,7 @@ class Scene:
 
 
 def compile_part(part: int, parts: int, names: Sequence[str], programs: Sequence[int]) -> None:
-    """Compile every ``parts``-th launch of the cases."""
+    """Compile share number ``part`` of the cases' launches, divided into ``parts`` shares."""
     kinds = {
         (each.num_heads, each.num_kv_heads, each.is_narrow)
         for each in map(CASES.get, names)
@@ -183,7 +183,7 @@ def lines(
             call = gauge.graph(partial(scene.run, launch))
             spent = statistics.median(gauge.seconds(call, repeats=REPEATS)) / num_layers
         except OutOfResources:
-            continue  # It needs more memory or registers than a multiprocessor has.
+            continue  # The launch needs more memory or registers than there are.
         off = float((out - expected).norm() / expected.norm())
         found.append(
             {

@@ -2,7 +2,7 @@
 
 ``python -m foretoken.bench.lab.gpu.tune_linear`` prints, for each shape and number of rows, the
 tiles in use, the alternatives, the library, and the time that reading the weight takes. ``--plan``
-only prints the alternatives to time and needs no GPU. Faster ones belong in tiles.py.
+only prints the alternatives to time and needs no GPU. If one is faster, change tiles.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LIBRARY = "F.linear"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way to compute a weight, and its launch for a number of rows."""
+    """Tiles for a weight matrix, and the kernel's launch for a number of rows."""
 
     tiles: LinearTiles
     launch: LinearLaunch
@@ -66,7 +66,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Rows and columns of a tile, pieces, stages, warps."""
+        """Name that lists the size of a tile and the numbers of pieces, stages and warps."""
         pieces = f" in {self.tiles.pieces}" if self.tiles.pieces > 1 else ""
         apart = " apart" if self.launch.is_apart else ""
         tile = f"{self.launch.rows} x {self.launch.columns}"
@@ -86,7 +86,7 @@ def choices(out_features: int, in_features: int, num_rows: int, *, bits: Bits) -
     heights = (FEW_ROWS,) if bits or num_rows <= FEW_ROWS else (FEW_ROWS, MANY_ROWS)
     for rows, columns, pieces in itertools.product(heights, (64, 128, 256), (1, 2, 4, 8)):
         if columns == 256 and (pieces > 1 or rows == FEW_ROWS):
-            continue  # Two sums of this size do not fit into the registers.
+            continue  # The sums of such tiles do not fit into the registers.
         tiles = replace(used, pieces=pieces)
         others.append((tiles, linear_launch(tiles, out_features, num_rows, shape=(rows, columns))))
     if num_rows <= FEW_ROWS and not bits:
@@ -156,7 +156,7 @@ class Tuner:
                 try:
                     here = _tiled(few, tiled[:1], choice.launch)[0]
                 except OutOfResources:
-                    continue  # It needs more memory or registers than a multiprocessor has.
+                    continue  # The launch needs more memory or registers than there are.
                 spent = self._seconds(partial(_tiled, few, tiled, choice.launch))
                 is_same = torch.equal(here, whole[:num_rows])
                 line = _line(name, num_rows, choice.name, spent / len(tiled), floor)
@@ -174,7 +174,7 @@ class Tuner:
 
 
 def compile_part(part: int, parts: int, names: Sequence[str], *, bits: Bits) -> None:
-    """Compile every ``parts``-th kernel of the choices, on a part of a weight."""
+    """Compile share number ``part`` of ``parts`` of the kernels, on a slice of a weight."""
     from ....core.ops.triton.linear.tiled_linear import OutOfResources
 
     found: dict[object, tuple[str, int, Choice]] = {}

@@ -1,4 +1,4 @@
-"""Cost of verifying drafts: a step with k draft tokens over one without, measured in turn."""
+"""Cost of verifying drafts: the time of a step with k draft tokens over a step without any."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """foretoken compared with other engines' servers: `python -m foretoken.bench.lab.peers`.
 
 `setup` makes the environments and the checkpoint. `run` measures the rows of servers.py on one
-checkpoint, without the rows of tasks if its weights are random. See README.md.
+checkpoint; if its weights are random, there are no rows of tasks. See README.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONTEXT = 4096  # Context of a request in tokens, the same on every server.
 Commands = dict[str, Sequence[str] | str]
 """Command lines of servers to start, or addresses of running servers, by column."""
 DTYPES = ("bf16", "int8", "int4")
-LOOK_UP_DEPTH = 8  # Draft tokens.
+LOOK_UP_DEPTH = 8  # Draft tokens of an n-gram lookup.
 DRAFT_DEPTH = 4
 KV_GIB = 2  # KV memory of vLLM, about the same as the other servers have.
 

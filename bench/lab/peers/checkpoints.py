@@ -87,7 +87,7 @@ class SmolLM2(Checkpoint):
         return words(num_tokens, seed)
 
     def write(self) -> None:
-        """Write ``target``, and the file that llama.cpp widens itself, unless they exist."""
+        """Write ``target``, and a copy of the GGUF file for llama.cpp, unless they exist."""
         if (self.target / "config.json").is_file():
             return
         file = checked_smollm2()
@@ -111,7 +111,7 @@ CHECKPOINTS = {"smollm2": SmolLM2("smollm2")} | {
 
 
 def numbered_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes and numbers in brackets, so that any answer has a text."""
+    """Return a tokenizer of bytes and ids in brackets, so that every answer has a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)}
     vocab |= {f"[{index}]": index for index in range(NUM_BYTES, vocab_size)}

@@ -1,8 +1,8 @@
 """The checkpoint as llama.cpp loads it: files such as ``gguf/int8.gguf``, ``gguf/bf16-draft.gguf``.
 
-llama.cpp's converter writes bfloat16 with a made-up vocabulary; a checkpoint that was a GGUF file
-is widened by llama.cpp itself. llama.cpp's quantiser makes the other forms. The Python of the
-environment runs this file; its folder has llama.cpp's sources and its quantiser.
+llama.cpp's converter writes bfloat16 with a made-up vocabulary; if the checkpoint was a GGUF file,
+llama.cpp's quantiser widens that file instead. The quantiser also makes the other data types. The
+Python of llama.cpp's environment runs this file; the sources and the quantiser are installed there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_K_M"}
 
 
 def convert(checkpoint: Path, forms: Sequence[str]) -> None:
-    """Write the files that do not exist."""
+    """Write the GGUF file of each form, such as ``int8`` or ``bf16-draft``, unless it exists."""
     for form in forms:
         dtype, _, part = form.partition("-")
         plain = checkpoint / "gguf" / f"{form.replace(dtype, 'bf16')}.gguf"
@@ -42,14 +42,14 @@ def convert(checkpoint: Path, forms: Sequence[str]) -> None:
 
 @contextmanager
 def _whole(out: Path) -> Iterator[Path]:
-    """Yield a path to write to; the file gets its name when it is complete."""
+    """Yield a temporary path to write to, and rename the file to ``out`` when it is complete."""
     part = out.with_suffix(".part")
     yield part
     part.rename(out)
 
 
 def _quantise(source: Path, out: Path, dtype: str) -> None:
-    """Write another form; 4-bit weights that were widened may be quantised again."""
+    """Quantise or widen a GGUF file to ``dtype``; its weights may be quantised already."""
     command = [str(QUANTISER), "--allow-requantize", str(source), str(out), FORMS[dtype]]
     subprocess.run(command, check=True)
 

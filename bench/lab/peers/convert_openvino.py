@@ -23,7 +23,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def convert(checkpoint: Path, forms: Sequence[str]) -> None:
-    """Write the forms that do not exist."""
+    """Write the model of each form, such as ``int8`` or ``bf16-draft``, unless it exists."""
     for form in forms:
         out = checkpoint / "openvino" / form
         dtype, _, part = form.partition("-")
