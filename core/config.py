@@ -213,14 +213,15 @@ class EngineConfig:
     kv_remote: str | None = setting(
         None,
         "keep KV in a Mooncake Store that several servers share, given as mooncake://HOST:PORT of "
-        "its master; ?lend=SIZE lends it memory of this machine; needs the extra mooncake",
+        "its master; append ?lend=SIZE to lend it memory of this machine; needs the extra mooncake",
         "URL",
     )
     kv_evict: str | None = setting(
         None,
         "limit the KV of long answers: keep the KV of the prompt and of N answer tokens (at least "
         "256), which are the latest (window) or those that later tokens are likely to attend to "
-        "(triattention); prompts stay shared. Changes answers of more than N + 128 tokens",
+        "(triattention). Requests still share cached prompts. Changes answers of more than N + 128 "
+        "tokens",
         "window:N|triattention:N",
     )
     kv_evict_stats: str | None = setting(

@@ -318,10 +318,15 @@ def _add_calibrate_flags(parser: Parser) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help="text file, or JSON Lines with a field text; the first 65,536 tokens are used",
+        help="text file, or JSON Lines file with the text in a field text; the first 65,536 tokens "
+        "are used",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="file for the statistics"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file to write, for --kv-evict-stats",
     )
 
 

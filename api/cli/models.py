@@ -27,7 +27,7 @@ def add_show_flags(parser: Parser) -> None:
 def add_models_flags(parser: Parser) -> None:
     """Add the arguments of ``foretoken models``."""
     parser.add_argument(
-        "action", nargs="?", choices=("check",), help="describe MODEL, like `foretoken show`"
+        "action", nargs="?", choices=("check",), help="check: describe MODEL, like `foretoken show`"
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="model, as for `foretoken serve`")
 

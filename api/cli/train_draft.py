@@ -95,8 +95,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--regenerate",
         choices=("auto", "on", "off"),
         default="auto",
-        help="answers to train on; auto: regenerate answers of chats with the target; on: also of "
-        "recorded traffic and texts; off: use all answers as they are",
+        help="answers to train on; auto: let the target answer chats again; on: also recorded "
+        "traffic and texts; off: use all answers as they are",
     )
     add(
         "--seed",

@@ -57,7 +57,7 @@ class Settings:
     )
     metric_names: Literal["foretoken", "vllm"] = setting(
         "foretoken",
-        "prefix of metric names in /metrics; vllm: add vLLM's metric names to foretoken's own",
+        "metric names in /metrics: only foretoken's own (foretoken), or also vLLM's (vllm)",
     )
     ui: bool = setting(True, "disable the live page at / and the API viewer at /docs")
     ollama: bool = setting(True, "disable the routes of Ollama's API, below /api")
@@ -69,7 +69,7 @@ class Settings:
         "safe",
         "parts of prompts to remove because they change with each request and so prevent cache "
         "hits: none (off), headers that are not meant for the model (safe), or also times and "
-        "request ids in system prompts, with tools sorted (all)",
+        "request ids in system prompts, while tools are sorted by name (all)",
     )
     token_history: bool = setting(
         True,
