@@ -89,7 +89,7 @@ class StateSlots:
         return bool(self._free_logs) and (bool(self._free) or is_free)
 
     def lend(self, page_ids: array[int], pinned: Collection[int] = NOTHING_PINNED) -> StateLease:
-        """Lend a slot and a log to a request that resumes after these pages.
+        """Lend a state slot and a log to a request that resumes after the pages ``page_ids``.
 
         Raises RuntimeError if `has_room` is False. O(slots).
         """

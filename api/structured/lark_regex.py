@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 MAX_CHARS = 9_000  # maximum length of a pattern
 MAX_RULES = 5_000  # maximum number of rules that are written, one inside another
@@ -237,4 +240,38 @@ def _counted(part: str | None, count: str, between: str) -> str | None:
         f"(?:{part}){count}"
         if count in "?*+"
         else f"(?:{part}){{{least},{'' if most is None else most}}}"
+    )
+
+
+# -- a check --------------------------------------------------------------------------------------
+
+
+class _Bytes:
+    """A tokenizer with one token for each byte."""
+
+    bos_token_id, eos_token_id = None, 256
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+    special_token_ids = (256,)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@cache
+def _tokenizer() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()))
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Whether a pattern in Rust's syntax matches the whole text; False for an invalid pattern.
+
+    The time is linear in the text, which Python's backtracking ``re`` does not promise.
+    """
+    grammar = LLMatcher.grammar_from_regex(pattern)
+    matcher = LLMatcher(_tokenizer(), grammar, log_level=0)
+    ids = list(text.encode(errors="replace"))
+    return (
+        not matcher.is_error()
+        and matcher.try_consume_tokens(ids) == len(ids)
+        and matcher.is_accepting()
     )

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from ...structured.pattern_check import matches
+from ...structured.lark_regex import matches
 from .json_text import INVALID
 
 if TYPE_CHECKING:

@@ -486,11 +486,10 @@ def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """How the text of an answer matches the text that the template rendered for it."""
+    """Match between an answer and the text that the template rendered for it."""
 
     start: int = 0  # index of the first character of the answer that the template keeps
-    # text before the answer in its message, with which the prompt of the answer ended
-    opening: str = ""
+    opening: str = ""  # end of the prompt, which the template renders as part of the message
 
 
 def stand(

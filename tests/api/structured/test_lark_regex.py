@@ -7,8 +7,7 @@ import json
 import pytest
 from llguidance import LLMatcher
 
-from foretoken.api.structured.lark_regex import COMMON, MAX_CHARS, regex_of
-from foretoken.api.structured.pattern_check import _tokenizer, matches
+from foretoken.api.structured.lark_regex import COMMON, MAX_CHARS, _tokenizer, matches, regex_of
 from support.patches import PATCH_GRAMMAR
 
 TOKENIZER = _tokenizer()
