@@ -277,7 +277,7 @@ class DraftSpeculator(Speculator):
         state = self._states.get(request.request_id)
         if state is None:
             return
-        if state.guesses:
+        if state.unscored:
             state.score(self.acceptance, request.tokens[-num_served:])
         if scheduled.draft_plan.max_draft and self._proposer is not None:
             outcome = DraftOutcome(output.draft, output.path)

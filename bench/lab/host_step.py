@@ -85,7 +85,12 @@ FORMULAS: list[Function] = [
     (FormulaOps, "logits", FORMULA),
     (FormulaArgmax, "run", FORMULA),
 ]
-BESIDE = ("deliver", "index", FORMULA)  # Parts that run while the device works, or on it.
+BESIDE = (
+    "account",
+    "deliver",
+    "index",
+    FORMULA,
+)  # Parts that run while the device works, or on it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +174,7 @@ def functions_of(engine: Engine) -> list[Function]:
         (decoder.sampler, "begin_runs", INPUTS),
         (PendingStep, "finish", "finish, follow"),
         (scheduler, "commit", "commit"),
-        (speculator, "observe", "observe"),
+        (scheduler, "account", "account"),
         (metrics, "observe_step", "metrics"),
         (metrics, "observe_round", "metrics"),
         (speculator, "observe_step", "metrics"),

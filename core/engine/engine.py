@@ -440,6 +440,7 @@ class Engine:
         self._round_began = self._clock()
 
     def _deliver(self) -> None:
+        self.scheduler.account()  # deltas are complete after it
         self._inbox.deliver(self._clock())
 
     def _end_everything(self, error: EngineDead | None) -> None:

@@ -74,7 +74,8 @@ class Speculator:
     ) -> None:
         """Learn from a committed output: the last ``num_served`` of ``request.tokens`` are new.
 
-        Called for outputs with tokens, also for requests that have just ended.
+        Called for outputs with tokens, also for requests that have just ended. The next step may be
+        planned already, unless the request's draft came from the proposer.
         """
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """Output processing: append a step's tokens to a request, up to the first terminal event.
 
-Accepted tokens after that are discarded before ``num_computed``, usage and the delta are set. So
-ids, log-probabilities, text and counts agree.
+Accepted tokens after that are discarded before ``num_computed`` and the delta are set. So ids,
+log-probabilities, text and counts agree.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from ..interface.request import Delta, FinishReason, Request, RequestStatus
 from ..interface.sampling import SamplingMetadata
 
 
-def take_output(
-    request: Request, scheduled: ScheduledRequest, out: RequestOutput, now: float
-) -> Delta:
+def take_output(request: Request, scheduled: ScheduledRequest, out: RequestOutput) -> Delta:
     """Append a step's tokens and return the delta for the reader.
 
     Raises any error of the request's ``on_token``.
@@ -29,8 +27,6 @@ def take_output(
     request.num_computed = min(scheduled.stop + len(out.path), len(request.tokens))
     if out.pooled is not None:
         delta.pooled, delta.finish_reason = out.pooled, FinishReason.STOP
-    if delta.token_ids:
-        _count(request, out, delta, now)
     return delta
 
 
@@ -102,36 +98,6 @@ def _end_at(request: Request, token_id: int, delta: Delta) -> None:
         delta.finish_reason, delta.stop_reason = FinishReason.STOP, stop
     elif len(request.tokens) >= request.max_len:
         delta.finish_reason = FinishReason.LENGTH
-
-
-def _count(request: Request, out: RequestOutput, delta: Delta, now: float) -> None:
-    usage, draft, num_tokens = request.usage, out.draft, len(delta.token_ids)
-    names = set(draft.sources) if draft.sources else ()
-    if len(names) == 1:  # by far the most frequent case, which needs no look at each token
-        accepted = [*names] * min(len(out.path), num_tokens)
-    else:
-        accepted = [draft.sources[node] for node in out.path[:num_tokens]]
-    served = len(accepted)
-    if usage.completion_tokens == 0:
-        usage.time_to_first_token = now - request.arrival_time
-    usage.completion_tokens += num_tokens
-    usage.verify_steps += 1
-    usage.steps_by_accepted[served] = usage.steps_by_accepted.get(served, 0) + 1
-    delta.token_sources = [*accepted, *[""] * (num_tokens - served)]
-    if draft.token_ids:
-        usage.proposed_tokens += len(draft.token_ids)
-        usage.accepted_tokens += served
-        usage.draft_steps += 1
-        usage.tree_steps += bool(draft.parents) and not draft.is_chain
-        delta.num_proposed = len(draft.token_ids)
-        delta.proposed_sources = list(draft.sources)
-        delta.accepted_sources = accepted
-        proposed_by_source, accepted_by_source = usage.proposed_by_source, usage.accepted_by_source
-        for name in names:
-            num_proposed = delta.proposed_sources.count(name)
-            proposed_by_source[name] = proposed_by_source.get(name, 0) + num_proposed
-            if num_accepted := accepted.count(name):
-                accepted_by_source[name] = accepted_by_source.get(name, 0) + num_accepted
 
 
 def _new_prompt_logprobs(

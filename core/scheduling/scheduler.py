@@ -31,6 +31,7 @@ from ..interface.request import (
     by_order,
     by_work,
 )
+from .accounting import CommittedRow, StepAccounts
 from .chunk_budget import ChunkBudget, newcomer_share
 from .guarded_speculator import guarded
 from .leases import (
@@ -97,6 +98,7 @@ class Scheduler:
         self.capacity = min(limits.max_model_len, pool)
         self.request_table = RequestTable(limits, self.capacity)
         self.running, self.waiting = self.request_table.running, self.request_table.waiting
+        self._accounts = StepAccounts(self.speculator, self.waiting.charge)
         self.num_preemptions = 0
         self.num_packed_away_tokens = 0  # tokens of answers whose KV was packed away
         self.openings: Sequence[array[int]] = ()  # set by `set_openings`
@@ -522,22 +524,30 @@ class Scheduler:
     def commit(self, plan: StepPlan, output: StepOutput, now: float) -> list[Event]:
         """Apply a step's outcome: only here a running request's tokens and ``num_computed`` grow.
 
-        A request may have ended while a step planned ahead was computed.
+        A request may have ended while a step planned ahead was computed. The deltas of the events
+        are complete after `account`.
         """
+        self.account()
         self._chunk_budget.observe(plan, output)
         events = []
         for scheduled, out in zip(plan.requests, output.requests, strict=True):
             request = self.running.get(scheduled.request_id)
             if request is None:
                 continue
-            if num_drafted := len(out.draft.token_ids):  # each cost a row, accepted or not
-                self.waiting.charge(request.tenant, num_drafted)
             delta = self._commit_request(
                 request, scheduled, out, now, with_drafts=not plan.is_plain
             )
             if delta.token_ids or delta.prompt_logprobs or delta.terminal:
                 events.append((request, delta))
         return events
+
+    def account(self) -> None:
+        """Count and charge the tokens of the last commit, and let the speculator learn from it.
+
+        The next plan does not depend on this, so it may be done while the next step computes. It
+        must be done before the deltas of the commit are delivered.
+        """
+        self._accounts.settle()
 
     def _commit_request(
         self,
@@ -555,7 +565,7 @@ class Scheduler:
             fault.beside_drafts = False
             self.speculator.broke_step()
         try:
-            delta = take_output(request, scheduled, out, now)
+            delta = take_output(request, scheduled, out)
         except Exception:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
@@ -564,10 +574,10 @@ class Scheduler:
         if extras.pack is not None:
             self.num_packed_away_tokens += extras.pack.num_packed_away
             request.usage.evicted_tokens = extras.num_packed_away
-        if with_drafts and delta.token_ids:
-            self.speculator.observe(request, scheduled, out, len(delta.token_ids))
         if out.error is not None and not delta.terminal:  # the tokens before the failure are valid
             delta.error = request_error(request, out)
+        row = CommittedRow(request, scheduled, out, delta, now, is_plain=not with_drafts)
+        self._accounts.add(row)
         if delta.terminal:
             self._finish(request, delta, now, keep=out.error is None)
         elif request.lease is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec.structs import replace
@@ -27,7 +27,9 @@ class DraftState:
     """The speculator's data of one request: guesses, paused look-ups, and length of draft KV."""
 
     request: Request
-    guesses: Sequence[Guess] = ()
+    # Guesses that are not scored yet, each with the number of tokens that they follow. The outcome
+    # of a step is scored after the next step was planned, so there may be guesses of two steps.
+    unscored: list[tuple[int, Sequence[Guess]]] = field(default_factory=list)
     tree: GuessTree | None = None
     proposer_len: int = 0  # approximate number of tokens whose KV the proposer has
     num_fruitless: int = 0  # number of steps in a row without a draft
@@ -80,9 +82,11 @@ class DraftState:
         ]
         if request.sampling.constraint is not None and grammar is not None:
             guesses = _allowed(guesses, request, grammar)
-        self.guesses = guesses
+        num_tokens = len(request.tokens)
+        self.unscored = [each for each in self.unscored[-1:] if each[0] < num_tokens]
         if not guesses:
             return None
+        self.unscored.append((num_tokens, guesses))
         survivals = [
             acceptance.survival(
                 each.source,
@@ -97,7 +101,10 @@ class DraftState:
 
     def score(self, acceptance: AcceptanceModel, served: array[int]) -> None:
         """Score every guess, verified or not, against the committed tokens ``served``."""
-        for guess in self.guesses:
+        num_before = len(self.request.tokens) - len(served)
+        scored = [each for at, guesses in self.unscored if at == num_before for each in guesses]
+        self.unscored = [each for each in self.unscored if each[0] > num_before]
+        for guess in scored:
             hits = common_len(guess.token_ids, served)
             acceptance.score(
                 guess.source,
@@ -107,7 +114,6 @@ class DraftState:
                 missed=hits < min(len(guess.token_ids), len(served)),
                 sampled=self.is_sampled,
             )
-        self.guesses = ()
 
     def judge_proposer(
         self,
