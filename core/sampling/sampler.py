@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from .drafted_row import DraftedRow
 from .gumbel import vocabulary_hashes
-from .verifier import Best, SampledToken, Verified, best, sample, verify
+from .verifier import Best, Choices, SampledToken, Verified, best, sample, verify
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class PendingTokens(Protocol):
         They are valid until the decoder's next pass, which may take its tokens from them.
         """
 
-    def choices(self) -> list[SampledToken]:
+    def choices(self) -> Choices:
         """Return these tokens without waiting for later launches.
 
         May be called after later passes.

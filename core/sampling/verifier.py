@@ -16,7 +16,7 @@ with the same noise (`sample`) is accepted most often: Daliri, Musco, Suresh, ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
@@ -64,6 +64,20 @@ class SampledToken(NamedTuple):
     error: str | None = None
 
 
+class Choices(NamedTuple):
+    """The drawn tokens of rows, and the errors of rows for which none could be drawn."""
+
+    token_ids: list[int]  # [num_rows]; -1 for a row with an error
+    errors: Mapping[int, str]  # by row
+
+    def by_row(self) -> list[SampledToken]:
+        """Return the token or the error of each row."""
+        return [
+            SampledToken(token_id, self.errors.get(row) if token_id < 0 else None)
+            for row, token_id in enumerate(self.token_ids)
+        ]
+
+
 class Best(NamedTuple):
     """The most likely next choices at one position, with their Gumbel scores.
 
@@ -106,31 +120,46 @@ def walk_drafts(
 
 
 def follow_choices(
-    logits: Tensor, requests: Sequence[DraftedRow], choices: Sequence[SampledToken]
+    logits: Tensor, requests: Sequence[DraftedRow], choices: Choices
 ) -> list[Verified]:
-    """Follow each draft along ``choices`` [num_rows], the known tokens of all rows."""
+    """Follow each draft along ``choices``, the known tokens of all rows."""
     starts = first_rows(logits, requests)
     return [
-        verified(logits, request, start, *_chosen(request, choices, start))
+        _followed(logits, request, start, choices)
         for request, start in zip(requests, starts, strict=True)
     ]
 
 
-def _chosen(
-    request: DraftedRow, choices: Sequence[SampledToken], start: int
-) -> tuple[list[int], str | None]:
-    """Return the tokens along a request's draft, and the error that ends them or None."""
-    token_ids: list[int] = []
-    node = -1
-    while True:
-        token_id, error = choices[start + 1 + node]
-        if error is not None:
-            return token_ids, error
-        token_ids.append(token_id)
-        child = request.child(node, token_id)
-        if child is None:
-            return token_ids, None
-        node = child
+def _followed(logits: Tensor, request: DraftedRow, start: int, choices: Choices) -> Verified:
+    draft = request.draft
+    chosen = choices.token_ids[start : start + 1 + len(draft)]  # after the tokens, then each node
+    path = _path(draft, request.parents, chosen) if draft else ()
+    token_ids = [chosen[0], *[chosen[1 + node] for node in path]]
+    error = None
+    if token_ids[-1] < 0:
+        token_ids.pop()
+        error = choices.errors[start + (1 + path[-1] if path else 0)]
+    logprobs = _logprobs(logits, request, start, token_ids, path)
+    return Verified(tuple(token_ids), path, logprobs, error)
+
+
+def _path(
+    draft: Sequence[int], parents: Sequence[int], chosen: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the accepted nodes. ``chosen``: tokens after the request's own, then after each node.
+
+    A node comes after its parent, so one pass over the nodes finds the path.
+    """
+    if not parents:
+        pairs = enumerate(zip(draft, chosen, strict=False))
+        differs = next((at for at, (drafted, token) in pairs if drafted != token), len(draft))
+        return tuple(range(differs))
+    path, last, token = list[int](), -1, chosen[0]
+    for node, (drafted, parent) in enumerate(zip(draft, parents, strict=True)):
+        if parent == last and drafted == token:
+            path.append(node)
+            last, token = node, chosen[1 + node]
+    return tuple(path)
 
 
 def first_rows(logits: Tensor, requests: Sequence[DraftedRow]) -> list[int]:
@@ -148,12 +177,22 @@ def verified(
     path: tuple[int, ...] = ()
     if request.draft:
         path = request.follow(token_ids if error is not None else token_ids[:-1])
-    num_top = request.sampling.params.logprobs
-    logprobs: tuple[TokenLogprob, ...] = ()
-    if num_top is not None:
-        places = [start, *(start + 1 + node for node in path)][: len(token_ids)]
-        logprobs = tuple(token_logprobs(logits[places], token_ids, num_top))
+    logprobs = _logprobs(logits, request, start, token_ids, path)
     return Verified(tuple(token_ids), path, logprobs, error)
+
+
+def _logprobs(
+    logits: Tensor,
+    request: DraftedRow,
+    start: int,
+    token_ids: Sequence[int],
+    path: Sequence[int],
+) -> tuple[TokenLogprob, ...]:
+    num_top = request.sampling.params.logprobs
+    if num_top is None:
+        return ()
+    places = [start, *(start + 1 + node for node in path)][: len(token_ids)]
+    return tuple(token_logprobs(logits[places], token_ids, num_top))
 
 
 @torch.inference_mode()

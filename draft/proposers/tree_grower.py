@@ -32,7 +32,7 @@ from ...core.sampling.sampler import (
     PendingTokens,
     Sampler,
 )
-from ...core.sampling.verifier import Best, SampledToken
+from ...core.sampling.verifier import Best, Choices
 from ..control.outcome import NUM_BEST
 from ..control.profiler import TRIED_PRICE, TRIED_SAMPLING
 from .gap_model import default_gap_models
@@ -228,9 +228,9 @@ def _without_scores(found: Sequence[Best]) -> list[Best]:
     return [best._replace(scores=()) for best in found]
 
 
-def _drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:
+def _drawn_alone(choices: Choices) -> list[Best]:
     """Convert each sampled token to one candidate without a score, or to none after an error."""
-    return [Best((each.token_id,) if each.error is None else (), ()) for each in choices]
+    return [Best((token_id,) if token_id >= 0 else (), ()) for token_id in choices.token_ids]
 
 
 class DecoderGrower(TreeGrower):

@@ -29,6 +29,7 @@ from ....sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
     Best,
+    Choices,
     LogitsRow,
     SampledToken,
     Verified,
@@ -139,7 +140,7 @@ class TritonSampler(DeviceSampler):
         return race.run()
 
     def _choose(self, logits: Tensor, places: Sequence[LogitsRow]) -> list[SampledToken]:
-        return self._begin(logits, places).choices() if places else []
+        return self._begin(logits, places).choices().by_row() if places else []
 
     def _begin(self, logits: Tensor, places: Sequence[LogitsRow]) -> TritonPendingTokens:
         blocks = self._blocks(logits, places, logits.shape[-1])
@@ -205,7 +206,7 @@ class TritonPendingTokens:
         self.words = words
         self._reply, self._refusals = AsyncCopy(words), refusals
 
-    def choices(self) -> list[SampledToken]:
+    def choices(self) -> Choices:
         """Wait for the words and return their tokens."""
         return _choices(self._reply.read(), self._refusals)
 
@@ -226,17 +227,17 @@ class TritonPendingBest:
         return _bests(self._reply.read().reshape(self._shape), self._refusals, names)
 
 
-def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[SampledToken]:
+def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> Choices:
     """Return the tokens of the winners' words, or errors.
 
     An error of the logits takes precedence over ``refusals``, the requests' errors by place.
     """
-    choices = [SampledToken(token_id) for token_id in (_LAST_ID - (words & _LAST_ID)).tolist()]
-    for index, why in refusals.items():
-        choices[index] = SampledToken(-1, why)
-    for index in np.flatnonzero(words >= gumbel_argmax_kernels.NOT_FINITE.value).tolist():
-        choices[index] = SampledToken(-1, _ERRORS[int(words[index])])
-    return choices
+    token_ids = (_LAST_ID - (words & _LAST_ID)).tolist()
+    failed = np.flatnonzero(words >= gumbel_argmax_kernels.NOT_FINITE.value).tolist()
+    errors = refusals | {index: _ERRORS[int(words[index])] for index in failed}
+    for index in errors:
+        token_ids[index] = -1
+    return Choices(token_ids, errors)
 
 
 def _bests(
