@@ -211,15 +211,19 @@ class StepLayout:
         has_records = all_plain(requests) and rows_library() is not None
         rows = RowTable(page_size) if has_records else None
         layout, row, logit = cls(requests, drafts, page_size, rows), 0, 0
+        first_rows, first_logits = layout.first_rows, layout.first_logits
+        all_samples, sampled_rows, drafted = layout.samples, layout.sampled_rows, layout.drafted
         for scheduled, draft in zip(requests, drafts, strict=True):
-            layout.first_rows.append(row)
-            layout.first_logits.append(logit)
-            tokens = scheduled.tokens[scheduled.start : scheduled.stop - scheduled.is_ahead]
-            if scheduled.is_ahead:
+            first_rows.append(row)
+            first_logits.append(logit)
+            own, is_ahead = scheduled.tokens, scheduled.is_ahead
+            tokens = own[scheduled.start : scheduled.stop - is_ahead]
+            if is_ahead:
                 layout.unknown_rows[scheduled.request_id] = row
                 tokens.append(0)
-            num_drafted, samples = len(draft.token_ids), scheduled.samples
-            layout.samples.append(samples)
+            token_ids, samples = draft.token_ids, scheduled.samples
+            num_drafted = len(token_ids)
+            all_samples.append(samples)
             row += len(tokens) + num_drafted
             count = num_logits(scheduled, num_drafted, samples=samples)
             logit += count
@@ -230,16 +234,9 @@ class StepLayout:
                     request_segments(scheduled, tokens, draft, page_size, samples=samples)
                 )
             if samples:
-                layout.sampled_rows.extend(range(logit - num_drafted - 1, logit))
-                layout.drafted.append(
-                    DraftedRow(
-                        scheduled.tokens,
-                        scheduled.sampling,
-                        draft.token_ids,
-                        draft.parents,
-                        int(scheduled.is_ahead),
-                    )
-                )
+                sampled_rows.extend(range(logit - num_drafted - 1, logit))
+                sampling, parents = scheduled.sampling, draft.parents
+                drafted.append(DraftedRow(own, sampling, token_ids, parents, int(is_ahead)))
         return layout
 
     # -- before the outcome is known
@@ -261,10 +258,15 @@ class StepLayout:
             draft for draft, samples in zip(self.drafts, self.samples, strict=True) if samples
         ]
         for drafted, draft in zip(self.drafted, drafts, strict=True):
-            rows.append(drafted.at(-1))
-            counts.append(1 + draft.trunk_len)
+            if not draft.parents:
+                rows.append(drafted)
+                counts.append(1 + len(draft.token_ids))
+                continue
+            trunk_len = draft.trunk_len
+            rows.append(drafted.at(trunk_len - 1))
+            counts.append(1 + trunk_len)
             for first, stop in draft.runs[1:]:
-                rows.append(drafted.at(first))
+                rows.append(drafted.at(stop - 1))
                 counts.append(stop - first)
         return SamplingPlan(rows, counts)
 

@@ -143,9 +143,7 @@ def _followed(logits: Tensor, request: DraftedRow, start: int, choices: Choices)
     return Verified(tuple(token_ids), path, logprobs, error)
 
 
-def _path(
-    draft: Sequence[int], parents: Sequence[int], chosen: Sequence[int]
-) -> tuple[int, ...]:
+def _path(draft: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> tuple[int, ...]:
     """Return the accepted nodes. ``chosen``: tokens after the request's own, then after each node.
 
     A node comes after its parent, so one pass over the nodes finds the path.

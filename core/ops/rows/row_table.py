@@ -19,7 +19,9 @@ class RowTable:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.records = array("q")  # the fields of rows.c's ``ft_requested``, request after request
+        # The fields of rows.c's ``ft_requested``, request after request. Each is an int64 in the
+        # end; a list grows faster than an array.
+        self.records: list[int] = []
         self.token_ids = array("q")  # [num_rows] pending tokens, then the nodes of the draft
         self.page_ids = array("q")
         self.spare_page_ids = array("q")
@@ -44,7 +46,7 @@ class RowTable:
         num_pages = -(-(start + num_pending + num_drafted) // self.page_size)
         pages = page_ids[:num_pages]
         num_pages = len(pages)
-        self.records.extend((start, num_pending, num_drafted, num_logits, num_pages, 0, 0))
+        self.records += (start, num_pending, num_drafted, num_logits, num_pages, 0, 0)
         self.token_ids.extend(pending)
         if num_drafted:
             self.token_ids.extend(draft)
@@ -74,7 +76,7 @@ class RowTable:
         num_spare = len(spare_page_ids)
         pages = page_ids[:num_pages]
         num_pages = len(pages)
-        self.records.extend((start, num_pending, num_drafted, num_logits, num_pages, num_spare, 1))
+        self.records += (start, num_pending, num_drafted, num_logits, num_pages, num_spare, 1)
         self.token_ids.extend(pending)
         self.token_ids.extend(draft)
         self.page_ids.extend(pages)

@@ -57,8 +57,9 @@ def lay_out(
     num_rows, num_logits, num_segments, max_tails = sizes
     num_fixed = 2 * num_rows + num_logits + 5 * num_segments + max_tails
     numbers = np.empty(num_fixed + rows.max_pages, np.int64)
+    records = array("q", rows.records)
     num_pages = library.ft_lay_out(
-        STRUCTS.ft_requested.from_address(_at(rows.records)), rows.num_requests, rows.page_size,
+        STRUCTS.ft_requested.from_address(_at(records)), rows.num_requests, rows.page_size,
         _at(rows.page_ids), _at(rows.spare_page_ids), _at(rows.parents),
         numbers.ctypes.data, *sizes,
     )  # fmt: skip

@@ -67,7 +67,7 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
     """
     records, firsts = list[bytes](), list[int]()
     for row, count in zip(draws.rows, draws.counts, strict=True):
-        encoded, first = row.encoded(vocab_size), row.position
+        encoded, first = row.encoded(vocab_size), row.position - count + 1
         if first < encoded.edited_until:
             return None
         records.append(encoded.place * count)
