@@ -74,10 +74,10 @@ class SamplingPlan:
     """Tokens that a batch's logits decide, for a backend that can choose them within the pass.
 
     Each of ``rows`` has consecutive rows of logits: the last decides the token after the row and
-    its draft, and each earlier one the token after one draft token fewer. Draft ids are not needed: without edits by
-    logits processors the logits alone decide, and tokens of edited rows are not chosen within the
-    pass. ``draft_vocab``: the tokens that have logits, if not the whole vocabulary; the same in all
-    passes of a decoder.
+    its draft, and each earlier one the token after one draft token fewer. Draft ids are not needed:
+    without edits by logits processors the logits alone decide, and tokens of edited rows are not
+    chosen within the pass. ``draft_vocab``: the tokens that have logits, if not the whole
+    vocabulary; the same in all passes of a decoder.
     """
 
     rows: Sequence[DraftedRow]

@@ -226,14 +226,13 @@ class Scheduler:
         if self.page_loads is not None:
             self.page_loads.begin_round(now)
         budget = self.limits.max_batch_tokens
-        decodes = self._plan_decodes(budget)
+        running = self.running.values()
+        decodes = self._plan_decodes([each for each in running if each.num_pending == 1], budget)
         budget -= len(decodes)
         max_chunk_tokens = self._chunk_budget.limit(len(decodes), budget)
-        prefills = [
-            each
-            for each in self.running.values()
-            if each.num_pending > 1 and each.transfer.load is None
-        ]
+        prefills = []
+        if len(running) > len(decodes):
+            prefills = [e for e in running if e.num_pending > 1 and e.transfer.load is None]
         drafts = self._plan_drafts(decodes, prefills, budget, max_chunk_tokens)
         budget = min(max_chunk_tokens, budget - sum(plan.num_rows for plan in drafts or ()))
         chunks = self._plan_chunks(prefills, budget, {each.request_id for each in decodes}, now)
@@ -268,9 +267,11 @@ class Scheduler:
             if (request := self.running.get(scheduled.request_id)) is not None:
                 request.num_charged_not_computed += 1
 
-    def _plan_decodes(self, budget: int) -> list[Request]:
-        """Return the running requests that lack one token, in order, each with a page for it."""
-        ready = [each for each in self.running.values() if each.num_pending == 1]
+    def _plan_decodes(self, ready: Sequence[Request], budget: int) -> list[Request]:
+        """Return the requests of ``ready`` that get a page for their one pending token, in order.
+
+        At most ``budget`` requests are returned.
+        """
         planned: dict[str, Request] = {}
         for request in ready[:budget]:
             upto = request.kv_len(len(request.tokens))
@@ -580,8 +581,8 @@ class Scheduler:
         self._accounts.add(row)
         if delta.terminal:
             self._finish(request, delta, now, keep=out.error is None)
-        elif request.lease is not None:
-            has_kept = request.lease.state is not None and request.lease.state.keeps
+        elif (lease := request.lease) is not None:
+            has_kept = lease.state is not None and lease.state.keeps
             is_chunk = scheduled.stop - scheduled.start > 1
             if is_chunk or has_kept or scheduled.start < request.prompt_len:
                 publish(self.cache, request)
@@ -591,7 +592,8 @@ class Scheduler:
                 upto = max(
                     request.kv_len(request.num_computed), request.kv_len(len(request.tokens))
                 )
-                self.cache.shrink(request.lease, upto)
+                if len(lease.page_ids) * self.cache.page_size - upto >= self.cache.page_size:
+                    self.cache.shrink(lease, upto)
         has_begun = 0 < len(delta.token_ids) == request.num_output
         if has_begun or (delta.finish_reason is not None and not request.sampling.generates):
             pin_prompt(self.cache, request)  # the prompt is computed
