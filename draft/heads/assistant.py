@@ -1,8 +1,8 @@
 """Proposer for Gemma 4's assistants, whose network is in core/model/drafting/assistant.py.
 
 It drafts level by level. A feature is the output of the target's final norm. Drafts have no KV:
-each token is computed from its own feature and the target's KV only, so a tree costs as much as
-chains of as many tokens.
+each token is computed from its own feature and the target's KV only, so a token
+costs the same in a tree as in a chain.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class AssistantProposer(HeadProposer):
 
     @property
     def stored(self) -> Sequence[PageRows]:
-        """Nothing: the assistant has no pages of its own and reads the target's."""
+        """The data per page that KV tiers store: none, because the assistant has no pages."""
         return ()
 
     @override

@@ -33,7 +33,8 @@ from .common.proposer import HeadProposer
 from .kinds import HeadFolder, head_kind, kind_of, open_head
 
 logger = logging.getLogger(__name__)
-NUM_DRAWN, NUM_SCORED = 32, 64  # sampled and scored tokens that compare two readings of tap ids
+# sampled tokens, and greedy tokens after them, with which two readings of tap ids are compared
+NUM_DRAWN, NUM_SCORED = 32, 64
 
 
 class JoinedHead:

@@ -39,9 +39,9 @@ from .joined import JoinedHead
 logger = logging.getLogger(__name__)
 LEAST_ROUGH_BYTES = 32 << 20  # minimum size of an output layer to round: caches hold smaller ones
 
-# Number of drafted ids of a vocabulary with more than twice as many, and number of last ids among
-# them. The other ids are the first ones: a tokenizer's first ids are the most frequent, and its
-# last ids include the tokens of chat templates.
+# The layer drafts only `NUM_DRAFT_IDS` ids if the vocabulary has more than twice that number: its
+# last `NUM_LAST_IDS` ids, which include the tokens of chat templates, and its first ids, which are
+# the most frequent ones.
 NUM_DRAFT_IDS, NUM_LAST_IDS = 32768, 1024
 
 

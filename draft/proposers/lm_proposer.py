@@ -5,8 +5,8 @@ with independent draws (Daliri, Musco, Suresh, arXiv 2408.07978).
 
 The draft model's KV has its own pool with the *same page ids* as the target's pool, so a prefix hit
 includes the draft KV. A page whose draft KV is complete has a ready mark. Missing KV is computed
-only after a request's first token, so that it never delays the first token. One step computes at
-most a window of tokens.
+only after a request's first token, so that it never delays the first token. One step computes the
+missing KV of at most ``window`` tokens.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class LmProposer(DecoderProposer):
             if is_whole:
                 whole.append((trees[index], ROOT))
         opened = self._grower.run(segments, whole)
-        # The extents are set after the pass, because a pass that fails computes no KV.
+        # The counts change after the pass, because a pass that fails computes no KV.
         for index, stop in stops.items():
             draft_kvs[index].num_computed = stop
             self._mark_ready(trees[index].scheduled, draft_kvs[index])

@@ -17,7 +17,7 @@ from .source import Guess, Priors, Source
 
 SINGLE, FORKED = 0, 1  # kinds of guesses: one continuation was ever seen, or several
 FIRST_WAIT = 16  # tokens until a request that left the tree searches it again
-KEEP_SHARE = 15 / 16  # share kept by an eviction; evictions must be rare: each repairs all cursors
+KEEP_SHARE = 15 / 16  # share of tokens kept by an eviction: few evictions, as each repairs cursors
 MAX_NODES = 2**15  # maximum number of nodes, of about 450 bytes each without tokens (measured)
 
 

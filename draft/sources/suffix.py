@@ -23,7 +23,7 @@ from .source import INDEX_CHUNK, Chances, Guess, Priors, Source
 
 ORDERS = (16, 8, 4, 3, 2, 1)  # numbers of last tokens that must match, the most reliable first
 NUM_SHARED = 3  # number of leading ORDERS that are also looked up in other requests
-FIRST_ORDERS = (2, 4)  # indices into ORDERS whose oldest occurrence is indexed beside the newest
+FIRST_ORDERS = (2, 4)  # indices into ORDERS whose oldest occurrence is indexed, too
 MAX_ORDER = ORDERS[0]
 MAX_REQUESTS = 2**14  # maximum number of ended requests, of about 1.4 KiB each without tokens
 FIRST_KIND = len(ORDERS)  # kinds: newest by order; oldest by order; in another request by order
@@ -77,11 +77,11 @@ class TokenHistory:
     """
 
     number: int  # unique number of the history, never reused: entries of a dropped one stay invalid
-    scope: Hashable  # only look-ups of the same scope find its tokens
+    scope: Hashable  # only look-ups of the same scope find this history
     tokens: array[int]  # the live request's own array; after its end a copy from `offset` on
-    own_salts: tuple[int, ...]  # [len(ORDERS)] salts of its own look-ups
-    first_salts: tuple[int, ...]  # [len(FIRST_ORDERS)] salts of its oldest occurrences
-    shared_salts: tuple[int, ...]  # [NUM_SHARED]; empty if other requests may not look into it
+    own_salts: tuple[int, ...]  # [len(ORDERS)] hash salts for the request's own look-ups
+    first_salts: tuple[int, ...]  # [len(FIRST_ORDERS)] hash salts of the oldest occurrences
+    shared_salts: tuple[int, ...]  # [NUM_SHARED] hash salts for other requests; empty: none
     shared_from: int  # positions before this one were indexed for others by another history
     indexed_to: int  # positions from `shared_from` to this one are in the table
     indexed_from: int  # positions from this to `shared_from` are in the table for own look-ups
@@ -200,7 +200,7 @@ class SuffixIndex:
         """
         end = history.hash_new()
         places = []
-        num_orders = len(ORDERS)  # orders at least as long as the newest match
+        num_orders = len(ORDERS)  # number of orders at least as long as the newest match
         for index, salt in enumerate(history.own_salts):
             place = self._look_up(history, end, index, salt, index)
             if place is not None:
@@ -234,7 +234,7 @@ class SuffixIndex:
             return None
         at = (entry & 0xFFFFFFFF) - found.offset
         if found.tokens[at - order : at] != history.tokens[end - order :]:
-            return None  # A slice that exceeds the kept tokens is shorter, so it differs, too.
+            return None  # A slice beyond the kept tokens is shorter and so differs.
         return Occurrence(found, at, kind)
 
     # -- indexing

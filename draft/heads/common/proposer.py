@@ -51,10 +51,10 @@ class Query(NamedTuple):
     """A token whose successor a head predicts: the last token of a request, or a draft token."""
 
     request: int  # index of the request among the starts
-    level: int  # number of draft tokens up to it, itself included
-    parent: int  # index of its parent in the previous call; -1 for the last token of a request
+    level: int  # number of draft tokens on the path to this token, itself included
+    parent: int  # index of the parent in the previous call; -1 for the last token of a request
     token_id: int
-    slots: Sequence[int] = ()  # KV slots of the draft tokens up to it, if the head keeps such KV
+    slots: Sequence[int] = ()  # KV slots of the draft tokens on the path, if the head keeps such KV
 
 
 class Drafting(ABC):
@@ -165,7 +165,7 @@ class HeadProposer(Proposer, ABC):
         )
 
     def wanted(self, num_best: int) -> Wanted:
-        """Return the outputs of a warm-up pass, which reads features and chooses tokens."""
+        """Return what a warm-up pass reads and computes: it reads features and chooses tokens."""
         vectors = self.pool.data.new_empty((0, self.config.hidden_size))
         return Wanted(self._grower.draws((), num_best), inputs=vectors)
 
