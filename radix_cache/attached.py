@@ -40,7 +40,7 @@ class StateSlots:
         self.num_total, self.num_logs = num_slots, num_logs
         self.interval = interval  # tokens
         self.num_evicted = 0
-        self.num_recomputed_tokens = 0  # tokens computed again: pages cached, state not kept
+        self.num_recomputed_tokens = 0  # tokens whose pages were cached without a state
 
         # kept states by page id; this table owns their slots
         self.attached: dict[int, KeptState] = {}
@@ -168,11 +168,8 @@ class StateSlots:
         else:
             self.attach(page_id, slot, StateRank.USED)
 
-    def move_on(self, lease: StateLease, page_id: int) -> None:
-        """Let a lease resume from the state of this page; it must not have computed a step.
-
-        O(log n).
-        """
+    def resume_from(self, lease: StateLease, page_id: int) -> None:
+        """Let a lease that has not computed a step resume from the state of a page. O(log n)."""
         self._forget_source(lease)
         lease.source = self.attached[page_id]
         lease.source.num_readers += 1

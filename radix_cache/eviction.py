@@ -19,7 +19,7 @@ from .node import Cause, Eviction, Node
 
 NO_NAMESPACES: Set[str | None] = frozenset()
 MAX_EVICTIONS = 8192
-SLACK = 64  # outdated ranks of a namespace, in addition to its valid ones, before a clean-up
+SLACK = 64  # ranks of removed leaves that a heap may have, beyond its number of valid ranks
 
 
 class NamespaceQuota:
