@@ -44,7 +44,7 @@ def _size(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"the size {error}") from None
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _counts(text: str) -> list[int]:
@@ -186,7 +186,7 @@ def _shapes(args: argparse.Namespace, costs: StepCosts) -> list[Shape]:
 
 
 def _counts_of(args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Return pairs: the number of all replicas and of prefill replicas, without roles first."""
+    """Return (number of replicas, number of prefill replicas) pairs, those without roles first."""
     apart = [] if args.prefill is None else [(args.prefill + args.decode, args.prefill)]
     alike = args.replicas or [count for count, _ in apart] or [1]
     return [*((count, 0) for count in alike), *apart]

@@ -68,10 +68,10 @@ DRAFT_SETTINGS = (
     "off", LOOK_UPS, "chain-2", "chain-4", "chain-8", "tree-8", "tree-16", "auto",
 )  # fmt: skip
 RANDOM, OFF_GRID = "random-0.6b", "smollm2-off-grid"
-LEAST_TURNS = 3  # Fewer turns do not show how much they differ.
-LAPS = 2  # Requests per concurrent request, unless one runs alone.
+LEAST_TURNS = 3  # Minimum number of turns, to estimate the standard error.
+LAPS = 2  # Number of requests for each concurrent one, unless a request runs alone.
 LEAD_IN = 40  # Tokens of each concurrent request before a run is timed.
-_NUMBERS = count()  # Request numbers.
+_NUMBERS = count()  # Numbers for request ids.
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Turns(NamedTuple):
     """Number of turns that the settings of a cell take."""
 
     most: int
-    # Standard error of ``auto`` over the best fixed depth below which a cell ends earlier.
+    # A cell ends early once the standard error of its ratio is below this share.
     error: float
 
 
@@ -188,7 +188,7 @@ class Bench:
     ) -> list[list[int]]:
         """Answer the prompts of a group, ``cell.concurrency`` at a time.
 
-        Several at a time are repeated until there are ``LAPS`` times as many as run at once.
+        Concurrent prompts are repeated until there are ``LAPS`` requests for each concurrent one.
         """
         self._built.engine.scheduler.speculator = self._speculator(setting)
         laps = 1 if cell.concurrency == 1 else -(-LAPS * cell.concurrency // len(group))
@@ -289,7 +289,7 @@ class Bench:
 
 
 def is_of_draft(setting: str) -> bool:
-    """Return whether a setting has a speculator of its own. Raises ValueError for unknown ones."""
+    """Whether a setting has a speculator of its own. Raises ValueError for unknown ones."""
     kind, _, count = setting.partition("-")
     if setting == LOOK_UPS or (kind in ("chain", "tree") and count.isdigit() and int(count) > 0):
         return True

@@ -146,7 +146,7 @@ class Roofline:
         """Decode steps per second at best; each gives a user one token, more with speculation."""
         return self.read_rate / self.weight_bytes
 
-    def beside(self, figures: Mapping[str, object]) -> str:
+    def describe(self, figures: Mapping[str, object]) -> str:
         """Describe the limit, and the fraction of it that the median user's steps reach."""
         size, rate = self.weight_bytes / 1e6, self.read_rate / 1e9
         text = f"{self.steps_per_s:.4g} steps/s ({size:.4g} MB of weights at {rate:.3g} GB/s)"
@@ -167,7 +167,7 @@ def measured_roofline(path: Path, weight_bytes: int | None = None) -> Roofline |
         weight_bytes = file_bytes(path)
     if not weight_bytes:
         return None
-    from .machine import torch_read_bandwidth  # The module imports torch.
+    from .machine import torch_read_bandwidth  # Imported here: it loads torch.
 
     return Roofline(weight_bytes, torch_read_bandwidth())
 

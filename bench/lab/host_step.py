@@ -85,7 +85,11 @@ FORMULAS: list[Function] = [
     (FormulaOps, "logits", FORMULA),
     (FormulaArgmax, "run", FORMULA),
 ]
-BESIDE = ("deliver", "index", FORMULA)  # Parts that run while the device works, or on it.
+OVERLAPPED = (
+    "deliver",
+    "index",
+    FORMULA,
+)  # Parts that run while the device works, or on the device.
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,8 @@ class Case:
 class Parts(ExitStack):
     """Amounts measured by a clock, by part; a nested part is subtracted from the one around it.
 
-    `REST` is the amount outside all parts, once the caller has added the amount of the whole round.
+    The caller adds the amount of the whole round to `REST`, which then has the amount outside all
+    parts.
     """
 
     def __init__(self, clock: Callable[[], float], functions: Sequence[Function]) -> None:
@@ -186,7 +191,7 @@ class CallClock:
         self._count = 0
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        """Count a call; for `sys.setprofile`."""
+        """Count a call; `sys.setprofile` takes this method."""
         if event in ("call", "c_call") and frame.f_globals["__name__"].startswith(PACKAGES):
             self._count += 1
 
@@ -203,7 +208,7 @@ class InlineThread:
         on_start()
 
     def start(self, work: Callable[[], T]) -> Job[T]:
-        """Run the call to its end. Raises what it raises."""
+        """Run the call to its end. Raises the call's errors."""
         job = Job(work)
         job.end(work(), None)
         return job
@@ -318,7 +323,7 @@ class Round(NamedTuple):
     @property
     def host(self) -> float:
         """Amount of all parts during which the device waits."""
-        return sum(amount for part, amount in self.parts.items() if part not in BESIDE)
+        return sum(amount for part, amount in self.parts.items() if part not in OVERLAPPED)
 
     @property
     def draft_pass(self) -> float:

@@ -118,7 +118,7 @@ def _same(_: FormulaOps, x: Tensor, *__: object, **___: object) -> Tensor:
 
 
 class FormulaOps(TritonOps):
-    """Operations of passes that take given seconds by their number of rows.
+    """Operations of simulated passes; a pass takes the seconds given for its number of rows.
 
     A row's hidden state is its token id. Its logits begin with the words of the best tokens, int64:
     a word encodes a token's score and id. ``accuracy``: probability that the best token is the next

@@ -46,7 +46,7 @@ def lengths(text: str) -> Lengths:
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a length such as 64 or 16:64") from None
     if not 1 <= found.low <= found.high:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a range from 1 or more upwards")
+        raise argparse.ArgumentTypeError(f"'{text}' must be LOW:HIGH with 1 <= LOW <= HIGH")
     return found
 
 
@@ -90,7 +90,7 @@ class Scene:
         return random.Random(f"{self.seed}/{name}")
 
     def fits(self, prompt_len: int, output_len: int) -> bool:
-        """Return whether a request fits into the context."""
+        """Whether a request fits into the context."""
         return self.max_len is None or prompt_len + output_len + ROOM <= self.max_len
 
     def fitted(self, prompt_len: int, output_len: int) -> int:
@@ -125,8 +125,8 @@ class Workload:
     own_figures: Callable[[Sequence[Record], argparse.Namespace], dict[str, object]] = lambda *_: {}
     concurrency: int = 8
     request_rate: float | None = None  # Sessions started per second, in an open loop.
-    has_schedule: bool = False  # Sessions come with their own arrivals.
-    # The workload controls its own loop; rate and concurrency cannot be set.
+    has_schedule: bool = False  # Whether sessions have arrival times of their own.
+    # Whether the workload controls its own loop; then rate and concurrency cannot be set.
     has_loop: bool = False
     temperature: float = 0.0
 

@@ -203,7 +203,7 @@ class Stage:
 class _Listener(logging.StreamHandler[TextIO]):
     """Prints log records and keeps errors as errors and warnings as notes, each text once.
 
-    The model thread logs; the next call of `Stage.save` writes them.
+    The records may come from the model thread, so only `Stage.save` writes them to the file.
     """
 
     def __init__(self, result: Result) -> None:
