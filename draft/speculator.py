@@ -159,7 +159,7 @@ class DraftSpeculator(Speculator):
             return NO_DRAFT_PLAN
         tree = self._look_up(state, depth)
         known = NO_DRAFT if tree is None else tree.chain(depth)
-        # Tokens forced by a grammar are sure, for example.
+        # For example, tokens that a grammar forces are sure.
         is_sure = bool(known.survival) and known.survival[-1] >= SURE
         may_propose = self._proposer is not None and not state.request.is_packed
         plan = DraftPlan(known, max_draft=depth if may_propose and not is_sure else 0)

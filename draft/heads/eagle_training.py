@@ -86,7 +86,7 @@ def _begin_as_target(head: EagleHead, weights: ReadWeight, num_layers: int) -> N
 
 
 EAGLE_RECIPE = Recipe(
-    about="a head that drafts one token a pass",
+    about="a head that drafts one token per pass",
     options=("draft_vocab",),
     make=_new,
     begin_as_target=_begin_as_target,

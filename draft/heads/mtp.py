@@ -27,7 +27,7 @@ from ...core.model.opening import open_model
 from ...core.ops.base import RoughOps
 from ...core.ops.batch import SamplingPlan
 from ...core.ops.kv_pool import KVPool, KvShape
-from ..proposers.kind import Beside, LoadedDrafter, ProposerKind
+from ..proposers.kind import DrafterContext, LoadedDrafter, ProposerKind
 from ..proposers.tree_grower import Scored
 from .common.base import PackedHead
 from .common.columns import ColumnProposer, Columns
@@ -194,14 +194,14 @@ def has_mtp(path: Path, target: Decoder) -> bool:
         return False
 
 
-def _load(beside: Beside) -> LoadedDrafter:
+def _load(context: DrafterContext) -> LoadedDrafter:
     """Load the MTP layer of the target's checkpoint.
 
     Raises `InvalidRequest` if the checkpoint has no usable MTP layer.
     """
     try:
         return load_mtp(
-            beside.path, beside.target, keeps_packed=beside.keeps_packed, on_read=beside.on_read
+            context.path, context.target, keeps_packed=context.keeps_packed, on_read=context.on_read
         ).loaded
     except ModelLoadError as problem:
         raise InvalidRequest(f"draft '{MTP.name}': {problem}", param="draft") from None

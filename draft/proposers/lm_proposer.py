@@ -24,7 +24,7 @@ from ...core.interface.protocols import ProposerTraits
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Segment, Taps
 from ...core.ops.kv_pool import KVPool
-from .kind import Beside, LoadedDrafter, ProposerKind
+from .kind import DrafterContext, LoadedDrafter, ProposerKind
 from .text_proposer import TextProposer
 from .tree_grower import DecoderProposer, Opened
 from .tree_growth import ROOT, TreeGrowth
@@ -171,14 +171,14 @@ def _is_model(found: Path) -> bool:  # noqa: ARG001
     return True
 
 
-def _load(beside: Beside) -> LoadedDrafter:
+def _load(context: DrafterContext) -> LoadedDrafter:
     """Load a draft model.
 
     If its tokens differ from the target's, the two models exchange text (`TextProposer`).
     """
-    assert beside.found is not None
-    decoder = beside.load_decoder(beside.found)
-    texts = beside.texts_between(beside.found, decoder)
+    assert context.found is not None
+    decoder = context.load_decoder(context.found)
+    texts = context.texts_between(context.found, decoder)
     if texts is None:
         return LoadedDrafter(partial(LmProposer, decoder), decoder)
     theirs, own = texts

@@ -26,7 +26,7 @@ from ...core.model.drafting.rough_copy import NoRoughCopyError, rough_decoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ..control.cost_model import StepProfile, best_chain_speedup
 from ..control.profiler import guess_pass, profile_proposer
-from .kind import Beside, LeftOutError, LoadedDrafter, ProposerKind
+from .kind import DrafterContext, LeftOutError, LoadedDrafter, ProposerKind
 from .tree_grower import DecoderProposer
 from .tree_growth import ROOT
 
@@ -71,18 +71,18 @@ class SelfProposer(DecoderProposer):
 # -- loading --------------------------------------------------------------------------------------
 
 
-def _load(beside: Beside) -> LoadedDrafter:
+def _load(context: DrafterContext) -> LoadedDrafter:
     """Round the target to 4 bits.
 
     Raises `LeftOutError` for an optional drafter that is unavailable or would not speed up
     decoding.
     """
-    return LoadedDrafter(partial(SelfProposer, _rough_copy(beside)))
+    return LoadedDrafter(partial(SelfProposer, _rough_copy(context)))
 
 
-def _rough_copy(beside: Beside) -> Decoder:
-    target = beside.target
-    if not beside.is_optional:
+def _rough_copy(context: DrafterContext) -> Decoder:
+    target = context.target
+    if not context.is_optional:
         try:
             return rough_decoder(target)
         except NoRoughCopyError as reason:

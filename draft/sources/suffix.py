@@ -26,7 +26,7 @@ NUM_SHARED = 3  # number of leading ORDERS that are also looked up in other requ
 FIRST_ORDERS = (2, 4)  # indices into ORDERS whose oldest occurrence is indexed, too
 MAX_ORDER = ORDERS[0]
 MAX_REQUESTS = 2**14  # maximum number of ended requests, of about 1.4 KiB each without tokens
-FIRST_KIND = len(ORDERS)  # kinds: newest by order; oldest by order; in another request by order
+FIRST_KIND = len(ORDERS)  # kinds of guesses: newest by order, oldest by order, shared by order
 SHARED_KIND = FIRST_KIND + len(FIRST_ORDERS)
 
 MASK = 2**64 - 1
@@ -140,7 +140,8 @@ class SuffixIndex:
 
     def __init__(self, num_slots: int = 2**22) -> None:
         self.histories: dict[int, TokenHistory] = {}
-        self._table: NDArray[np.int64] = np.zeros(num_slots, np.int64)  # number << 32 | position
+        # [num_slots] entries: number of the history << 32 | position
+        self._table: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self._table.fill(0)
         self._entries = self._table.data  # a memoryview reads and writes single ints faster
         self._slot_mask = num_slots - 1

@@ -239,7 +239,7 @@ class Vocabulary(Head):
     def set_draft_ids(self, draft_ids: Tensor) -> None:
         """Set the target's ids that the head can draft, [draft_vocab], all distinct.
 
-        Must be called before `borrow`. Raises ValueError for another number of ids.
+        Must be called before `borrow`. Raises ValueError for a wrong number of ids.
         """
         if len(draft_ids) != self.config.draft_vocab_size:
             raise ValueError(
