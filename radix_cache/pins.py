@@ -22,7 +22,7 @@ from .node import LockHandle, Match, Node
 from .tree import RadixTree
 
 Item = TypeVar("Item")
-MAX_CONVERSATIONS = 8  # most pinned conversations of a session: its own and its sub-agents'
+MAX_CONVERSATIONS = 8  # maximum number of pinned conversations of a session and its sub-agents
 Session: TypeAlias = tuple[str | None, str]
 """Namespace and name of a session."""
 

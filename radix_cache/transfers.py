@@ -17,9 +17,9 @@ from .node import LockHandle
 from .tree import RadixTree
 
 MAX_TRANSFERS = 1024  # maximum number of transfers at a time
-POOL_SHARE = 0.75  # largest share of the pool that transfers may hold: requests need the rest
-SECONDS = 30.0  # time that pages are held without a message from the reader
-MAX_SECONDS = 600.0  # longest time that pages are held, however often a reader renews
+POOL_SHARE = 0.75  # maximum share of the pool that transfers may hold: requests need the rest
+SECONDS = 30.0  # seconds for which pages are held without a message from the reader
+MAX_SECONDS = 600.0  # maximum seconds for which pages are held, however often a reader renews
 WORD_BYTES = 8
 NAME_BYTES = 16
 
