@@ -86,7 +86,7 @@ def _parser() -> Parser:
     add("--route", type=Route, choices=list(Route), default=Route.KV,
         help="routing policy, as for foretoken serve --route")  # fmt: skip
     add("--max-running", type=positive, metavar="N",
-        help="most requests running at a time per replica (as in the measured engine)")  # fmt: skip
+        help="maximum running requests per replica (as in the measured engine)")  # fmt: skip
     add("--draft-depth", type=natural, default=0, metavar="K",
         help="draft tokens per request and step")  # fmt: skip
     add("--tokens-per-step", type=above_zero, default=1.0, metavar="X",

@@ -123,7 +123,7 @@ class Ratio(NamedTuple):
     """One setting over another: the ratio over all turns, and its standard error."""
 
     value: float
-    error: float  # Share of the value; infinite for a single turn.
+    error: float  # Standard error as a share of the value; infinite for a single turn.
 
     def __str__(self) -> str:
         return f"{self.value:.3f} ±{self.error * self.value:.3f}"
@@ -491,9 +491,14 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         help="half of the prompts; tune: for fitting priors, show: for published figures",
     )
     parser.add_argument("--prompts", type=int, default=PER_HALF, help="prompts of each kind")
-    parser.add_argument("--max-tokens", type=int, default=160, help="most tokens of an answer")
     parser.add_argument(
-        "--turns", type=int, default=8, help="most runs of each setting in a cell (%(default)s)"
+        "--max-tokens", type=int, default=160, help="maximum length of an answer in tokens"
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=8,
+        help="maximum number of runs of each setting in a cell (%(default)s)",
     )
     parser.add_argument(
         "--error",

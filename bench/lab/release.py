@@ -158,7 +158,7 @@ def pack(root: Path, wheel: Path) -> None:
 
 
 def needed_glibc(libraries: Sequence[Path]) -> int:
-    """Return the least N with which the libraries run on glibc 2.N, judged by their symbols."""
+    """Return the smallest N so that the libraries run on glibc 2.N, judged by their symbols."""
     versions = (re.findall(rb"GLIBC_2\.(\d+)", each.read_bytes()) for each in libraries)
     return max(int(version) for found in versions for version in found)
 

@@ -57,7 +57,7 @@ class Place:
     """A server under test, and the processes behind it."""
 
     url: str
-    server: int  # Process that answers HTTP.
+    server: int  # Id of the process that answers HTTP.
     replicas: Sequence[subprocess.Popen[bytes]] = ()
 
     def cpu_seconds(self) -> tuple[float, float]:

@@ -75,7 +75,7 @@ class Session(msgspec.Struct, kw_only=True):
 
     @property
     def most_missed(self) -> int:
-        """Most tokens that one turn computed although they could have been read from the cache."""
+        """Maximum number of tokens that a turn computed although they could have been cached."""
         missed = [(turn.possible_tokens or 0) - turn.cached_tokens for turn in self.turns]
         return max([0, *missed])
 

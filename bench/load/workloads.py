@@ -15,7 +15,7 @@ from .corpus import TextCorpus
 from .figures import Record
 from .generator import Ask, Job, Piece, Session
 
-SHORTEST = 8  # Least length in tokens of a prompt that was cut to fit.
+SHORTEST = 8  # Minimum length in tokens of a prompt that was cut to fit.
 ROOM = 16  # Tokens that a template or a tokenizer may add.
 
 
@@ -75,7 +75,7 @@ def above_zero(text: str) -> float:
 
 @dataclass(slots=True)
 class Scene:
-    """Inputs of all workloads; ``max_len`` is the most tokens that a request may have."""
+    """Inputs of all workloads; ``max_len`` is the maximum length of a request in tokens."""
 
     args: argparse.Namespace
     corpus: TextCorpus

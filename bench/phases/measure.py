@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 class Sizes:
     """Extent of a measurement. Lengths are in tokens; ``budget`` is the seconds for one point."""
 
-    max_len: int = 32768  # Longest prompt.
+    max_len: int = 32768  # Maximum length of a prompt.
     repeats: int = 5
     budget: float = 30.0
     decode_len: int = 32
@@ -91,7 +91,7 @@ class Lab:
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a prompt and its answer."""
+        """Maximum number of tokens of a prompt and its answer together."""
         return self.built.max_model_len
 
     @property

@@ -190,7 +190,7 @@ def _num_equal(alone: Sequence[Served], served: Sequence[Served]) -> int:
 def _prompts(lab: Lab, folder: Path | None, count: int) -> list[list[int]]:
     """Return prompts of different lengths, half of them with a common prefix.
 
-    The built-in pair gets source code, other models random tokens.
+    The built-in models get source code, other models random tokens.
     """
     vocab_size = lab.built.vocab_size
     text = random_prompts(1, 4096, vocab_size)[0]

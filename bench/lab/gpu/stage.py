@@ -53,7 +53,8 @@ class Result(msgspec.Struct, kw_only=True):
     machine: dict[str, object]
     card: dict[str, object]
     versions: dict[str, str]
-    simulated: bool = False  # Whether it is a rehearsal: tiny shapes, no GPU, meaningless figures.
+    # Whether the stage was rehearsed: tiny shapes, no GPU, meaningless figures.
+    simulated: bool = False
     status: str = "running"  # One of running, ok, failed, out of time and not run.
     seconds: float = 0.0
     limits: Limits | None = None  # Limits for the roofline, measured in the same run.

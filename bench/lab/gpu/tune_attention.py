@@ -40,7 +40,7 @@ from .gauge import Gauge
 REPEATS = 10
 READ_BYTES = 2**30
 COLD_BYTES = 2**28  # Bytes of keys and values in the pool: several times a GPU's cache.
-MAX_LAYERS = 24  # Most layers of the pool, which has as many as `COLD_BYTES` needs.
+MAX_LAYERS = 24  # Maximum number of layers to make the pool as large as `COLD_BYTES`.
 RULE = Rule(None, None, None)
 DTYPE = torch.bfloat16
 
