@@ -69,7 +69,7 @@ DRAFT_SETTINGS = (
 )  # fmt: skip
 RANDOM, OFF_GRID = "random-0.6b", "smollm2-off-grid"
 LEAST_TURNS = 3  # Minimum number of turns, to estimate the standard error.
-LAPS = 2  # Number of requests for each concurrent one, unless a request runs alone.
+LAPS = 2  # With concurrency C above 1, a run has at least C times this many requests.
 LEAD_IN = 40  # Tokens of each concurrent request before a run is timed.
 _NUMBERS = count()  # Numbers for request ids.
 
@@ -188,7 +188,8 @@ class Bench:
     ) -> list[list[int]]:
         """Answer the prompts of a group, ``cell.concurrency`` at a time.
 
-        Concurrent prompts are repeated until there are ``LAPS`` requests for each concurrent one.
+        If several run at a time, prompts are repeated until there are ``LAPS * cell.concurrency``
+        requests.
         """
         self._built.engine.scheduler.speculator = self._speculator(setting)
         laps = 1 if cell.concurrency == 1 else -(-LAPS * cell.concurrency // len(group))

@@ -34,7 +34,7 @@ from .sources.merge import GuessTree, Survival
 from .sources.source import GuardedSource, Source, SourceIndexer
 
 PROPOSER = "proposer"  # key of the proposer in `drafters`; other keys are names of sources
-SURE = 0.9  # at a fixed depth, a looked-up chain with this survival skips the proposer
+SURE = 0.9  # minimum survival of a looked-up chain, at a fixed depth, to skip the proposer
 LOOKUP_LEN = 24  # maximum path length of a look-up in "auto", in tokens
 PROPOSER_NODES = 16  # maximum number of nodes in a proposer's draft in "auto"
 FEW_TO_CATCH_UP = 6  # maximum tokens of missing KV that the proposer computes while prompts wait

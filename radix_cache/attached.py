@@ -40,7 +40,8 @@ class StateSlots:
         self.num_total, self.num_logs = num_slots, num_logs
         self.interval = interval  # tokens
         self.num_evicted = 0
-        self.num_recomputed_tokens = 0  # tokens whose pages were cached without a state
+        # tokens that were computed again, because their pages were cached without a state
+        self.num_recomputed_tokens = 0
 
         # kept states by page id; this table owns their slots
         self.attached: dict[int, KeptState] = {}

@@ -19,7 +19,7 @@ from .node import Cause, Eviction, Node
 
 NO_NAMESPACES: Set[str | None] = frozenset()
 MAX_EVICTIONS = 8192
-SLACK = 64  # ranks of removed leaves that a heap may have, beyond its number of valid ranks
+SLACK = 64  # a heap may hold this many ranks of removed leaves, plus one per valid rank
 
 
 class NamespaceQuota:

@@ -45,9 +45,8 @@ class OracleSource(Source):
         self._max_tokens = max_tokens
         self._num_kept = 0  # Total number of tokens in the kept answers.
         self._answers: OrderedDict[Key, array[int]] = OrderedDict()
-        self._live: dict[
-            Request, array[int]
-        ] = {}  # Answers of running requests, wrong tokens included.
+        # Answers of running requests, wrong tokens included.
+        self._live: dict[Request, array[int]] = {}
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Return the next tokens of the recorded answer, if there is one and it is long enough."""

@@ -85,11 +85,8 @@ FORMULAS: list[Function] = [
     (FormulaOps, "logits", FORMULA),
     (FormulaArgmax, "run", FORMULA),
 ]
-OVERLAPPED = (
-    "deliver",
-    "index",
-    FORMULA,
-)  # Parts that run while the device works, or on the device.
+# Parts that run while the device works, or on the device.
+OVERLAPPED = ("deliver", "index", FORMULA)
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,7 +218,7 @@ async def serve_ours(sock: socket.socket, num_streams: int) -> None:
     clock = Clock(num_streams)
     llm = EngineClient.from_built(null_model(clock)[0])
     await llm.start()
-    gc.freeze()  # The real server freezes, too.
+    gc.freeze()  # The real server calls this, too.
     config = uvicorn_config(llm, Listen(log_level="warning"))
     config.app = clock.with_ticks(cast("ASGIApp", config.app))
     await uvicorn.Server(config).serve([sock])
@@ -226,7 +226,7 @@ async def serve_ours(sock: socket.socket, num_streams: int) -> None:
 
 async def serve_replica(address: str, num_streams: int) -> None:
     """Serve as a replica of the front at ``address`` until the front ends."""
-    from ...api.cluster.replica.engine_host import EngineHost  # This import needs an extra.
+    from ...api.cluster.replica.engine_host import EngineHost  # Needs an extra.
     from ...api.cluster.wire.transport import ReplicaSocket
 
     built, tokenizer = null_model(Clock(num_streams))

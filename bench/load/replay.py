@@ -75,7 +75,7 @@ class Session(msgspec.Struct, kw_only=True):
 
     @property
     def most_missed(self) -> int:
-        """Maximum number of tokens that a turn computed although they could have been cached."""
+        """Maximum number of tokens that a turn computed but could have read from the cache."""
         missed = [(turn.possible_tokens or 0) - turn.cached_tokens for turn in self.turns]
         return max([0, *missed])
 

@@ -44,7 +44,7 @@ SAMPLED_BYTES = 48 << 20  # size of the matrices that are timed: more than cache
 SAMPLED_TURNS = 4  # number of timings; the best counts, because other work slows some of them
 OTHERS_GROWTH = 0.05  # share by which one more row raises the time a pass spends outside matrices
 ATTENTION_SHARE = 0.5  # throughput of attention relative to matrix products
-TRIED_PRICE = 1e-9  # price of a row in timed drafts: passes score tokens but drop no node
+TRIED_PRICE = 1e-9  # tiny price of a row in timed drafts: tokens are scored, but no node is dropped
 TRIED_SAMPLING = SamplingMetadata(params=TokenSamplingParams(temperature=1.0), seed=0, prompt_len=1)
 
 
@@ -119,7 +119,7 @@ def _sampled_linears(decoder: Decoder) -> list[tuple[PackedLinear, int]]:
 def _linear_seconds(
     decoder: OwnDecoder, linears: Sequence[tuple[PackedLinear, int]]
 ) -> dict[int, float]:
-    """Return the seconds of all products together, by number of rows; the best of some timings."""
+    """Return the seconds of all products together, by rows: the best of several timings."""
     ops, widths = decoder.ops, {columns for _, columns in linears}
     timed = [rows for rows in rows_to_time(decoder) if rows <= MOST_GUESSED]
     inputs = {width: torch.randn((max(timed), width), dtype=decoder.dtype) for width in widths}

@@ -161,7 +161,7 @@ class BlockFrame(Vocabulary):
             len(config.taps) * config.target_hidden_size, config.hidden_size, bias=False
         )
         self.hidden_norm = RmsNorm(config.hidden_size, config.norm_eps)
-        if layers is not None:  # Added here for the order of the parameters in files.
+        if layers is not None:  # Added here to keep the order of the parameters in files.
             self.layers = layers
         self.norm = RmsNorm(config.hidden_size, config.norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None

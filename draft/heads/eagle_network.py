@@ -127,7 +127,7 @@ class EagleFrame(Vocabulary):
             nn.ModuleList([RmsNorm(width, eps) for _ in range(taps)]) if config.fc_norm else None
         )
         self.fc = nn.Linear(taps * width, config.hidden_size, bias=config.fc_bias)
-        if midlayer is not None:  # Added here for the order of the parameters in files.
+        if midlayer is not None:  # Added here to keep the order of the parameters in files.
             self.midlayer = midlayer
         self.norm = RmsNorm(config.hidden_size, eps)
 

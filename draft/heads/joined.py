@@ -33,7 +33,7 @@ from .common.proposer import HeadProposer
 from .kinds import HeadFolder, head_kind, kind_of, open_head
 
 logger = logging.getLogger(__name__)
-# sampled tokens, and greedy tokens after them, with which two readings of tap ids are compared
+# numbers of sampled tokens and of greedy tokens after them; the latter decide ambiguous tap ids
 NUM_DRAWN, NUM_SCORED = 32, 64
 
 

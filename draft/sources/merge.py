@@ -31,7 +31,7 @@ class GuessPath:
     source: str
     survival: Survival  # [len(token_ids)]
     start: int = 0  # number of draft tokens before this run
-    branches: list[GuessPath] = field(default_factory=list)  # forks and continuations
+    branches: list[GuessPath] = field(default_factory=list)  # forks and continuations of this path
 
     @property
     def stop(self) -> int:

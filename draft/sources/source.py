@@ -134,7 +134,7 @@ class SourceIndexer:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether a request has ended, or was never indexed completely. O(1)."""
+        """Whether an ended request is not stored yet, or a running one is not indexed. O(1)."""
         return bool(self._new or self._ended)
 
     def work(self) -> None:

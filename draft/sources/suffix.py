@@ -23,10 +23,10 @@ from .source import INDEX_CHUNK, Chances, Guess, Priors, Source
 
 ORDERS = (16, 8, 4, 3, 2, 1)  # numbers of last tokens that must match, the most reliable first
 NUM_SHARED = 3  # number of leading ORDERS that are also looked up in other requests
-FIRST_ORDERS = (2, 4)  # indices into ORDERS whose oldest occurrence is indexed, too
+FIRST_ORDERS = (2, 4)  # indices of the orders whose oldest occurrence is indexed, too
 MAX_ORDER = ORDERS[0]
 MAX_REQUESTS = 2**14  # maximum number of ended requests, of about 1.4 KiB each without tokens
-FIRST_KIND = len(ORDERS)  # kinds of guesses: newest by order, oldest by order, shared by order
+FIRST_KIND = len(ORDERS)  # kind of guesses from oldest occurrences; lower kinds: from newest ones
 SHARED_KIND = FIRST_KIND + len(FIRST_ORDERS)
 
 MASK = 2**64 - 1
@@ -81,7 +81,7 @@ class TokenHistory:
     tokens: array[int]  # the live request's own array; after its end a copy from `offset` on
     own_salts: tuple[int, ...]  # [len(ORDERS)] hash salts for the request's own look-ups
     first_salts: tuple[int, ...]  # [len(FIRST_ORDERS)] hash salts of the oldest occurrences
-    shared_salts: tuple[int, ...]  # [NUM_SHARED] hash salts for other requests; empty: none
+    shared_salts: tuple[int, ...]  # [NUM_SHARED] salts for other requests' look-ups; empty: none
     shared_from: int  # positions before this one were indexed for others by another history
     indexed_to: int  # positions from `shared_from` to this one are in the table
     indexed_from: int  # positions from this to `shared_from` are in the table for own look-ups

@@ -151,7 +151,7 @@ def _read_line(
     if parsed.text is not None:
         yield from _pieces(encoder.encode(parsed.text), text_len)
     elif parsed.messages:
-        with suppress(PromptTooLong):  # The target cannot answer longer prompts.
+        with suppress(PromptTooLong):  # Prompts that are too long for the target are left out.
             yield from _chat(parsed.messages, encoder)
     else:
         raise InvalidRequest(f"data: {where}: messages or text is missing", param="data")

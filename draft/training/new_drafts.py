@@ -181,7 +181,7 @@ def _check_layers(config: DecoderConfig, *, is_head: bool) -> None:
     if is_head and config.rope.partial != 1.0:
         raise InvalidRequest(
             f"init: {config.model_type} applies RoPE to a part of each attention head, which draft "
-            "heads cannot: train from random weights, or begin with a draft in a folder",
+            "heads do not support: train from random weights, or begin with a draft in a folder",
             param="init",
         )
 

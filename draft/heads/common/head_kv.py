@@ -74,7 +74,7 @@ class HeadKV:
         self.ready = np.zeros(pool.num_pages, dtype=np.bool_)  # [num_pages] ready marks
         self._ready_elsewhere = np.zeros_like(self.ready)  # [num_pages] marks loaded from a tier
         self.spans: dict[str, Span] = {}  # spans by request id
-        self._page_features: Tensor | None = None  # [num_pages, hidden] last feature of a page
+        self._page_features: Tensor | None = None  # [num_pages, hidden] each page's last feature
         if config.keeps_page_features:
             shape = (pool.num_pages, config.hidden_size)
             self._page_features = torch.zeros(shape, dtype=pool.dtype, device=pool.data.device)

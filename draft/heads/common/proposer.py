@@ -52,9 +52,9 @@ class Query(NamedTuple):
 
     request: int  # index of the request among the starts
     level: int  # number of draft tokens on the path to this token, itself included
-    parent: int  # index of the parent in the previous call; -1 for the last token of a request
+    parent: int  # index of the parent token in the previous call; -1 without a parent
     token_id: int
-    slots: Sequence[int] = ()  # KV slots of the draft tokens on the path, if the head keeps such KV
+    slots: Sequence[int] = ()  # KV slots of the path's draft tokens; empty if they have no KV
 
 
 class Drafting(ABC):
