@@ -88,7 +88,7 @@ class Figures:
     """Time and tokens of one setting in a cell, over all groups of prompts."""
 
     seconds: float = 0.0  # Time at full concurrency, summed over the groups.
-    num_timed: int = 0  # Tokens in these seconds.
+    num_timed: int = 0  # Tokens generated at full concurrency.
     num_tokens: int = 0  # Tokens of all answers.
     num_steps: int = 0
     num_proposed: int = 0

@@ -386,7 +386,7 @@ class _TreePrices:
     """Prices of the nodes of a step's draft trees, in tokens."""
 
     rows: tuple[float, ...]  # price of 1, 2, ... rows in all trees together
-    per_tree: Survival  # price of 1, 2, ... rows in one tree, if all trees have as many rows
+    per_tree: Survival  # price of 1, 2, ... rows in one tree, if all trees have equally many
     keys: list[float]  # additional price of a node, for the keys it attends to, by request
     passes: tuple[float, ...]  # price of one pass of the proposer with 1, 2, ... rows
 

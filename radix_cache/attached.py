@@ -50,8 +50,8 @@ class StateSlots:
         self.loading: set[int] = set()  # slots into which a state is being read from a tier
         self.counters = array("Q", bytes(8 * num_slots))
         self.on_attached: Callable[[KeptState], None] = lambda _: None
-        self._free = array("q", range(num_slots - 1, -1, -1))  # a stack
-        self._free_logs = array("q", range(num_logs - 1, -1, -1))  # a stack
+        self._free = array("q", range(num_slots - 1, -1, -1))  # free slots, a stack
+        self._free_logs = array("q", range(num_logs - 1, -1, -1))  # free logs, a stack
         self._clock = 0
 
     @property

@@ -166,7 +166,7 @@ class Match(NamedTuple):
     page_ids: array[int]  # copy of the ids of the matched pages
     namespace: str | None
     node: Node | None  # the deepest node reached; None when the namespace is unknown
-    num_node_pages: int  # pages of that node that matched
+    num_node_pages: int  # number of pages of ``node`` that matched
     epoch: int  # epoch of the tree at the time of the match
 
     @property

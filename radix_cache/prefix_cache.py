@@ -53,7 +53,7 @@ class PrefixCache:
         self.session_ttl = session_ttl
         self.num_total_pages = num_pages
         self.num_queries = 0  # tokens looked up, over all acquires
-        self.num_hits = 0  # tokens of the queries that were cached
+        self.num_hits = 0  # looked-up tokens that were cached
         self.eviction_log = EvictionLog(page_size)
         quota = None if cache_quota >= 1 else max(1, int(num_pages * cache_quota))
         self.tree = RadixTree(  # owns the cached pages; the other objects only observe it
@@ -66,8 +66,9 @@ class PrefixCache:
         self.transfers = TransferLocks(self.tree, max_pages=int(num_pages * POOL_SHARE))
         # the arguments of the last call of `_match`, and its match
         self._last_match: tuple[tuple[object, ...], Match] | None = None
-        self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
-        self.states = states  # owner of the slots that no lease owns
+        # free pages, as a stack: the last one is lent next
+        self._free = array("q", range(num_pages - 1, -1, -1))
+        self.states = states  # owns the state slots that no lease owns
         if states is not None:
             self.tree.add_observer(states)
         # Pages allocated since take_newly_allocated_pages; owned by their leases.

@@ -167,7 +167,7 @@ def measured_roofline(path: Path, weight_bytes: int | None = None) -> Roofline |
         weight_bytes = file_bytes(path)
     if not weight_bytes:
         return None
-    from .machine import torch_read_bandwidth  # Imported here: it loads torch.
+    from .machine import torch_read_bandwidth  # Imported here, because the module loads torch.
 
     return Roofline(weight_bytes, torch_read_bandwidth())
 

@@ -33,7 +33,7 @@ from ...draft.control.outcome import NUM_BEST
 VOCAB_SIZE = 2**13
 # Each token is followed by the next one of this permutation.
 CYCLE = np.random.default_rng(0).permutation(VOCAB_SIZE)
-# A winner is encoded in one word: its score above the low 31 bits, which hold this minus its id.
+# A winner is encoded in one word: its score above the low 31 bits, which hold `_LAST_ID` - id.
 _LAST_ID = 2**31 - 1
 
 

@@ -86,7 +86,7 @@ class Answer:
         self.raw = b""  # First bytes of the answer, for errors that are not streams.
         self._record, self._watch = record, watch
         self._parser = EventParser()
-        self._num_reported = 0  # Tokens by the last usage.
+        self._num_reported = 0  # Number of tokens in the last usage.
         self._is_counted = True  # Whether the server reported the tokens of every chunk.
         self._usage: _Usage | None = None
 

@@ -103,9 +103,9 @@ class Allocation:
     num_lookup: IntArray  # [num_requests] number of looked-up nodes to verify, the best ones
     num_proposer: IntArray  # [num_requests] expected number of nodes that the proposer drafts
     net_gain: float = 0.0
-    row_prices: FloatArray | None = None  # [most] tokens
-    key_prices: FloatArray | None = None  # [num_requests] tokens
-    pass_prices: FloatArray | None = None  # [PASS_ROWS * num_requests] tokens
+    row_prices: FloatArray | None = None  # [most] tokens, for 1, 2, ... rows
+    key_prices: FloatArray | None = None  # [num_requests] tokens per row
+    pass_prices: FloatArray | None = None  # [PASS_ROWS * num_requests] tokens, for 1, 2, ... rows
 
     @property
     def num_rows(self) -> int:

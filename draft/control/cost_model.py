@@ -35,8 +35,8 @@ MAX_OUTLIER = 3.0  # maximum multiple of a mean that one value counts as, so tha
 class StepProfile:
     """Times of passes, in seconds, by the number of rows of a pass."""
 
-    forward: Mapping[int, float] = field(default_factory=dict)  # passes of the target
-    draft: Mapping[int, float] = field(default_factory=dict)  # passes of the proposer, if any
+    forward: Mapping[int, float] = field(default_factory=dict)  # seconds of target passes by rows
+    draft: Mapping[int, float] = field(default_factory=dict)  # seconds of proposer passes by rows
     key_s: float = 0.0  # seconds per key of each row after a request's first, in the target's pass
 
 

@@ -31,14 +31,14 @@ FloatArray = NDArray[np.float64]
 
 MAX_LENGTH = 64  # number of positions that a curve covers
 PRIOR_TOKENS = 10.0  # weight of the prior, in observed tokens
-WINDOW = 150.0  # number of tokens over which the counts of a bucket fade
+WINDOW = 150.0  # number of tokens over which the counts of a bucket decay
 HAZARD_PRIOR = 1.0  # weight of the prior hazard of 1, in expected rejections
 HAZARD_KEEP = 0.95  # share of a request's counts that remains after each of its guesses
 HAZARD_RANGE = (0.1, 12.0)
 CHANCE_RANGE = (0.005, 0.998)
 PRIOR_DRAFTS = 4.0  # weight of a node's prior, in observed drafts
 TRIAL_WEIGHT = 5.0  # weight of a probe of an unused proposer, in drafts
-NODE_WINDOW = 60.0  # number of drafts over which counts of nodes fade
+NODE_WINDOW = 60.0  # number of drafts over which counts of nodes decay
 
 _SPANS = tuple(zip(BUCKETS, (*BUCKETS[1:], maxsize), strict=True))  # positions of each bucket
 _CLASS_OF = np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1
@@ -51,8 +51,8 @@ class _Curve:
     The arrays [MAX_LENGTH] include the new ``scores`` only after `refresh`.
     """
 
-    hits: list[float]  # [len(BUCKETS)] faded number of accepted tokens
-    trials: list[float]  # [len(BUCKETS)] faded number of tokens with a known outcome
+    hits: list[float]  # [len(BUCKETS)] decayed number of accepted tokens
+    trials: list[float]  # [len(BUCKETS)] decayed number of tokens with a known outcome
     log_survival: FloatArray = field(default_factory=lambda: np.zeros(MAX_LENGTH))
     survival: FloatArray = field(default_factory=lambda: np.ones(MAX_LENGTH))
     # [MAX_LENGTH] expected rejections among the first 1, 2, ... tokens
@@ -67,7 +67,7 @@ class _Curve:
         return curve
 
     def count(self) -> None:
-        """Fade the counts and add the new scores to them, all with the same weight."""
+        """Decay the counts and add the new scores to them, all with the same weight."""
         for index, (start, stop) in enumerate(_SPANS):
             hits = tried = 0
             for num_hits, num_tried in self.scores:

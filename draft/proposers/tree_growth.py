@@ -37,7 +37,7 @@ class _Node:
     level: int  # 1 for a node that follows the request's last token
     source: str
     survival: float  # probability that this node and all nodes before it are accepted
-    own_survival: float  # the drafter's own estimate of ``survival``; 0 if the drafter found others
+    own_survival: float  # survival by the drafter's estimate; 0 if the drafter found other tokens
     on_trunk: bool  # whether the node is on the trunk and so has the slot of its position
     children: list[int] = field(default_factory=list)
     is_open: bool = False  # whether a pass computes or has computed this node
@@ -78,7 +78,7 @@ class TreeGrowth:
     page_size: int = 0
     most_levels: int = ANY_LEVEL
     nodes: list[_Node] = field(default_factory=list)
-    rankings: dict[int, _Ranking] = field(default_factory=dict)  # rankings by node, with ROOT
+    rankings: dict[int, _Ranking] = field(default_factory=dict)  # by node, ROOT included
     pass_rows: list[int] = field(default_factory=list)  # rows of each pass or level, in order
     plan: DraftPlan = field(init=False)
     _root: _Node = field(init=False)

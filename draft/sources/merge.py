@@ -44,7 +44,7 @@ class GuessTree:
 
     def __init__(self, trunk: GuessPath) -> None:
         self.trunk = trunk
-        self._paths = [trunk]  # each path after its parent path
+        self._paths = [trunk]  # paths; each one follows its parent path
 
     @property
     def survival(self) -> Survival:

@@ -15,7 +15,7 @@ from ...radix_cache import Node, RadixTree
 from .merge import common_len
 from .source import Guess, Priors, Source
 
-SINGLE, FORKED = 0, 1  # kinds of guesses: one continuation was ever seen, or several
+SINGLE, FORKED = 0, 1  # kinds of guesses: a single continuation was seen, or several
 FIRST_WAIT = 16  # tokens until a request that left the tree searches it again
 # share of the tokens that an eviction keeps; evictions must be rare, because each one makes all
 # cursors look up their node again

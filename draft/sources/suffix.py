@@ -76,7 +76,7 @@ class TokenHistory:
     has ended.
     """
 
-    number: int  # unique number of the history, never reused: entries of a dropped one stay invalid
+    number: int  # unique number of the history, never reused, so old entries stay invalid
     scope: Hashable  # only look-ups of the same scope find this history
     tokens: array[int]  # the live request's own array; after its end a copy from `offset` on
     own_salts: tuple[int, ...]  # [len(ORDERS)] hash salts for the request's own look-ups
@@ -84,7 +84,7 @@ class TokenHistory:
     shared_salts: tuple[int, ...]  # [NUM_SHARED] salts for other requests' look-ups; empty: none
     shared_from: int  # positions before this one were indexed for others by another history
     indexed_to: int  # positions from `shared_from` to this one are in the table
-    indexed_from: int  # positions from this to `shared_from` are in the table for own look-ups
+    indexed_from: int  # positions from this one to `shared_from` serve own look-ups
     offset: int = 0  # position of tokens[0]
     hashes: array[int] = field(default_factory=lambda: array("Q", (0,)))
 

@@ -55,10 +55,10 @@ class Written(NamedTuple):
     taps: Tensor  # [num, num_taps * target_hidden]
     token_ids: Tensor  # [num]
     positions: IntArray  # [num]
-    slots: IntArray  # [num] slots of their head KV
+    slots: IntArray  # [num] slots of the positions' head KV
     firsts: IntArray  # [num_requests] index of each request's first position
     lens: IntArray  # [num_requests] number of positions of each request
-    before: Sequence[Tensor | None]  # [num_requests] feature of the position before, if known
+    before: Sequence[Tensor | None]  # [num_requests] feature of the preceding position, if known
 
 
 Write: TypeAlias = Callable[[Written], Tensor | None]
@@ -200,7 +200,7 @@ class HeadKV:
         """Record ``count`` written positions of a request; mark completed pages as ready."""
         begin, page_size = span.stop, self.pool.page_size
         if features is not None and span.feature is None and span.start == begin:
-            # Without the feature before it, the KV of the first position is invalid.
+            # Without the preceding feature, the KV of the first position is invalid.
             span.start = begin + 1
         span.stop = begin + count
         for page in range(begin // page_size, span.stop // page_size):

@@ -36,7 +36,7 @@ class DraftStart(NamedTuple):
     """The state of a request from which a head starts a draft."""
 
     scheduled: ScheduledRequest
-    first: int  # first position of the head KV that the draft may see
+    first: int  # first position of the head KV that the draft may read
     feature: Tensor | None  # [hidden] feature of the position before the last token, if known
 
 
@@ -100,7 +100,7 @@ class HeadGrower(TreeGrower):
         self._drafting, self._before = drafting, {}
         self._requests = {tree: at for at, tree in enumerate(trees)}
         self.grow(trees, self.compute([(tree, ROOT) for tree in trees]))
-        self._drafting, self._before, self._requests = None, {}, {}  # Free their tensors.
+        self._drafting, self._before, self._requests = None, {}, {}  # Free the drafts' tensors.
 
     @override
     def compute(self, nodes: TreeNodes) -> Opened:
