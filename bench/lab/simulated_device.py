@@ -33,7 +33,7 @@ from ...draft.control.outcome import NUM_BEST
 VOCAB_SIZE = 2**13
 # Each token is followed by the next one of this permutation.
 CYCLE = np.random.default_rng(0).permutation(VOCAB_SIZE)
-# A winner is encoded in one word: its score above the low 31 bits, which hold this minus its id.
+# A winner is encoded in one word: its score above the low 31 bits, which hold `_LAST_ID` - id.
 _LAST_ID = 2**31 - 1
 
 
@@ -118,7 +118,7 @@ def _same(_: FormulaOps, x: Tensor, *__: object, **___: object) -> Tensor:
 
 
 class FormulaOps(TritonOps):
-    """Operations of passes that take given seconds by their number of rows.
+    """Operations of simulated passes; a pass takes the seconds given for its number of rows.
 
     A row's hidden state is its token id. Its logits begin with the words of the best tokens, int64:
     a word encodes a token's score and id. ``accuracy``: probability that the best token is the next

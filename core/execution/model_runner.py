@@ -313,7 +313,7 @@ class ModelRunner:
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
             valid = takewhile(lambda token_id: 0 <= token_id < vocab_size, token_ids)
             token_ids = array("q", valid)
-        draft = draft.first(len(token_ids))
+        draft = draft.first_nodes(len(token_ids))
         if not isinstance(draft.token_ids, array):
             draft = replace(draft, token_ids=token_ids)
         return cut_to_spare_pages(draft, scheduled, self.pool.page_size)

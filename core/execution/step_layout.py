@@ -35,7 +35,7 @@ def cut_to_spare_pages(draft: Draft, scheduled: ScheduledRequest, page_size: int
     if not draft.parents:
         return draft
     num_spare = len(scheduled.spare_page_ids) * page_size
-    return draft.first(draft.trunk_len + num_spare) if num_spare else draft.trunk()
+    return draft.first_nodes(draft.trunk_len + num_spare) if num_spare else draft.trunk()
 
 
 def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:

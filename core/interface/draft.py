@@ -31,7 +31,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         """Return a chain whose tokens all come from one source."""
         return cls(token_ids, (source,) * len(token_ids))
 
-    def first(self, count: int) -> Draft:
+    def first_nodes(self, count: int) -> Draft:
         """Return the tree of the first ``count`` nodes."""
         if count >= len(self.token_ids):
             return self
@@ -48,7 +48,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         """Return the trunk as a chain."""
         if not self.parents:
             return self
-        return msgspec.structs.replace(self.first(self.trunk_len), parents=())
+        return msgspec.structs.replace(self.first_nodes(self.trunk_len), parents=())
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from the first level down to ``node``, inclusive."""

@@ -182,7 +182,7 @@ def allocate_draft_pages(
     room = (len(lease.page_ids) + cache.num_free_pages) * cache.page_size - num_tokens
     cache.extend(lease, num_tokens + min(depth, room), evict=False)
     if depth > room:
-        draft, max_draft = plan.draft.trunk().first(room), min(plan.max_draft, room)
+        draft, max_draft = plan.draft.trunk().first_nodes(room), min(plan.max_draft, room)
         return replace(plan, draft=draft, max_draft=max_draft, may_branch=False), NO_PAGES
     wanted = -(-plan.num_beside_trunk // cache.page_size)
     if wanted == 0:

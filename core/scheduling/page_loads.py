@@ -425,7 +425,7 @@ class PageLoads:
     def _keep_lease(self, load: PageLoad, lease: KVLease) -> None:
         """Keep a lease until the thread's call for its pages ends; free the other pages."""
         num_pages = load.first + load.num_loaded + self.tiers.pages_per_call
-        self._cache.part_state(lease)
+        self._cache.free_state(lease)
         self._cache.shrink(lease, num_pages * self._cache.page_size)
         self._leases[load] = lease
 

@@ -113,6 +113,6 @@ def use_state(cache: PrefixCache, request: Request, stop: int) -> StateUse | Non
 
 def as_chain(plan: DraftPlan) -> DraftPlan:
     """Return a plan that a log can hold: a chain of at most `MAX_STATE_DRAFT` tokens."""
-    draft = plan.draft.trunk().first(MAX_STATE_DRAFT)
+    draft = plan.draft.trunk().first_nodes(MAX_STATE_DRAFT)
     max_draft = min(plan.max_draft, MAX_STATE_DRAFT)
     return replace(plan, draft=draft, max_draft=max_draft, may_branch=False)

@@ -40,17 +40,17 @@ class DraftState:
         """Whether the temperature is above 0. Sampled requests accept fewer draft tokens."""
         return self.request.sampling.params.temperature > 0
 
-    def drafts_nothing(self, num_new_tokens: int) -> bool:
-        """Whether look-ups are still paused when the request has ``num_new_tokens`` more tokens."""
+    def is_paused(self, num_new_tokens: int) -> bool:
+        """Whether look-ups are still paused once the request has ``num_new_tokens`` more tokens."""
         return len(self.request.tokens) + num_new_tokens < self.paused_until
 
-    def drafted(self, num_rows: int, *, step: int, may_back_off: bool) -> None:
+    def note_drafted(self, num_rows: int, *, step: int, may_back_off: bool) -> None:
         """Record the number of rows drafted in a step; pause look-ups after steps without drafts.
 
         Each pause is twice as long as the one before, up to `MAX_PERIOD` steps. ``step``: number of
-        the engine's step. A pause of n steps ends at a multiple of n, so that many requests look up
-        in the same step and the other steps need no look-ups. ``may_back_off``: whether look-ups
-        may be paused.
+        the engine's step. A pause of n steps ends at a step whose number is a multiple of n. Then
+        many requests look up in the same step, and the other steps need no look-ups.
+        ``may_back_off``: whether look-ups may be paused.
         """
         if num_rows:
             self.num_fruitless = 0
@@ -131,9 +131,9 @@ class DraftState:
         plan, num_uncached = scheduled.draft_plan, outcome.note.num_uncached
         self.proposer_len = scheduled.stop - num_uncached + num_served - 1
         if plan.draft.token_ids and not plan.row_prices:
-            return  # The better of two chains was verified: a biased sample of the proposer.
+            return  # The verified chain is the better of two, which is a biased sample.
         num_ranked = outcome.num_ranked
-        if num_ranked or not num_uncached:  # Otherwise the proposer only computed missing KV.
+        if num_ranked or not num_uncached:  # False if the proposer only computed missing KV.
             node_worth.observe(
                 plan.max_draft,
                 num_ranked,

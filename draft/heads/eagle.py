@@ -145,7 +145,7 @@ def _are_default(taps: Taps) -> bool:
 
 
 def _guess(head: EagleHead, token_ids: Tensor, taps: Tensor) -> Tensor:
-    hidden = head(token_ids, taps, 1)[0]  # Column i decides token i + 2.
+    hidden = head(token_ids, taps, 1)[0]  # Column i predicts token i + 2.
     return head.target_ids(head.logits(hidden).argmax(-1))
 
 

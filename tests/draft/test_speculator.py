@@ -484,7 +484,7 @@ def test_requests_that_may_not_draft_count_in_what_a_step_takes() -> None:
     others = [bench.request(TEXT[::-1], depth=0) for _ in range(14)]
     bench.plan(*auto, *others, num_prefill=40)
     (candidates,) = bench.seen
-    assert len(candidates.lookup) == 2
+    assert len(candidates.lookup_survival) == 2
     assert (candidates.num_decodes, candidates.num_rows) == (16, 56)
 
 

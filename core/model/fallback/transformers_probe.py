@@ -260,12 +260,12 @@ def probe(model: nn.Module, device: torch.device | str) -> ProbeResult:
 class _WatchedLinear(nn.Linear):
     """A linear that notices when other modules read its weight."""
 
-    was_read = False
+    weight_was_read = False
     is_computing = False
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as of nn.Module
         if name == "weight" and not self.is_computing:
-            self.was_read = True
+            self.weight_was_read = True
         return super().__getattr__(name)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def _watched_linears(model: nn.Module) -> Iterator[set[str]]:
         yield read
     finally:
         for name, module in linears.items():
-            if module.__dict__.pop("was_read", False):
+            if module.__dict__.pop("weight_was_read", False):
                 read.add(name)
             module.__dict__.pop("is_computing", None)
             module.__class__ = nn.Linear
