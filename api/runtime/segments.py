@@ -69,10 +69,10 @@ class Grow(NamedTuple):
 
 
 class Close(NamedTuple):
-    """The end of a segment. ``is_whole``: whether the segment was not truncated."""
+    """The end of a segment. ``is_complete``: whether the segment was not truncated."""
 
     segment: Segment
-    is_whole: bool
+    is_complete: bool
 
 
 Change = Open | Grow | Close
@@ -112,17 +112,17 @@ class Segments:
             changes += self._call(call)
         return changes
 
-    def end(self, *, is_whole: bool = True, needs_text: bool = False) -> list[Change]:
+    def end(self, *, is_complete: bool = True, needs_text: bool = False) -> list[Change]:
         """Return the changes at the end of the choice.
 
-        ``is_whole``: whether no limit has truncated the output. ``needs_text``: an answer without
-        text or calls gets an empty text segment.
+        ``is_complete``: whether no limit has truncated the output. ``needs_text``: whether an
+        answer without text or calls gets an empty text segment.
         """
         changes: list[Change] = []
         is_silent = all(each.kind == "reasoning" for each in self.all)
         if (self._space and not self.all) or (needs_text and is_silent):
             changes += self._show(self._space)
-        return [*changes, *self._close(is_whole=is_whole)]
+        return [*changes, *self._close(is_complete=is_complete)]
 
     def _reason(self, text: str) -> Iterator[Change]:
         self._logprobs = []
@@ -174,8 +174,8 @@ class Segments:
         self.all[-1].written.add(text)
         return Grow(self.all[-1], text, logprobs or [])
 
-    def _close(self, *, is_whole: bool = True, is_done: bool = False) -> Iterator[Change]:
+    def _close(self, *, is_complete: bool = True, is_done: bool = False) -> Iterator[Change]:
         """Close the open segment. A call that is not complete was truncated."""
         if self._is_open:
             self._is_open = False
-            yield Close(self.all[-1], is_done or (is_whole and self.all[-1].kind != "call"))
+            yield Close(self.all[-1], is_done or (is_complete and self.all[-1].kind != "call"))

@@ -33,7 +33,7 @@ class TextBlock(Block, tag="text", kw_only=True):
 
 
 class ImageFields(Struct, kw_only=True):
-    """``source`` of an image: base64 data, a data URL, or the URL of a file of --media-dir."""
+    """``source`` of an image: base64 data, a data URL, or the URL of a file in --media-dir."""
 
     type: str
     media_type: str | None = None
@@ -238,7 +238,7 @@ class CountRequest(Sampling, kw_only=True):
     tool_choice: AnyChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonFormat | None = None  # the field of an earlier beta
+    output_format: JsonFormat | None = None  # older name of output_config.format
     cache_control: CacheControl | None = None  # applies to the last block
     chat_template_kwargs: dict[str, Any] | None = None
     # recognised but not supported

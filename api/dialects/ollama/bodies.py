@@ -48,10 +48,10 @@ class Options(RefusedSampling, kw_only=True):
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    # extensions
+    # extensions of Ollama's API
     speculation: Speculation | None = None
     cache_salt: Salt | None = None
-    # aliases
+    # aliases of other fields
     max_tokens: Annotated[int | None, SameAs("num_predict")] = None
     n_predict: Annotated[int | None, SameAs("num_predict")] = None
     repetition_penalty: Annotated[RepetitionPenalty | None, SameAs("repeat_penalty")] = None

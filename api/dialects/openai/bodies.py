@@ -59,14 +59,14 @@ class OpenAISampling(Sampling, kw_only=True):
 
 
 class ImageUrl(Struct):
-    """``image_url``: a data URL, or a file of --media-dir. ``detail`` "low" uses fewer tokens."""
+    """``image_url``: a data URL, or a file in --media-dir. ``detail`` "low" uses fewer tokens."""
 
     url: str
     detail: Detail | None = None
 
 
 class NamedImage(ImageUrl, kw_only=True):
-    """An image. Errors name its field ``param`` in the body, instead of its place in a message."""
+    """An image. Errors name the body's field ``param``, not the image's index in a message."""
 
     param: str
 
@@ -168,7 +168,7 @@ class CompletionRequest(OpenAISampling, kw_only=True):
     best_of: int | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
-    # only for conversations
+    # rejected, since only conversations can have tools
     tools: Empty = None
     tool_choice: Annotated[Any, Refused("none", "auto")] = None
 

@@ -68,12 +68,17 @@ class TokenPieces:
         return self._take(at, is_shown=False) + self._take(len(text))
 
     def _find(self, text: str, mark: str) -> int:
-        """Return the index of a text, searched after the mark if there is one; -1 if not found."""
+        """Return the index of ``text`` in the unreported text, after ``mark`` if it occurs there.
+
+        Return -1 if it is not found.
+        """
         at = self._raw.find(mark)
         return self._raw.find(text, at + len(mark) if at >= 0 else 0)
 
     def _take(self, count: int, *, is_shown: bool = True) -> list[TokenPiece]:
-        """Return the tokens of ``count`` characters, and the tokens without text after them."""
+        """Remove and return the next tokens with ``count`` characters in all, and the tokens
+        without text that follow.
+        """
         pieces: list[TokenPiece] = []
         while self._tokens and (count or not self._tokens[0][0]):
             length, source = self._tokens.popleft()
