@@ -90,7 +90,7 @@ class Difference:
 class TokenChange:
     """The first token in which a prompt differs from an earlier prompt and its answer."""
 
-    position: int  # index in the prompt
+    position: int  # index of the token in the prompt
     before_id: int
     before: str
     now_id: int
@@ -329,7 +329,7 @@ def _was_written(other: Remembered, prompt: Remembered) -> bool:
     """Whether ``other`` had already been computed and cached when ``prompt`` arrived."""
     usage = other.usage
     wait = usage.time_to_first_token
-    if not wait and usage.cached_tokens + usage.cache_write_tokens:  # only prefilled, no answer
+    if not wait and usage.cached_tokens + usage.cache_write_tokens:  # computed without an answer
         wait = usage.total_time
     return other.writes and 0 < wait <= prompt.time - other.time
 

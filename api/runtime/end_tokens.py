@@ -81,11 +81,12 @@ class _Conversations:
         called, value = self._calling()
         result = {"role": "tool", "tool_call_id": _id(0), "name": "look", "content": _RESULT}
         return {
-            *self._behind(said, _SAID, asked, _NEXT, known)[:1],
-            *self._behind(called, value, result, _RESULT, known)[-1:],  # call marks come before it
+            *self._end_marks(said, _SAID, asked, _NEXT, known)[:1],
+            # the last one, since marks of calls may come before the end token
+            *self._end_marks(called, value, result, _RESULT, known)[-1:],
         }
 
-    def _behind(
+    def _end_marks(
         self,
         message: Mapping[str, Any],
         said: str,

@@ -126,13 +126,13 @@ class Segments:
 
     def _reason(self, text: str) -> Iterator[Change]:
         self._logprobs = []
-        if not self._goes_on("reasoning"):
+        if not self._continues("reasoning"):
             yield from self._open("reasoning")
         yield self._grow(text)
 
     def _say(self, text: str) -> Iterable[Change]:
         text = self._space + text
-        if self._goes_on("text"):
+        if self._continues("text"):
             return self._show(text) if text or self._logprobs else ()
         if self._holds_space and text.isspace():
             self._space = text
@@ -140,7 +140,7 @@ class Segments:
         return self._show(text) if text else ()
 
     def _show(self, text: str) -> Iterator[Change]:
-        if not self._goes_on("text"):
+        if not self._continues("text"):
             yield from self._open("text")
         logprobs, self._logprobs = self._logprobs, []
         if text or logprobs:
@@ -149,14 +149,14 @@ class Segments:
     def _call(self, delta: CallDelta) -> Iterator[Change]:
         """Add arguments to the open call, and close it if it is complete."""
         self._logprobs = []
-        if not self._goes_on("call"):
+        if not self._continues("call"):
             raise RuntimeError("a delta continues a call that was not opened")
         if delta.arguments:
             yield self._grow(delta.arguments)
         if delta.is_done:
             yield from self._close(is_done=True)
 
-    def _goes_on(self, kind: Kind) -> bool:
+    def _continues(self, kind: Kind) -> bool:
         return self._is_open and self.all[-1].kind == kind
 
     def _open(self, kind: Kind, call: CallDelta | None = None) -> Iterator[Change]:

@@ -37,7 +37,7 @@ class Handle:
 
     @property
     def is_given(self) -> bool:
-        """Whether the caller gave the ids. If they do not match the message, it is an error."""
+        """Whether the caller gave the ids. Given ids that do not match the message are an error."""
         return bool(self.param)
 
 

@@ -48,7 +48,7 @@ class ContentMarks:
     def of(cls, tokenizer: Tokenizer, syntax: Syntax, written: str) -> ContentMarks:
         """Return the marks of a tokenizer and its template.
 
-        ``written``: a rendered conversation, in which other added tokens are found.
+        ``written``: a rendered conversation. Added tokens in it count as marks of the template.
         """
         added = tokenizer.added_names
         special = {name for name, is_special in added.items() if is_special}
@@ -153,10 +153,10 @@ class Shield:
 
     @property
     def num_chars(self) -> int:
-        """Length to assume for a shorter text, so that it is encoded in a thread.
+        """Least number of characters to assume when deciding whether to encode in a thread.
 
-        It is 0 if no marks are broken up. Otherwise the first text creates another tokenizer, which
-        is slow.
+        It is 0 if no marks are broken up. Otherwise a short text is encoded in a thread too, since
+        the first one creates another tokenizer, which is slow.
         """
         return INLINE_CHARS + 1 if self.breaker else 0
 
