@@ -48,7 +48,7 @@ def lark_of(source: str) -> str:
     """
     rules = _Reader(source).rules()
     if ROOT not in rules:
-        raise ValueError(f"has no rule named {ROOT}")
+        raise ValueError(f"there is no rule named {ROOT}")
     for rule in rules.values():
         for name in rule.references:
             if name not in rules:
@@ -165,7 +165,7 @@ class _Reader:
 
     def _alternatives(self, depth: int) -> Part:
         if depth > MAX_DEPTH:
-            raise ValueError("nested too deeply")
+            raise ValueError("the brackets are nested too deeply")
         branches = [self._sequence(depth)]
         while self._text == "|" and self._kind == "mark":
             self._next()
