@@ -73,7 +73,7 @@ def reader_of(name: str, tools: Sequence[Tool], *, has_form: bool = False) -> Re
 
 @cache
 def _with_plain(name: str) -> list[Beginning]:
-    """Return the beginnings of a format's calls, and others that models often write instead."""
+    """Return the beginnings of a format's calls, and of calls that models often write instead."""
     own = FAMILIES[name].beginnings
     hermes = Beginning(
         mark=HERMES_BEGIN, read=read_block, ends=(HERMES_END,), where=Where.LINE,

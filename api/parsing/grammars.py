@@ -186,7 +186,7 @@ _ABOUT_WHOLE = (
     "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
 )  # fmt: skip
 _ABOUT_TEXT = ("pattern", "format", "minLength", "maxLength")
-MAX_PROPERTIES = 4096  # per tool; a grammar of more would be too long in any case
+MAX_PROPERTIES = 4096  # maximum per tool: a grammar for more would be too long in any case
 _KEY = re.compile(r"\w+", re.ASCII)
 
 
@@ -206,15 +206,14 @@ def listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str, *, comma:
     return first
 
 
-def not_strict(tool: Tool, part: str) -> InvalidRequest:
-    """Return the error for a strict tool whose schema has a ``part`` that cannot be enforced."""
-    message = f"tools: {tool.name} cannot be strict: the model's format does not enforce {part}"
-    return InvalidRequest(message, param="tools")
+def not_strict(tool: Tool, reason: str) -> InvalidRequest:
+    """Return the error for a strict tool whose schema cannot be enforced."""
+    return InvalidRequest(f"tools: {tool.name} cannot be strict: {reason}", param="tools")
 
 
 def _check_text(tool: Tool, schema: Mapping[str, Any]) -> None:
     if tool.strict and (found := [key for key in _ABOUT_TEXT if key in schema]):
-        raise not_strict(tool, f"{found[0]} of a string")
+        raise not_strict(tool, f"the model's format does not enforce {found[0]} of a string")
 
 
 def properties_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
@@ -225,7 +224,8 @@ def properties_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
     """
     schema = tool.parameters or {}
     if tool.strict and (found := [key for key in _ABOUT_WHOLE if key in schema]):
-        raise not_strict(tool, f"{found[0]} at the top of its schema")
+        where = "at the top level of its schema"
+        raise not_strict(tool, f"the model's format does not enforce {found[0]} {where}")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     properties: dict[str, Any] = {key: {} for key in required_of(tool)}
     properties |= dict(schema.get("properties", {}))

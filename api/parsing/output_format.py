@@ -197,13 +197,13 @@ def _with_thought(
     """
     answer = lark.rule("answer", body)
     thought = lark.up_to(marks.end, "thought", through=special)
-    behind = lark.rule("behind", f"{thought} {lark.breaks()} {answer}")
+    after = lark.rule("behind", f"{thought} {lark.breaks()} {answer}")
     if state is ThinkingState.OPEN:
-        return behind
+        return after
     opened = lark.lazily(marks.begin, "open")
     if marks.label:
         opened = f"{opened} {lark_text(marks.label)}"
-    return f"{answer} | {opened} {behind}"
+    return f"{answer} | {opened} {after}"
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:

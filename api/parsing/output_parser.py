@@ -120,7 +120,7 @@ class Source:
         """Remember text that is read from now on, and forget what was remembered before."""
         self._kept, self._is_keeping = [], True
 
-    def let_go(self) -> str:
+    def release(self) -> str:
         """Return the text read since `keep`, and stop remembering it."""
         kept, self._kept, self._is_keeping = self._kept, [], False
         return "".join(kept)
@@ -201,7 +201,7 @@ class Source:
         """Return the available unread text between two offsets; take nothing."""
         return self._text[self._pos + start : self._pos + stop]
 
-    def behind(self, pattern: re.Pattern[str], at: int) -> Reading[int]:
+    def after(self, pattern: re.Pattern[str], at: int) -> Reading[int]:
         """Return the offset after the characters from ``at`` on that ``pattern`` matches."""
         while True:
             if found := pattern.match(self._text, self._pos + at):
@@ -210,9 +210,9 @@ class Source:
                 return at
             yield None
 
-    def behind_white(self, at: int = 0) -> Reading[int]:
+    def after_white(self, at: int = 0) -> Reading[int]:
         """Return the offset after any white space at offset ``at``; take nothing."""
-        return (yield from self.behind(_WHITE, at))
+        return (yield from self.after(_WHITE, at))
 
     def literal(self, literal: str) -> Reading[bool]:
         """Take ``literal`` if it comes next; return whether it did."""
@@ -231,7 +231,7 @@ class Source:
 
         Returns False, and takes nothing, if other text comes.
         """
-        at = yield from self.behind_white()
+        at = yield from self.after_white()
         mark = yield from self.which(marks, at)
         is_cut_off = self._num_left > at and any(self._begins(each, at) for each in marks)
         self.take(self._num_left if is_cut_off else at + len(mark) if mark else 0)
@@ -308,14 +308,14 @@ class ReaderParser:
         if not text:
             return []
         self._source.add(text)
-        return self._go_on()
+        return self._read_events()
 
     def end(self, *, is_cut: bool = False) -> Sequence[Event]:
         """Return the remaining events at the end of the text."""
         self._source.is_ended, self._source.is_cut = True, is_cut
-        return self._go_on()
+        return self._read_events()
 
-    def _go_on(self) -> list[Event]:
+    def _read_events(self) -> list[Event]:
         events: list[Event] = []
         for event in self._reading:
             if event is None:

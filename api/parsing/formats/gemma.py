@@ -28,7 +28,7 @@ from ..reading.offers import kinds, listed_values
 if TYPE_CHECKING:
     from ...types.results import Tool
 
-MAX_DEPTH = 64  # nested objects
+MAX_DEPTH = 64  # maximum depth of nested objects
 _CALL = "call:"
 _NAME = re.compile(r"[\w.:-]+")
 _KEY = re.compile(r"[^\s:,{}\[\]<]+")
@@ -62,7 +62,7 @@ def _calls(call: CallState, marks: GemmaMarks) -> Reading[None]:
         yield from json_block(call, Ends((marks.end,), {marks.begin: ('{"name"', '[{"')}))
     else:
         yield from _Call(call, marks).read()
-        while (yield from source.ahead(_CALL, (at := (yield from source.behind(_BETWEEN, 0))))):
+        while (yield from source.ahead(_CALL, (at := (yield from source.after(_BETWEEN, 0))))):
             source.take(at)
             yield from _Call(call, marks).read()
     yield from source.close(marks.end)
@@ -111,7 +111,7 @@ class _Call:
             key = yield from self._key()
             yield from source.white()
             if not (yield from source.literal(":")):
-                yield from self._see_no_value()
+                yield from self._expect_no_value()
             yield CallArguments(f"{between}{key}: ")
             yield from source.white()
             yield from self._value(depth + 1)
@@ -119,7 +119,7 @@ class _Call:
             between = ", "
         yield CallArguments("}")
 
-    def _see_no_value(self) -> Reading[None]:
+    def _expect_no_value(self) -> Reading[None]:
         """Check that a member ends after its key; its value is then null.
 
         Raises `Malformed` and `Cut`.
@@ -270,7 +270,7 @@ def _of(tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any], quote: s
     names = kinds(schema, root)
     told = set(schema) - {"type", "description", "title", "default", "$defs", "definitions"}
     if tool.strict and (told or not names <= {"string", *_RULES}):
-        raise not_strict(tool, "a keyword of its schema")
+        raise not_strict(tool, "the model's format does not enforce all keywords of its schema")
     others = {"string": "text", "array": "list", "object": "object", **_RULES}
     return " | ".join(others[name] for name in sorted(names) if name in others) or "any"
 

@@ -61,7 +61,7 @@ class CallState:
         self.is_open = self.has_begun = True
         self.tail = JsonTail()
         if not self.is_held:
-            self.source.let_go()
+            self.source.release()
         yield CallBegin(name)
 
     def end(self) -> Reading[None]:

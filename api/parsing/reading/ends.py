@@ -35,7 +35,7 @@ class Ends:
             mark = yield from source.which(self.marks, at)
             if not mark:
                 return False
-            at = yield from source.behind_white(at + len(mark))
+            at = yield from source.after_white(at + len(mark))
             if mark in self.begins:
                 return bool((yield from source.which(self.begins[mark], at)))
             if not (yield from source.char(at)):

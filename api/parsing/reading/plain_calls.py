@@ -51,12 +51,12 @@ def _object(call: CallState, ends: Ends) -> Reading[None]:
     source = call.source
     yield from JsonCall(call, ends).read()
     yield from surplus(call)
-    at = yield from source.behind_white()
-    behind = at
+    at = yield from source.after_white()
+    after = at
     if (yield from source.char(at)) in (",", ";"):
-        behind = yield from source.behind_white(at + 1)
-    if (yield from source.char(behind)) == "{":
-        source.take(behind)
+        after = yield from source.after_white(at + 1)
+    if (yield from source.char(after)) == "{":
+        source.take(after)
     else:
         yield from _line_end(call)
 
