@@ -152,7 +152,7 @@ class _Conversations:
     ) -> list[int]:
         """Return the special tokens in the text after the last ``start`` and before ``stop``.
 
-        If ``stop`` is missing, the text extends to the end; if ``is_between``, it is then empty.
+        If ``stop`` does not occur, the text extends to the end, or is empty if ``is_between``.
         """
         _, has_begun, behind = written.rpartition(start)
         piece, has_ended, _ = behind.partition(stop) if stop else (behind, "", "")

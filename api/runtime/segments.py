@@ -97,7 +97,7 @@ class Segments:
         return "".join([each.text for each in self.all if each.kind == kind])
 
     def take(self, delta: TextDelta) -> list[Change]:
-        """Return the changes of a step: first of the open call, then reasoning, text, new calls."""
+        """Return the changes of a step in order: the open call, reasoning, text, new calls."""
         changes: list[Change] = []
         if delta.logprobs:
             self._logprobs += delta.logprobs

@@ -95,7 +95,7 @@ def _imports(body: list[Token]) -> Iterator[tuple[str, str]]:
     """Yield the name of each imported terminal, with the name that it has in the library."""
     names = [text for kind, text in body if kind == "name"]
     if names[:1] != ["common"]:
-        raise ValueError("only terminals of common can be imported")
+        raise ValueError("only terminals of the library common can be imported")
     has_alias = any(kind == "alias" for kind, _ in body)
     for name in names[1:2] if has_alias else names[1:]:
         if name not in COMMON:

@@ -107,9 +107,9 @@ class MessageAnswer(Ending, tag="message", kw_only=True):
     content: list[ContentBlock] = []
     diagnostics: Free | None = None
     usage: MessageUsage
-    # if requested: token ids to send back with the message in the next request
+    # only sent if requested: token ids that the client sends back with the message later
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # only sent if requested
+    prompt_token_ids: list[int] | UnsetType = UNSET  # token ids of the prompt, only if requested
 
 
 class TokenCount(Struct, kw_only=True):

@@ -167,7 +167,7 @@ class Message(Struct, kw_only=True):
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Any]
-    # extension: token ids of an answer, which are rendered in place of its text
+    # an extension of Anthropic's API: token ids of an answer, rendered in place of its text
     token_ids: TokenIds | None = None
 
     def __post_init__(self) -> None:
@@ -261,5 +261,5 @@ class MessagesRequest(CountRequest, kw_only=True):
     n: One | None = None
     stop_sequences: StopTexts | None = None
     diagnostics: Diagnostics | None = None
-    prediction: Prediction | Guess | None = None  # an extension
+    prediction: Prediction | Guess | None = None  # an extension of Anthropic's API
     stop: Annotated[Stop | None, SameAs("stop_sequences")] = None

@@ -141,7 +141,7 @@ class MessageBody(Struct, kw_only=True):
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallBody] | UnsetType = UNSET
-    # if requested: token ids to send back with the message in the next request
+    # only sent if requested: token ids that the client sends back with the message later
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -153,7 +153,7 @@ class DeltaBody(Struct, kw_only=True):
     content: str | UnsetType = UNSET
     # never empty, since clients test whether it is present
     tool_calls: list[CallBody] | UnsetType = UNSET
-    # if requested: ids of the whole message, in its last delta
+    # ids of the whole message in its last delta, only sent if requested
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -165,7 +165,7 @@ class ChatChoiceBody(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET  # if requested: all generated tokens
+    token_ids: list[int] | UnsetType = UNSET  # all generated tokens, only sent if requested
 
 
 class ChunkChoiceBody(Struct, kw_only=True):
@@ -177,7 +177,7 @@ class ChunkChoiceBody(Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
     token_sources: list[TokenPiece] | UnsetType = UNSET  # if requested: the source of each token
-    token_ids: list[int] | UnsetType = UNSET  # if requested: tokens generated in this step
+    token_ids: list[int] | UnsetType = UNSET  # tokens of this step, only sent if requested
 
 
 class TextChoiceBody(Struct, kw_only=True):
@@ -188,8 +188,8 @@ class TextChoiceBody(Struct, kw_only=True):
     logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET  # if requested: generated tokens
-    prompt_token_ids: list[int] | UnsetType = UNSET  # if requested; in a stream only once
+    token_ids: list[int] | UnsetType = UNSET  # generated tokens, only sent if requested
+    prompt_token_ids: list[int] | UnsetType = UNSET  # only sent if requested, once in a stream
 
 
 class AnswerHead(Struct, kw_only=True):
@@ -208,7 +208,7 @@ class ChatBody(AnswerHead, kw_only=True):
     choices: list[ChatChoiceBody]
     usage: UsageBody
     metrics: MetricsBody | UnsetType = UNSET  # only if a single answer was requested, with drafts
-    prompt_token_ids: list[int] | UnsetType = UNSET  # only sent if requested
+    prompt_token_ids: list[int] | UnsetType = UNSET  # token ids of the prompt, only if requested
     kv_transfer_params: Free | UnsetType = UNSET  # only if another server continues the prompt
 
 

@@ -81,7 +81,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
          "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
          "tool_search_call", "tool_search_output"}
     )  # fmt: skip
-    type: str | None = None  # None: a message, or a reference if only an id is given
+    type: str | None = None  # default: message, or a reference if only an id is given
     id: str | None = None
     status: str | None = None
     role: str | None = None
