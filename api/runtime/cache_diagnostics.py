@@ -46,7 +46,7 @@ Cause = Literal[
     "state_not_kept",  # the KV was cached, but the recurrent state at its end was not
     "unsound",  # a tier returned damaged or missing pages
     "not_written",  # the earlier prompt was not cached yet, or its request disabled cache writes
-    "not_read",  # the request disabled cache reads or wanted prompt logprobs
+    "not_read",  # the request disabled cache reads or asked for prompt logprobs
     "other_salt",  # the response to compare with, of the same API key, has another cache salt
     "too_short",  # the prompt has no whole page before its last token
     "first_seen",  # no similar prompt is known

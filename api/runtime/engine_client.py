@@ -637,7 +637,7 @@ class EngineClient:
             min_tokens=prepared.params.min_tokens,
         )
         name = answer.request_id if answer.params.n == 1 else f"{answer.request_id}-{index}"
-        request = self._request(name, prepared, seed, text.push if text.watches else None)
+        request = self._request(name, prepared, seed, text.add_token if text.watches else None)
         request.deadline = deadline
         if index == 0:
             self._hand_over(request, prepared.handover, aborted=answer.aborted)

@@ -120,7 +120,7 @@ class Generation:
         if delta.finish_reason is FinishReason.STOP:
             token_ids = token_ids[:-1]
         try:
-            self._text.extend(token_ids)
+            self._text.add_tokens(token_ids)
         except Exception as error:
             logger.exception(
                 "request %s failed while its tokens were read", self.request.request_id

@@ -370,7 +370,7 @@ def _said(blocks: Sequence[Block], known: Known) -> Plain:
 
 
 def _call(block: ToolUseBlock) -> Plain:
-    """Return a tool call. Invalid arguments that a client sent as text in an object stay text."""
+    """Return a tool call. Invalid arguments, which clients wrap in an object, are unwrapped."""
     text = _unparsed(block.input)
     arguments = plain_arguments(block.input) if text is None else text
     function = {"name": block.name, "arguments": arguments}

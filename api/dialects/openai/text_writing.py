@@ -33,7 +33,7 @@ def echo_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], echoed: str) ->
     offset = 0
     for token_id in token_ids:
         yield min(offset, len(echoed))
-        piece = detokenizer.push(token_id)
+        piece = detokenizer.decode(token_id)
         if token_id in tokenizer.special_ids:
             name = token_name(tokenizer, token_id)
             piece += name if echoed.startswith(name, offset + len(piece)) else ""
@@ -81,7 +81,7 @@ class LegacyLogprobs:
         if in_prompt is not None:
             return in_prompt
         offset = self._offset
-        self._offset += len(self._detokenizer.push(token_id))
+        self._offset += len(self._detokenizer.decode(token_id))
         return offset
 
 

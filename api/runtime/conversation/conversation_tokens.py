@@ -346,7 +346,7 @@ class Splicer:
         if self._tokenizer.has_silent(ids, self._shown(tools=tools)):
             return None
         text = self._detokenizer(tools=tools)
-        return text.push_all(ids) + text.flush()
+        return text.decode_all(ids) + text.finish()
 
     def _shown(self, *, tools: bool | None) -> frozenset[int]:
         return frozenset() if tools is None else self._model.syntax.shown_ids(tools=tools)
@@ -369,8 +369,8 @@ class Splicer:
         for index, token_id in enumerate(ids):
             if length >= start:
                 return ids[index:] if length == start else None
-            length += len(text.push(token_id))
-        return [] if length + len(text.flush()) == start else None
+            length += len(text.decode(token_id))
+        return [] if length + len(text.finish()) == start else None
 
     # -- the prompt -----------------------------------------------------------------------------
 
