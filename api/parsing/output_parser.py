@@ -17,7 +17,7 @@ from msgspec import Struct
 
 
 class Reasoning(Struct, frozen=True):
-    """Text of a thought, without the marks around it."""
+    """Text of a thought, without the delimiters around it."""
 
     text: str
 
@@ -55,13 +55,13 @@ class OutputParser(Protocol):
     """
 
     def feed(self, text: str) -> Sequence[Event]:
-        """Add text and return the events that are certain; a possible mark is held back."""
+        """Add text and return the events that are certain; a possible delimiter is held back."""
 
     def end(self, *, is_cut: bool = False) -> Sequence[Event]:
         """Return the remaining events at the end of the text.
 
         ``is_cut``: a limit or a stop string ended the text, not the model. A call whose closing
-        mark the model left out is complete; a call that was cut off has no `CallEnd`.
+        delimiter the model left out is complete; a call that was cut off has no `CallEnd`.
         """
 
 
@@ -92,7 +92,9 @@ class Cut(Exception):  # noqa: N818
 
 
 class Ended(Cut):
-    """Raised if the text ends between parts of a call or value: only closing marks are missing."""
+    """Raised if the text ends between parts of a call or value: only closing delimiters are
+    missing.
+    """
 
 
 class Source:
@@ -227,7 +229,8 @@ class Source:
             raise Cut if self._begins(literal) else Malformed
 
     def close(self, *marks: str) -> Reading[bool]:
-        """Take white space and one of ``marks``; at the end of the text also an incomplete mark.
+        """Take white space and one of ``marks``; at the end of the text also an incomplete
+        delimiter.
 
         Returns False, and takes nothing, if other text comes.
         """
@@ -244,11 +247,17 @@ class Source:
             yield from self.white()
 
     def until(self, mark: str, wrap: Callable[[str], Event]) -> Reading[bool]:
-        """Yield the text before a mark, which is not taken; return False if there is no mark."""
+        """Yield the text before a delimiter, which is not taken.
+
+        Return False if there is no delimiter.
+        """
         return bool((yield from self.until_any((mark,), wrap)))
 
     def until_any(self, marks: tuple[str, ...], wrap: Callable[[str], Event]) -> Reading[str]:
-        """Yield the text before the first mark, which is not taken; return the mark or ""."""
+        """Yield the text before the first delimiter, which is not taken.
+
+        Return the delimiter or "".
+        """
         pattern = _any_of(marks)
         while True:
             found = pattern.search(self._text, self._pos)
@@ -261,7 +270,7 @@ class Source:
             yield None
 
     def _num_held(self, mark: str) -> int:
-        """Return how many characters at the end may be the beginning of the mark."""
+        """Return how many characters at the end may be the beginning of the delimiter."""
         at = max(self._pos, len(self._text) - len(mark) + 1)
         while (at := self._text.find(mark[0], at)) >= 0:
             if mark.startswith(self._text[at:]):

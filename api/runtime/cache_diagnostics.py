@@ -363,7 +363,7 @@ def _loses_thought(marks: Thinking, head: str, before: str, now: str) -> bool:
 def _begins(mark: str, head: str, text: str) -> bool:
     """Whether ``mark`` follows ``head`` in ``text``, or straddles the end of ``head``.
 
-    White space before the mark is ignored. ``text`` begins with ``head``.
+    White space before the delimiter is ignored. ``text`` begins with ``head``.
     """
     at = text.find(mark, max(0, len(head) - len(mark) + 1))
     return at >= 0 and not text[len(head) : at].strip()

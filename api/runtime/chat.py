@@ -55,7 +55,7 @@ class ChoiceReader:
         self.choice = Choice(index=index)
         self._parser = parser
         self._is_single = choice.is_single  # the choice ends after its first call
-        # If a call is required, any text in the output is the rest of a truncated call mark.
+        # If a call is required, any text in the output is the rest of a truncated call delimiter.
         self._has_text = choice.mode != "required"
         self._num_calls = 0
         self._is_called = False  # whether the last call is complete

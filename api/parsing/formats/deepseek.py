@@ -1,6 +1,6 @@
-"""DeepSeek: marks around each call, and marks around all calls.
+"""DeepSeek: delimiters around each call, and delimiters around all calls.
 
-V3 and V3.1 write the text between the marks differently. Source: the models' published chat
+V3 and V3.1 write the text between the delimiters differently. Source: the models' published chat
 templates.
 """
 

@@ -1,7 +1,7 @@
-"""Reads Gemma's calls: ``call:f{city:<|"|>Paris<|"|>,days:3}`` between marks.
+"""Reads Gemma's calls: ``call:f{city:<|"|>Paris<|"|>,days:3}`` between delimiters.
 
 The arguments are converted to JSON as they arrive: keys are unquoted, and strings are quoted by a
-special mark. Sources: the published chat templates of Gemma 4 and FunctionGemma.
+special delimiter. Sources: the published chat templates of Gemma 4 and FunctionGemma.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _IN_WORD = re.compile(r"[^,{}\[\]<]+")
 
 @dataclass(frozen=True, slots=True)
 class GemmaMarks:
-    """The marks around a call, and the mark around a string in it."""
+    """The delimiters around a call, and the delimiter around a string in it."""
 
     begin: str
     end: str
@@ -183,7 +183,7 @@ class _Call:
         yield CallArguments("]")
 
     def _text(self) -> Reading[None]:
-        """Read a string between quote marks; a mark that ends the call may end it too."""
+        """Read a string between quote marks; a delimiter that ends the call may end it too."""
         source, quote = self._source, self._marks.quote
         yield from source.expect(quote)
         yield CallArguments('"')
@@ -217,7 +217,7 @@ _RULES = {"integer": "INT", "number": "NUMBER", "boolean": "BOOL", "null": '"nul
 
 
 def gemma_block(lark: Lark, tools: Sequence[Tool], marks: GemmaMarks) -> str:
-    """Return the rule for one call without its first mark."""
+    """Return the rule for one call without its first delimiter."""
     lark.rule("INT", r"/-?(0|[1-9][0-9]{0,17})/")
     lark.rule("NUMBER", r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?/")
     lark.rule("BOOL", '"true" | "false"')

@@ -78,14 +78,15 @@ def marked_call(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def without_calls(text: str, marks: Sequence[str]) -> str:
-    """Return the template's text with each `marked_call` reduced to its mark."""
+    """Return the template's text with each `marked_call` reduced to its ``mark``."""
     alone = "|".join(map(re.escape, marks))
     header = rf" to={re.escape(_FUNCTIONS)}[^<]*<\|channel\|>[^<]*<\|message\|>"
     return re.sub(rf'{header}"({alone})"', r"\1", text)
 
 
 def read_harmony(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
-    """Read reasoning, calls and content, and drop the marks; text without marks is content.
+    """Read reasoning, calls and content, and drop the delimiters; text without delimiters is
+    content.
 
     ``beginnings`` are the texts that begin calls within content.
     """
@@ -146,7 +147,7 @@ def _is_bare_header(source: Source) -> Reading[bool]:
 
 
 def _mark(source: Source, marks: Sequence[str]) -> Reading[str]:
-    """Consume and return the next mark if it is one of ``marks``, else return ""."""
+    """Consume and return the next delimiter if it is one of ``marks``, else return ""."""
     for mark in marks:
         if (yield from source.literal(mark)):
             return mark
@@ -154,7 +155,7 @@ def _mark(source: Source, marks: Sequence[str]) -> Reading[str]:
 
 
 def _body(source: Source, wrap: Callable[[str], Event]) -> Reading[None]:
-    """Yield the text of a message, and consume the mark after it."""
+    """Yield the text of a message, and consume the delimiter after it."""
     while (yield from source.until(_ALL_BEGIN, wrap)):
         if (yield from _mark(source, _ENDS)):
             return
@@ -201,7 +202,7 @@ def _called(call: CallState, *, name: str) -> Reading[None]:
 
 
 def _text(source: Source) -> Reading[str]:
-    """Read the text up to the mark that ends a message."""
+    """Read the text up to the delimiter that ends a message."""
     pieces = [(yield from collected(source.until(_ALL_BEGIN, Content)))]
     while (yield from source.peek()) and not (yield from source.which((*_ENDS, START, CHANNEL))):
         pieces.append(source.take(1))

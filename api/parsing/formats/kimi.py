@@ -1,4 +1,5 @@
-"""Kimi K2: each call between marks, after ``functions.name:index``; marks around all calls.
+"""Kimi K2: each call between delimiters, after ``functions.name:index``; delimiters around all
+calls.
 
 Source: the models' published chat templates.
 """

@@ -47,7 +47,7 @@ def _mistral(call: CallState) -> Reading[None]:
 
 
 def _is_mistral_name(source: Source) -> Reading[bool]:
-    """Whether another call follows without its mark; consumes white space before it."""
+    """Whether another call follows without its delimiter; consumes white space before it."""
     at = yield from source.after_white()
     end = yield from source.after(NAME, at)
     if end == at or not (yield from source.which((MISTRAL_ARGS, MISTRAL_ID), end)):

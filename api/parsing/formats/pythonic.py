@@ -67,9 +67,10 @@ PYTHONIC = (
 
 
 def marked_pythonic(begin: str, end: str) -> tuple[Beginning, ...]:
-    """Return the beginnings of calls in Python between two marks, or in a list without marks.
+    """Return the beginnings of calls in Python between two delimiters, or in a list without
+    delimiters.
 
-    Between the marks, LFM2 writes a list, and OLMo 3 writes one call per line.
+    Between the delimiters, LFM2 writes a list, and OLMo 3 writes one call per line.
     """
 
     def read(call: CallState) -> Reading[None]:
@@ -383,7 +384,7 @@ OLMO_CALLS, OLMO_CALLS_END = "<function_calls>", "</function_calls>"
 
 
 def _marked_list(begin: str, end: str) -> Marked:
-    """Return the grammar of pythonic calls between marks."""
+    """Return the grammar of pythonic calls between delimiters."""
 
     def block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
         return f"{pythonic_block(lark, tools, parallel)} {lark.mark(end)}"

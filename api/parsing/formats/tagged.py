@@ -128,14 +128,14 @@ GLM = Tags(
 
 
 def tagged_beginnings(tags: Tags) -> list[Beginning]:
-    """Return how calls begin: with the format's first mark, or with a function's tag."""
+    """Return how calls begin: with the format's first delimiter, or with a function's tag."""
     ends = tuple(filter(None, (tags.function_end, tags.end)))
     marked = Beginning(mark=tags.begin, read=partial(read_block, tags=tags), ends=ends)
     return [marked, *function_beginnings(tags)] if tags.function else [marked]
 
 
 def function_beginnings(tags: Tags) -> list[Beginning]:
-    """Return how calls begin if the outer mark of their format is missing.
+    """Return how calls begin if the outer delimiter of their format is missing.
 
     Their functions may stand alone, or between the tags of other formats.
     """
@@ -164,9 +164,9 @@ def function_beginnings(tags: Tags) -> list[Beginning]:
 
 
 def read_block(call: CallState, tags: Tags | None = None) -> Reading[None]:
-    """Read calls from their first mark on: between the tags of a format, or as JSON.
+    """Read calls from their first delimiter on: between the tags of a format, or as JSON.
 
-    Without ``tags`` the mark is ``<tool_call>``, and the text after it identifies the format.
+    Without ``tags`` the delimiter is ``<tool_call>``, and the text after it identifies the format.
     """
     source, own = call.source, tags or QWEN_CODER
     yield from source.expect(own.begin)
@@ -186,7 +186,7 @@ def read_block(call: CallState, tags: Tags | None = None) -> Reading[None]:
 def _which(source: Source, own: Tags) -> Reading[Tags | None]:
     """Return the tags of the function that comes next, or None.
 
-    The marks ``begin`` and ``end`` around the call are taken from ``own``.
+    The delimiters ``begin`` and ``end`` around the call are taken from ``own``.
     """
     for tags in (QWEN_CODER, MINIMAX):
         if (yield from source.ahead(tags.function_start)):

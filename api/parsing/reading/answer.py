@@ -1,7 +1,7 @@
 """Reading an answer: content, and calls that may begin anywhere in it.
 
 Content is yielded as soon as it is certain that no call begins in it. White space around calls is
-dropped. A mark inside code is content, but only if the code is closed later.
+dropped. A delimiter inside code is content, but only if the code is closed later.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ class Where(Enum):
 class Beginning:
     """A text with which calls begin, and the reader of such calls.
 
-    ``is_ahead``: returns, without taking any text, whether a call begins at the mark. ``ends``:
-    marks that are dropped after a call. ``is_plain``: no mark identifies the call (see
-    `CallState`). ``is_sure``: the text is a call whatever follows, so its events are yielded at
-    once. Other calls are held until it is certain that they come before or after all content.
+    ``is_ahead``: returns, without taking any text, whether a call begins at the delimiter.
+    ``ends``: delimiters that are dropped after a call. ``is_plain``: no delimiter identifies the
+    call (see `CallState`). ``is_sure``: the text is a call whatever follows, so its events are
+    yielded at once. Other calls are held until it is certain that they come before or after all
+    content.
     """
 
     mark: str
@@ -192,7 +193,7 @@ class AnswerReader:
         yield from self._content(kept)
 
     def _surplus_ends(self, ends: Sequence[str]) -> Reading[None]:
-        """Take superfluous closing marks, and separators and brackets before them."""
+        """Take superfluous closing delimiters, and separators and brackets before them."""
         while ends:
             at = yield from self._source.after_white()
             if not (end := (yield from self._source.which(ends, at))):

@@ -24,7 +24,7 @@ _SCALAR = re.compile(r"[\w.+-]+")
 class JsonCall:
     """Reads one call with its keys in any order.
 
-    ``ends``: marks at which its arguments end. A plain call must have arguments and only
+    ``ends``: delimiters at which its arguments end. A plain call must have arguments and only
     `PLAIN_KEYS`: other objects are content. In other calls, arguments may be members next to the
     name.
     """
@@ -202,7 +202,7 @@ def _is_call(source: Source, ends: Ends, at: int) -> Reading[bool]:
 def named_call(call: CallState, name: str, ends: Ends = NO_ENDS) -> Reading[None]:
     """Read the arguments of a call whose name is known; a code fence may surround them.
 
-    If a mark in ``ends`` comes instead, the call has no arguments.
+    If a delimiter in ``ends`` comes instead, the call has no arguments.
     """
     source = call.source
     is_fenced = yield from fence(source)

@@ -94,14 +94,14 @@ class JsonTail:
 def object_text(source: Source, ends: Ends = NO_ENDS) -> Reading[None]:
     """Yield an object or list as valid JSON while it arrives.
 
-    Raises `Malformed` at a mark in ``ends``, `Ended` if the text ends between two members, and
+    Raises `Malformed` at a delimiter in ``ends``, `Ended` if the text ends between two members, and
     `Cut` if it ends elsewhere.
     """
     yield from _JsonText(source, ends).read()
 
 
 def whole_object(source: Source, ends: Ends = NO_ENDS) -> Reading[str]:
-    """Return an object or list as valid JSON, closed if a mark or the text's end cuts it off.
+    """Return an object or list as valid JSON, closed if a delimiter or the text's end cuts it off.
 
     Raises `Cut` if the text ends inside a member, or if a limit ended it.
     """
@@ -165,7 +165,10 @@ class _JsonText:
         self._gap = ""  # text since the last member, yielded before the next one
 
     def read(self) -> Reading[None]:
-        """Yield the text. Raises `Malformed` at a mark, and `Cut` or `Ended` at the text's end."""
+        """Yield the text.
+
+        Raises `Malformed` at a delimiter, and `Cut` or `Ended` at the text's end.
+        """
         yield from self._opened()
         while self._open:
             self._gap += yield from self._source.white()
@@ -306,8 +309,8 @@ class _JsonText:
     def _break(self) -> Reading[None]:
         """Yield a raw line break and the white space after it.
 
-        Raises `Malformed` if a mark that ends the string follows: the white space belongs to the
-        mark.
+        Raises `Malformed` if a delimiter that ends the string follows: the white space belongs to
+        the delimiter.
         """
         at = yield from self._source.after_white()
         if (yield from self._ends.in_string(self._source, at)):

@@ -10,7 +10,7 @@ NAME = re.compile(r"[\w.:-]+")
 
 
 def expect_arguments(source: Source) -> Reading[None]:
-    """Raise `Malformed` unless arguments come next, without a mark before them."""
+    """Raise `Malformed` unless arguments come next, without a delimiter before them."""
     at = yield from source.after_white()
     if (yield from source.char(at)) not in ("{", "`"):
         raise Malformed

@@ -1,6 +1,6 @@
 """Tools of one request: their names, the types of their arguments, and a check of arguments.
 
-Text without a call's mark is a call only if its arguments fit. The check is partial: it reads
+Text without a call's delimiter is a call only if its arguments fit. The check is partial: it reads
 types, names and listed values, and ignores other keywords.
 """
 

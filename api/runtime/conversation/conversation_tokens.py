@@ -1,10 +1,10 @@
 """Token ids of a conversation: rendered text, with earlier answers by their original ids.
 
 The tokens of a sampled answer often differ from the encoding of its text. If the ids are known, the
-template renders the conversation with a mark in place of the answer; the text around the mark is
-encoded and the ids are spliced in. The conversation is also rendered without marks. Its text in
-place of a mark is the message as the template renders it, which shows whether the template keeps
-the whole answer, drops its reasoning, or changes it.
+template renders the conversation with a placeholder in place of the answer; the text around the
+placeholder is encoded and the ids are spliced in. The conversation is also rendered without
+placeholders. Its text in place of a placeholder is the message as the template renders it, which
+shows whether the template keeps the whole answer, drops its reasoning, or changes it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .token_history import Key, PrefixDigest, TokenHistory, message_digest
 
 TAIL_IDS = 32  # tokens at the end of a prompt that are searched for the start of reasoning
 MAX_ENDS = 16  # maximum number of positions that are tried as the end of a message
-MAX_TRIES = 8  # maximum number of renderings with marks for answers from the history
+MAX_TRIES = 8  # maximum number of renderings with placeholders for answers from the history
 NOT_WRITTEN = (
     "the chat template does not render this message as it was generated; leave token_ids out"
 )
@@ -126,7 +126,7 @@ class ConversationTokens:
         return isinstance(pieces, list) and _fits_around(text, *pieces)
 
     async def _write_marked(self, chat: ChatInput, slots: Sequence[Slot], write: Write) -> str:
-        """Render the conversation with a mark in place of each message in ``slots``."""
+        """Render the conversation with a placeholder in place of each message in ``slots``."""
         if self.syntax.tool_parser != "harmony":
             return await write(_marked(chat, slots))
         text = await write(_marked(chat, slots, marked_call))
@@ -196,8 +196,8 @@ class Splicer:
     def splice(self, marked: str) -> Slot | None:
         """Assemble ``token_ids``. Return None, or the first message that ids cannot replace.
 
-        ``marked``: the conversation rendered with marks. Raises `InvalidRequest` if ids from the
-        caller do not match their message.
+        ``marked``: the conversation rendered with placeholders. Raises `InvalidRequest` if ids from
+        the caller do not match their message.
         """
         pieces = _split(marked, self._slots)
         if isinstance(pieces, Slot):
@@ -338,7 +338,7 @@ class Splicer:
         return [tail, tail + thinking.begin + thinking.label]
 
     def _raw(self, ids: Sequence[int], *, tools: bool | None) -> str | None:
-        """Return the text of an answer with its reasoning marks and, if ``tools``, its call marks.
+        """Return the text of an answer with its reasoning delimiters; if ``tools``, also of calls.
 
         If ``tools`` is None, special tokens are not shown. Return None if a token has no text,
         since the text would not show whether the token belongs to the message.
@@ -414,10 +414,10 @@ def _marked(
     slots: Sequence[Slot],
     mark_call: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
 ) -> ChatInput:
-    """Return the conversation with a mark in place of each message in ``slots``.
+    """Return the conversation with a placeholder in place of each message in ``slots``.
 
     ``mark_call`` makes the message that replaces a message with calls. Without it, and for other
-    messages, the replacement is an assistant's message whose content is the mark.
+    messages, the replacement is an assistant's message whose content is the placeholder.
     """
     # random, so that no caller's text contains it
     nonce, messages = random_id(), list(chat.messages)
@@ -432,9 +432,11 @@ def _marked(
 
 
 def _split(marked: str, slots: Sequence[Slot]) -> list[str] | Slot:
-    """Return the texts around the marks, or a message whose mark is missing or out of order.
+    """Return the texts around the placeholders, or a message whose placeholder is missing or out of
+    order.
 
-    A mark that appears a second time stays in a text, so `Splicer.splice` will not find that text.
+    A placeholder that appears a second time stays in a text, so `Splicer.splice` will not find that
+    text.
     """
     pieces, at = [], 0
     for slot in slots:
@@ -523,7 +525,7 @@ def _match_calls(
     if thinking is None or end < 0:
         return AnswerMatch()
     if thinking is HARMONY_THINK and not raw.startswith(thinking.begin):
-        # Harmony also ends text before a call with this mark, and its prompts open no reasoning.
+        # Harmony also ends text before a call with this delimiter; its prompts open no reasoning.
         return AnswerMatch()
     if thinking.end not in written:
         rest = raw[end + len(thinking.end) :]
@@ -562,7 +564,7 @@ def _opening(written: str, raw: str, count: int) -> str:
 def _openings(written: str, thinking: Thinking | None) -> list[str]:
     """Return the texts with which the prompt of an answer may have ended, after earlier messages.
 
-    They are "" and, if the rendered message begins with reasoning, the mark that opens reasoning.
+    They are "" and, if the rendered message begins with reasoning, its opening delimiter.
     """
     if thinking is None or not written.startswith(thinking.begin):
         return [""]

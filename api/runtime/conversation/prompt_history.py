@@ -43,7 +43,7 @@ class PromptNote:
 
     ``parts`` are in prompt order; if there are none, differences are shown in decoded tokens.
     ``cache_key``: the request's ``prompt_cache_key``, which is compared but does not isolate
-    prompts. ``thinking``: the model's reasoning marks.
+    prompts. ``thinking``: the delimiters of the model's reasoning.
     """
 
     parts: Sequence[Part] = ()

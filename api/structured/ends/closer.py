@@ -45,7 +45,7 @@ class Closer:
 
     @cached_property
     def may_end_text(self) -> NDArray[np.bool_]:
-        """Mask [vocab] of the tokens that may complete a mark at the end of free text."""
+        """Mask [vocab] of the tokens that may complete a delimiter at the end of free text."""
         found = np.zeros(self.tokens.size, dtype=np.bool_)
         found[self.table.special] = True
         lasts = {text[-1:] for ids in self.hints.marks if (text := text_of(self.tokens, ids))}

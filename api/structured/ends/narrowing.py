@@ -21,7 +21,7 @@ NUM_FREE = 3  # number of tokens to sample if any text may follow
 NUM_FIRSTS = 12  # number of tokens with different first bytes to sample
 NUM_BYTES = 3  # maximum number of tokens to complete a character
 TIGHT = 4  # with fewer spare tokens than this, samples are not representative
-ROOMY = 32  # with this many more spare tokens than the longest hint, text without marks is allowed
+ROOMY = 32  # text without quotes is allowed if the longest hint leaves this many spare tokens
 NUM_KNOWN = 8  # maximum number of known completions to try after every token
 
 
