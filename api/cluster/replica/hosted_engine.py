@@ -162,7 +162,7 @@ class HostedEngine:
             params,
             eos_token_ids=self.built.eos_token_ids,
             grammar=grammar,
-            on_token=text.push if text.watches else None,
+            on_token=text.add_token if text.watches else None,
             adapter=self.adapters.find(submit.adapter),
         )
         if output:
@@ -283,13 +283,13 @@ async def _stops(text: AnswerText, output: array[int]) -> bool:
     Other tasks run after every `TOKENS_AT_ONCE` tokens.
     """
     for start in range(0, len(output), TOKENS_AT_ONCE):
-        if _push_all(text, output[start : start + TOKENS_AT_ONCE]):
+        if _add_tokens(text, output[start : start + TOKENS_AT_ONCE]):
             return True
         await asyncio.sleep(0)
     return False
 
 
-def _push_all(text: AnswerText, token_ids: Iterable[int]) -> bool:
-    stopped = any(text.push(token_id) is not None for token_id in token_ids)
+def _add_tokens(text: AnswerText, token_ids: Iterable[int]) -> bool:
+    stopped = any(text.add_token(token_id) is not None for token_id in token_ids)
     text.take()
     return stopped
