@@ -127,9 +127,9 @@ MUTATIONS = (
     ),
     Mutation(
         "tenants-drafts-are-free",
-        "Scheduler.commit",
-        "self.waiting.charge(request.tenant, num_drafted)",
-        "self.waiting.charge(request.tenant, 0)",
+        "StepAccounts._account",
+        "self._charge(request.tenant, num_drafted)",
+        "self._charge(request.tenant, 0)",
         ("test_rejected_drafts_are_charged_to_whoever_had_them",),
         "rejected drafts are charged to their owner",
     ),
