@@ -132,7 +132,7 @@ class Limits:
                 self.check(param, len(value), name)
         for param, name in NUMBERS.items():
             value = getattr(body, param, None)
-            if type(value) is int:  # a chat request has a bool in ``logprobs``
+            if type(value) is int:  # ``logprobs`` of a chat request is a bool
                 self.check(param, value, name)
         for param in STOPS:
             if value := getattr(body, param, None):

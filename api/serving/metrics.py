@@ -77,7 +77,7 @@ class ServerMetrics(Collector):
             self._refusals[reason] += 1
 
     def _reason(self, request: RequestContext) -> str | None:
-        """Return why a request was refused without work; None if it was not refused."""
+        """Return why a request was refused before it was computed; None if it was not refused."""
         error = request.error
         if error is None or request.is_probe:
             return None

@@ -42,7 +42,7 @@ class QuickSends(h11.Connection):
     known length are held back until its body, so that one system call sends both.
     """
 
-    _header = b""  # headers held back for their body
+    _header = b""  # encoded headers to be sent together with the body
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Return the next event. The target of a request is converted by `origin_form`."""
@@ -108,8 +108,8 @@ class Connection(H11Protocol):
         self.conn = QuickSends(h11.SERVER, self.limits.max_header_bytes)
         self.logger = _http_logger
         self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
-        # A larger buffer would count up to 64 KiB of unread data as written, as TLS still does. Not
-        # 0, since TLS would then pause with nothing to write.
+        # With a larger buffer, up to 64 KiB of unread data would count as sent. (With TLS, they
+        # still do.) The limit is not 0, since TLS would then pause when nothing is left to send.
         transport.set_write_buffer_limits(high=1, low=0)
         num_beyond = len(self.connections) - self.limits.max_connections
         if num_beyond > NUM_SPARE:
@@ -224,7 +224,7 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        begun = self.conn.our_state is h11.SEND_RESPONSE  # the path of the request is known
+        begun = self.conn.our_state is h11.SEND_RESPONSE  # headers are read
         answer = self._broken_off(refusal) if begun else refusal.response()
         headers = [*answer.raw_headers, (b"connection", b"close")]
         events = (
@@ -241,7 +241,7 @@ class Connection(H11Protocol):
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _broken_off(self, refusal: ApiError) -> Response:
-        """Return the error response to a request that ended early, and record the error."""
+        """Return the response for an incomplete request, and store the error for the log."""
         scope = cast("Scope", self.scope)
         scope["state"][BROKEN_OFF] = refusal
         # Run outside the current context, which may belong to the previous request.
