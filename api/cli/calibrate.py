@@ -30,7 +30,7 @@ def calibrate(model: str | None, data: Path, out: Path) -> int:
     source = find_model(model)
     decoder = load_decoder(source.path, dtype="float32", backend="auto")
     if not isinstance(decoder, OwnDecoder):
-        raise InvalidRequest(f"{source.name} is computed by transformers' modules", param="model")
+        raise InvalidRequest(f"{source.name} needs transformers' modules", param="model")
     longest = min(TEXT_TOKENS, decoder.config.max_model_len)
     encode = load_tokenizer(source.path).backend_tokenizer.encode
     tokens = cut([encode(text, add_special_tokens=False).ids for text in texts], longest)

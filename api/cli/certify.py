@@ -71,7 +71,7 @@ def certify(parsed: argparse.Namespace) -> int:
     found = asyncio.run(certifier.run())
     if found.exact and not found.passes:
         why = "; ".join(found.skipped.values()) or f"no pass has {parsed.only!r} in its name"
-        raise ForetokenError(f"no pass was run: {why}")
+        raise ForetokenError(f"the certificate has no results: {why}")
     found.command = _command()
     path = Path(parsed.out or f"certificate-{found.model.replace('/', '-')}")
     print(verdict(found), flush=True)

@@ -137,7 +137,7 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "--show",
         action="store_true",
-        help="print variables and command without starting the client",
+        help="print the client's command and environment variables without starting it",
     )
 
 

@@ -306,7 +306,7 @@ class Dicts:
 
 def _check_name(name: str) -> None:
     if name.startswith("_"):
-        raise SecurityError(f"a namespace cannot have {name}")
+        raise SecurityError(f"a namespace cannot have the attribute {name}")
 
 
 def _refuse(message: str) -> None:
@@ -419,7 +419,7 @@ def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any
     while left and total <= INLINE_CHARS:
         value = left.pop()
         total += len(value) if isinstance(value, str) else 1
-        if type(value) in _SCALARS:  # checks of abstract classes are slow
+        if type(value) in _SCALARS:  # `isinstance` with an abstract class is slow
             continue
         if isinstance(value, (dict, Mapping)):
             left += [*value.keys(), *value.values()]

@@ -120,7 +120,12 @@ class SamplingParams(TokenSamplingParams):
         NO_TEXTS, "text that ends the answer; repeatable", "TEXT", is_basic=True
     )
     ignore_eos: bool = setting(False, "continue after an end-of-sequence token")
-    seed: int | None = setting(None, "sampling seed; same seed, same answer", is_basic=True)
+    seed: int | None = setting(
+        None,
+        "seed of the sampling; the same request with the same seed gets the same answer "
+        "(default: random)",
+        is_basic=True,
+    )
     bad_words: Sequence[str] = NO_TEXTS
     json_schema: Mapping[str, object] | str | None = None
     regex: str | None = None
@@ -253,7 +258,7 @@ class SamplingDefaults(
 
     @property
     def in_force(self) -> dict[str, Any]:
-        """All five values that apply to a request which leaves all of them out, by field."""
+        """The values of all five fields, by field, for a request that leaves all five out."""
         params = TokenSamplingParams(**self.given)
         return {name: getattr(params, name) for name in RECOMMENDED}
 

@@ -166,7 +166,7 @@ class HostedEngine:
             adapter=self.adapters.find(submit.adapter),
         )
         if output:
-            self._check_goes_on(request, params)
+            self._check_incomplete(request, params)
         if text.watches and await _stops(text, output):
             raise WireError("the request's output already contains a stop string")
         return HostedRequest(request=request, text=text)
@@ -236,7 +236,7 @@ class HostedEngine:
             return None
         return body_form(transfers.write(request))
 
-    def _check_goes_on(self, request: Request, params: SamplingParams) -> None:
+    def _check_incomplete(self, request: Request, params: SamplingParams) -> None:
         """Raise `WireError` unless a further token may follow the request's output so far."""
         if request.sampling.pooling is not None:
             raise WireError("the request has an output but generates nothing")
