@@ -39,9 +39,9 @@ from ...draft.control.outcome import NUM_BEST
 from ..text.gguf_tokenizer import check_vocabulary
 from ..types.sampling_params import SamplingDefaults
 from .adapter_loader import OwnAdapters
-from .beside.drafter import Drafter, load_drafter
-from .beside.kept_kv import KeptKV, check_places, page_keys, prefix_cache, refuse_tiers
 from .built import Built
+from .components.drafter import Drafter, load_drafter
+from .components.kept_kv import KeptKV, check_stores, page_keys, prefix_cache, refuse_tiers
 from .drafts import find_draft, make_speculator, parse_draft
 from .kv_events import events_of
 from .kv_pools import make_pools, model_len, out_of_memory_told
@@ -164,7 +164,7 @@ def _load_models(
     device = device_of(config)
     sizes = config.sizes(device.type)
     found = find_draft(spec.model)
-    check_places(config)
+    check_stores(config)
     has_keys = wants_keys or config.has_tiers or config.kv_transfer is not None
     digests = _make_digests() if has_keys else None
     on_read, on_read_head = (None, None) if digests is None else (digests.target, digests.head)

@@ -43,7 +43,7 @@ from .records import RecordedRequest, engine_facts, kernels_of, plain_params
 
 Tell = Callable[[str], None]
 COUNTED = ("cached_tokens", "loaded_tokens", "proposed_tokens", "accepted_tokens")
-ALWAYS_THERE = {"grammar", "prediction"}  # drafters of requests that bring their own guess
+ALWAYS_THERE = {"grammar", "prediction"}  # drafters that no option can disable
 DISK = "1GiB"  # the size of the folder that the restarted engine reads
 
 
