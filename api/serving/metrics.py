@@ -96,7 +96,10 @@ class ServerMetrics(Collector):
         yield gauge("http_requests_in_flight", "HTTP requests in progress", self._num_open)
         yield gauge("http_streams", "Event streams in progress", self._num_streams)
         yield counters(
-            "request_refusals", "HTTP requests rejected before any work", "reason", self._refusals
+            "request_refusals",
+            "HTTP requests that were rejected, by reason",
+            "reason",
+            self._refusals,
         )
         yield counters(
             "prefix_cache_prompts",

@@ -45,7 +45,7 @@ from .forms import (
 )
 
 VERSION = 4  # version of all messages and their contents; others are refused at `Hello`
-KEY_BYTES = 8  # first bytes of a page's key of 32 bytes
+KEY_BYTES = 8  # length of the part of a page's 32-byte key that is sent
 M = TypeVar("M")
 Seed = Annotated[int, Meta(ge=0)]  # msgpack's integers end at 64 bits
 
@@ -222,7 +222,10 @@ class Report(_Question, tag="report", frozen=True, kw_only=True):
 
 
 class LoadAdapter(_Question, tag="load_adapter", frozen=True, kw_only=True):
-    """Calls `AdapterLoader.load` for a folder on the replica's machine; `facts_form` answers."""
+    """Calls `AdapterLoader.load` for a folder on the replica's machine.
+
+    `facts_form` makes the answer.
+    """
 
     name: str
     number: Count
