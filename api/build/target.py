@@ -27,7 +27,7 @@ from ...core.ops.machine.host_memory import CAN_SHARE
 from ...core.ops.parallel import Comm
 from ...core.options.settings import parse_size
 from ...core.startup import timed
-from .kv_pools import out_of_memory_told
+from .kv_pools import out_of_memory_hint
 from .memory import check_room
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def load_model(
         check_room(path, config, device)
     remedy = "use a smaller --dtype, or --quantize"
     options: dict[str, Any] = _load_options(config, device)
-    with out_of_memory_told(f"while loading {path.name}", remedy):
+    with out_of_memory_hint(f"while loading {path.name}", remedy):
         return load_decoder(path, **options, on_read=on_read, comm=comm)
 
 
@@ -161,7 +161,7 @@ def load_images(
         plain = choose_ops(
             target.device, exact=config.exact, backend=config.backend, dtype=target.dtype
         )
-    with out_of_memory_told(f"while loading the image tower of {path.name}", "use --no-images"):
+    with out_of_memory_hint(f"while loading the image tower of {path.name}", "use --no-images"):
         return load_vision(
             path,
             target,

@@ -139,7 +139,7 @@ class ChatTemplate:
             opens = not options.get("continue_final_message", False)
             return self._completed(messages, {"add_generation_prompt": opens, **options})
         except RecursionError:  # avoid a traceback as long as the nesting is deep
-            param = deeper(messages, options)
+            param = find_too_deep(messages, options)
             raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
         finally:
             BUDGET.reset(token)
@@ -428,7 +428,7 @@ def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any
     return total
 
 
-def deeper(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+def find_too_deep(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
     """Return the field that is nested too deeply for a template."""
     given = {"messages": messages, "tools": options.get("tools", ())}
     given["chat_template_kwargs"] = {name: options[name] for name in options if name != "tools"}

@@ -26,7 +26,7 @@ WIDTH = 24  # width of the bar in characters
 CLEAR = "\r\x1b[K"  # clears the line
 
 
-def tell_start() -> None:
+def print_startup_steps() -> None:
     """Print the seconds that each startup step takes, from now on."""
     logger = logging.getLogger(STARTUP)
     logger.addHandler(logging.StreamHandler())

@@ -35,11 +35,11 @@ class ReplicaLink:
     since: float  # time of arrival on the front's clock
     role: str | None = None  # prefill, decode or both; None: it transfers no KV
     load: Load = NO_LOAD
-    unready: str | None = None  # its own reason why it cannot take requests
+    unready: str | None = None  # why it cannot take requests, as it reports
     requests: dict[str, LiveRequest] = field(default_factory=dict)
     adapters: set[Adapter] = field(default_factory=set)  # adapters that it has loaded
     num_served: int = 0  # requests that ended at this replica
-    num_silent_beats: int = 0  # beats that the front sent since its last message
+    num_silent_beats: int = 0  # beats sent since the replica's last message
     _ended: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_ENDED))
     _calls: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
     _call_ids: itertools.count[int] = field(default_factory=itertools.count)

@@ -132,7 +132,7 @@ class Roster:
         logger.log(level, "%s is lost: %s; requests to move: %d", link, reason, len(link.requests))
         if cause in TOLD_CAUSES:
             self.socket.part(link.peer, Leaving(reason=reason))
-        elif cause == "silent":  # no message, so that it connects again later
+        elif cause == "silent":  # a replica that gets no reason connects again
             self.socket.part(link.peer)
         link.fail_calls()
         self._count_room()

@@ -55,7 +55,7 @@ class WireError(ForetokenError):
 
 
 @contextmanager
-def meaningful(what: str) -> Iterator[None]:
+def wire_errors(what: str) -> Iterator[None]:
     """Turn errors about a value into `WireError`; ``what`` names the value in the message."""
     try:
         yield
@@ -73,7 +73,7 @@ def ids_form(token_ids: Sequence[int]) -> bytes:
 
 def ids_of(data: bytes) -> array[int]:
     """Return the token ids of `ids_form`. Raises `WireError`."""
-    with meaningful("token ids"):
+    with wire_errors("token ids"):
         return _filled(array("q"), data)
 
 
@@ -103,14 +103,14 @@ def params_form(params: SamplingParams) -> dict[str, Any]:
     given = {name: getattr(params, name) for name in _DEFAULTS}
     given = {name: value for name, value in given.items() if value is not _DEFAULTS[name]}
     if isinstance(schema := given.get("json_schema"), Mapping):
-        with meaningful("json_schema"):
+        with wire_errors("json_schema"):
             given["json_schema"] = json.dumps(dict(schema)).encode()
     return given
 
 
 def params_of(form: Mapping[str, Any]) -> SamplingParams:
     """Return the parameters of a form. Raises `WireError` if `SamplingParams` refuses them."""
-    with meaningful("sampling parameters"):
+    with wire_errors("sampling parameters"):
         if isinstance(schema := form.get("json_schema"), bytes):
             form = {**form, "json_schema": json.loads(schema)}
         return SamplingParams(**form)

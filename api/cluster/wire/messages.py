@@ -39,9 +39,9 @@ from .forms import (
     from_msgpack,
     ids_form,
     ids_of,
-    meaningful,
     params_form,
     to_msgpack,
+    wire_errors,
 )
 
 VERSION = 4  # version of all messages and their contents; others are refused at `Hello`
@@ -285,7 +285,7 @@ _any_hello = msgspec.msgpack.Decoder(_AnyHello)
 
 def encode(message: FromReplica | FromFront) -> bytes:
     """Return the bytes of a message. Raises `WireError` for a value that cannot be encoded."""
-    with meaningful("a message that cannot be sent"):
+    with wire_errors("a message that cannot be sent"):
         return _encoder.encode(message)
 
 
@@ -348,7 +348,7 @@ def drop_of(handed: bytes) -> Drop:
 
 def body_form(body: Body) -> bytes:
     """Return a report as JSON; values that JSON lacks are written as strings."""
-    with meaningful("a report that cannot be sent"):
+    with wire_errors("a report that cannot be sent"):
         return msgspec.json.encode(body, enc_hook=str)
 
 
@@ -501,7 +501,7 @@ def request_of(
     far to it before the request runs. ``adapter``: the adapter with the message's number. Raises
     `WireError`.
     """
-    with meaningful("a request"):
+    with wire_errors("a request"):
         prepared = Prepared(
             prompt=PromptTokens(ids_of(submit.prompt), images=submit.images),
             params=params,

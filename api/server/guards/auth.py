@@ -53,8 +53,8 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        offered = _offered(scope)
-        known = _among(self._callers, offered)
+        offered = _key_digests(scope)
+        known = _known_key(self._callers, offered)
         state["is_admin"] = self._all_are_admins or known in self._admins
         refusal = self._malformed(scope) or self._unwelcome(scope, known)
         answer = self.app if refusal is None else error_response(scope, refusal)
@@ -141,7 +141,7 @@ def _digests(keys: Sequence[str]) -> list[bytes]:
     return [caller_of(key.encode("utf-8", "surrogateescape")) for key in keys]
 
 
-def _offered(scope: Scope) -> list[bytes]:
+def _key_digests(scope: Scope) -> list[bytes]:
     """Return the digest of each key in a request. All digests have the same length."""
     scheme, _, token = header(scope, b"authorization").partition(" ")
     api = api_of(scope)
@@ -153,7 +153,7 @@ def _offered(scope: Scope) -> list[bytes]:
     return [caller_of(key) for key in shown if key]
 
 
-def _among(digests: Sequence[bytes], offered: Sequence[bytes]) -> bytes | None:
+def _known_key(digests: Sequence[bytes], offered: Sequence[bytes]) -> bytes | None:
     """Return the first known key in a request, comparing all keys in constant time."""
     found = [digest for digest in digests for each in offered if hmac.compare_digest(digest, each)]
     return found[0] if found else None

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ...serving.errors import ApiError
 from ...serving.limits import Limits
-from ..observation.request_log import BROKEN_OFF, refusal_of
+from ..observation.request_log import CONNECTION_ERROR, refusal_of
 from .auth import IS_SPARE
 
 logger = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class Connection(H11Protocol):
             self.transport.abort()
             return
         begun = self.conn.our_state is h11.SEND_RESPONSE  # headers are read
-        answer = self._broken_off(refusal) if begun else refusal.response()
+        answer = self._interrupted(refusal) if begun else refusal.response()
         headers = [*answer.raw_headers, (b"connection", b"close")]
         events = (
             h11.Response(status_code=refusal.status, headers=headers),
@@ -240,10 +240,10 @@ class Connection(H11Protocol):
         self._forget_body()
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
-    def _broken_off(self, refusal: ApiError) -> Response:
+    def _interrupted(self, refusal: ApiError) -> Response:
         """Return the response for an incomplete request, and store the error for the log."""
         scope = cast("Scope", self.scope)
-        scope["state"][BROKEN_OFF] = refusal
+        scope["state"][CONNECTION_ERROR] = refusal
         # Run outside the current context, which may belong to the previous request.
         return Context().run(refusal_of, scope, refusal)
 
