@@ -43,7 +43,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     pooling: PoolingSpec = NO_POOLING  # whether the model can return embeddings or scores
     takes_images: bool = False  # whether prompts may contain images
     fingerprint: bytes | None = None  # digest of everything that determines the KV, if requested
-    kernels: str = ""  # identity of the kernels, if requested: others may compute different bits
+    kernels: str = ""  # identifier of the kernels, if requested; other kernels may give other bits
 
 
 class Built(ModelFacts, Generic[EngineT], frozen=True, kw_only=True):

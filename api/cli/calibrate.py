@@ -42,7 +42,7 @@ def calibrate(model: str | None, data: Path, out: Path) -> int:
         raise InvalidRequest(f"{source.name}: {error}", param="model") from None
     try:
         stats.save(out)
-    except OSError as error:  # a full disk
+    except OSError as error:  # for example a full disk
         raise ForetokenError(f"{out}: {error.strerror}") from None
     print(f"{out}: query statistics of {source.name} over {num_tokens} tokens")
     print(f"concentration |E q| / E |q|, by layer: {shares(stats)}")

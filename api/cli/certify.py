@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..certify.certificate import Certificate
 
 REQUESTS, LONG_REQUESTS = 1_000, 10_000
-DIFFERENT, INEXACT = 1, 3  # exit statuses
+DIFFERENT, INEXACT = 1, 3  # exit statuses: tokens differ; the model is not exact
 KINDS = (Chosen, EngineConfig)
 
 
@@ -77,7 +77,7 @@ def certify(parsed: argparse.Namespace) -> int:
     print(verdict(found), flush=True)
     try:
         _write(path, found, markdown(found))
-    except OSError as error:  # a full disk
+    except OSError as error:  # for example a full disk
         raise ForetokenError(f"{path}: {error.strerror}") from None
     print(f"report: {path}.md, {path}.json")
     if not found.exact:

@@ -108,7 +108,8 @@ def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any
     from ..cluster.launcher import PlannedReplicas, plan_of
     from ..cluster.ray_app import RayCluster
 
-    own = {name: value for name, value in options.items() if name != "lora"}  # loaded by the front
+    # The front loads the adapters.
+    own = {name: value for name, value in options.items() if name != "lora"}
     return PlannedReplicas(plan_of(model, front, own), RayCluster(owns_ray=not is_joined))
 
 

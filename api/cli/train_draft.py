@@ -149,7 +149,7 @@ def _above_zero(text: str) -> float:
         number = float(text)
     except ValueError:
         number = -1.0
-    if not 0 < number < 1e6:  # also false for nan
+    if not 0 < number < 1e6:  # false for NaN, too
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return number
 

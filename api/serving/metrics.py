@@ -56,7 +56,7 @@ class ServerMetrics(Collector):
             self.registry.register(collector)
         ProcessCollector(registry=self.registry)
 
-    # implements `request_log.Counts`
+    # methods of the protocol `request_log.Counts`
 
     def began(self) -> None:
         """Count a request that begins."""

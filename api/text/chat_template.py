@@ -465,7 +465,7 @@ def template_of(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:
     """
     text = "" if config.chat_template is None else read_template(config.chat_template)
     options = config.default_chat_template_kwargs or {}
-    assert not isinstance(options, str)  # parsed when the options were checked
+    assert not isinstance(options, str)  # the check of the options has parsed the JSON
     check_options(options, TEMPLATE_KWARGS)
     return text, options
 

@@ -170,7 +170,7 @@ def _write(file: Path, loaded: LoadedTokenizer) -> None:
 
 
 def _drop_oldest(folder: Path) -> None:
-    with suppress(FileNotFoundError):  # another process deletes the same files
+    with suppress(FileNotFoundError):  # another process may delete the same files
         files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
         for file in files[:-_NUM_KEPT]:
             file.unlink()

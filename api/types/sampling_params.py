@@ -33,11 +33,11 @@ MAX_WORD_CHARS = 256
 MAX_DEPTH = 64  # draft tokens of one request in one step
 MAX_PREDICTION_CHARS = 2**17
 MAX_PREDICTION_IDS = 2**16
-# limit of each of json_schema, regex and grammar, and of the total of choice
+# maximum length of json_schema, regex and grammar each, and of all choices together
 MAX_GRAMMAR_CHARS = 2**18
 MAX_CHOICES = 4096
 NO_TEXTS: tuple[str, ...] = ()
-STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")  # mutually exclusive
+STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")  # at most one is set
 
 
 class LeftOut:

@@ -205,7 +205,7 @@ class Conversation:
             self._answering.cancel()
         else:
             print("\n(Ctrl-D or /exit ends the conversation)", file=sys.stderr, flush=True)
-            # the line is still being read
+            # show the unfinished line again
             print(self._prompt, _half_line(), sep="", end="", flush=True)
 
     # -- commands -------------------------------------------------------------------------------

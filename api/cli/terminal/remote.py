@@ -47,7 +47,7 @@ class ServerModel:
             found.name = model["id"]
             context = model.get("max_model_len")  # vLLM and SGLang report it too
             found.context = context if isinstance(context, int) else None
-            # specific to foretoken
+            # only foretoken sends it
             found.sampling = dict(model.get("default_sampling_params") or {})
             found._takes_ids = bool(found.sampling)
         except (ValueError, LookupError, TypeError):

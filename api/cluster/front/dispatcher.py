@@ -202,7 +202,7 @@ class Dispatcher:
             return
         self._waiting[request_id] = live
         self._serve_one(live, now)
-        if self._waiting:  # the replica has room now
+        if self._waiting:  # a replica may have room for them now
             asyncio.get_running_loop().call_soon(self.serve_waiting)
 
     # -- parts of prompts -----------------------------------------------------------------------
@@ -394,7 +394,7 @@ class Dispatcher:
         if (link := self._places.pop(request_id, None)) is not None:
             link.forget(request_id)
             self._router.end(request_id)
-        if self._waiting:  # the replica has room now
+        if self._waiting:  # a replica may have room for them now
             asyncio.get_running_loop().call_soon(self.serve_waiting)
         elif not self.live:
             self.idle.set()

@@ -58,9 +58,8 @@ class _Replica(Generic[R]):
     name: R
     seed: _Seed
     pages: set[bytes] = field(default_factory=set)  # keys of the pages that it reports as stored
-    sent: OrderedDict[bytes, float] = field(
-        default_factory=OrderedDict
-    )  # end times by key, in order
+    # The time until which each sent page counts as stored, by key, earliest first.
+    sent: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     owed: int = 0  # tokens left to compute for its requests
     num_requests: int = 0
     last_turn: int = 0  # number of the last choice of this replica; 0: never chosen

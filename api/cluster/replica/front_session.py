@@ -57,7 +57,7 @@ class FrontLink(Protocol):
 class Ending(Enum):
     """The ways in which a connection can end."""
 
-    LOST = "lost"  # the front closed it, was silent, or sent an invalid message
+    LOST = "lost"  # the front closed the connection, was silent, or sent an invalid message
     REFUSED = "refused"  # the front refuses this replica
     LEFT = "left"  # the replica left
 

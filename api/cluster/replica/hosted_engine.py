@@ -212,7 +212,7 @@ class HostedEngine:
         if transfers is None or not (request.transfer.hands_over and is_worth_it):
             return None
         if request.num_computed >= request.prompt_len or request.transfer.handed is not None:
-            return None  # the whole prompt is about to be held
+            return None  # the engine soon holds the whole prompt
         if hosted.part is not None and transfers.is_held(hosted.part):
             return None  # the earlier part is still being read
         hosted.num_parted = request.num_computed  # if there is no room, try again later

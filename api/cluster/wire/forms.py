@@ -132,7 +132,7 @@ def usage_of(form: Usage, now: float) -> Usage:
     Raises `WireError` for an infinite age of a cache loss.
     """
     if (loss := form.cache_loss) is not None and not math.isfinite(loss.time):
-        raise WireError("a cache loss without a finite age")
+        raise WireError("the age of a cache loss is not finite")
     return usage_form(form, now)  # time = now - age, as age = now - time
 
 
@@ -170,7 +170,7 @@ def error_of(form: ErrorForm) -> ForetokenError:
     Raises `WireError` for an unknown class.
     """
     if (kind := _ERRORS.get(form.kind)) is None:
-        raise WireError(f"an error of the unknown class {shown(form.kind)}")
+        raise WireError(f"the error class {shown(form.kind)} is unknown")
     error = kind.__new__(kind, form.message)  # without __init__, which would make the message again
     for name in kind.wire_fields:
         setattr(error, name, getattr(form, name))

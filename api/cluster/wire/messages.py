@@ -157,7 +157,7 @@ class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     deadline: Seconds | None = None  # seconds left
     num_prompt_logprobs: Count = 0  # number of prompt log-probabilities sent already
     images: tuple[PromptImage, ...] = ()
-    adapter: Count | None = None  # number of its `LoadAdapter`
+    adapter: Count | None = None  # number in the adapter's `LoadAdapter`
     hands_over: bool = False  # only the prompt is computed, for another replica
     transfer: bytes | None = None  # `Step.handed` of the replica that computed its prompt
 
@@ -388,7 +388,7 @@ def page_keys(news: PageNews) -> list[bytes]:
     """Return the keys in page news, `KEY_BYTES` each. Raises `WireError`."""
     data = news.keys
     if len(data) % KEY_BYTES:
-        raise WireError(f"page keys that have {KEY_BYTES} bytes each, but {len(data)} in total")
+        raise WireError(f"page keys have {KEY_BYTES} bytes each, not {len(data)} in total")
     return [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
 
 
@@ -413,12 +413,12 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     sampling = request.sampling
     params, constraint = sampling.params, sampling.constraint
     if not isinstance(params, SamplingParams):
-        raise WireError("a request without parameters of the API")
+        raise WireError("the request has no parameters of the API")
     if not (constraint is None or isinstance(constraint, GrammarMatcher)):
-        raise WireError("a request with a constraint that is not a grammar")
+        raise WireError("the request's constraint is not a grammar")
     adapter = request.extras.adapter
     if not (adapter is None or isinstance(adapter, RemoteAdapter)):
-        raise WireError("a request with an adapter that is loaded in this process")
+        raise WireError("the request's adapter is loaded in this process")
     guess = request.prediction
     return Submit(
         request_id=request.request_id,
@@ -450,7 +450,7 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     whole = submit_of(request, elapsed=elapsed)
     params = request.sampling.params
     if not isinstance(params, SamplingParams):
-        raise WireError("a request without parameters of the API")
+        raise WireError("the request has no parameters of the API")
     return Submit(
         request_id=whole.request_id,
         prompt=whole.prompt,

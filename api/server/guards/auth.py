@@ -23,7 +23,7 @@ VERSIONS = ("1.1", "1.0")
 JSON, FORM = "application/json", "multipart/form-data"
 UPLOAD_PATH = "/v1/files"
 CLOSE = {"connection": "close"}
-FIELD_BYTES = 4  # bytes of a header field besides name and value: ": " and CRLF
+FIELD_BYTES = 4  # bytes of a header field in addition to name and value: ": " and CRLF
 
 
 class AuthMiddleware:

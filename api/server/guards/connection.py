@@ -96,7 +96,7 @@ class Connection(H11Protocol):
     limits: ClassVar[Limits] = Limits()
     _header_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
-    _body_cycle: RequestResponseCycle | None = None  # the request whose body is due
+    _body_cycle: RequestResponseCycle | None = None  # the request whose body is still to arrive
     _write_timer: asyncio.TimerHandle | None = None
     _num_drained = 0
     _is_spare = False
@@ -224,7 +224,7 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        begun = self.conn.our_state is h11.SEND_RESPONSE  # headers are read
+        begun = self.conn.our_state is h11.SEND_RESPONSE  # request headers are complete
         answer = self._interrupted(refusal) if begun else refusal.response()
         headers = [*answer.raw_headers, (b"connection", b"close")]
         events = (

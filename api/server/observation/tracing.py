@@ -222,7 +222,7 @@ class Telemetry(EngineObserver):
                 self._describe_http(span, http)
 
     def _describe_http(self, span: trace.Span, http: RequestContext) -> None:
-        if http.answered_ns:  # time of text processing and the network
+        if http.answered_ns:  # this span covers text processing and sending
             self._child(None, "emit", http.answered_ns, time.time_ns())
         span.update_name(f"{http.method} {http.route}")
         span.set_attributes(

@@ -49,7 +49,7 @@ LIES: dict[str, FromReplica] = {
     "the request does not want": step(
         "r", pooled=array("f", [1.0]), finish_reason=FinishReason.STOP
     ),
-    "page keys that have 8 bytes": Step(load=LOAD, pages=[PageNews(True, b"1234567")]),
+    "page keys have 8 bytes": Step(load=LOAD, pages=[PageNews(True, b"1234567")]),
     "the replica reports more than 64 KV pages": Step(load=LOAD, pages=[PageNews(True, MANY_KEYS)]),
     "the replica sent a second greeting": greeting(),
     "a call that was not made": Answer(call_id=5, result=1),
