@@ -56,7 +56,7 @@ class ServerMetrics(Collector):
             self.registry.register(collector)
         ProcessCollector(registry=self.registry)
 
-    # implements `request_log.Counts`
+    # methods of the protocol `request_log.Counts`
 
     def began(self) -> None:
         """Count a request that begins."""
@@ -77,7 +77,7 @@ class ServerMetrics(Collector):
             self._refusals[reason] += 1
 
     def _reason(self, request: RequestContext) -> str | None:
-        """Return why a request was refused without work; None if it was not refused."""
+        """Return why a request was refused before it was computed; None if it was not refused."""
         error = request.error
         if error is None or request.is_probe:
             return None
@@ -96,7 +96,10 @@ class ServerMetrics(Collector):
         yield gauge("http_requests_in_flight", "HTTP requests in progress", self._num_open)
         yield gauge("http_streams", "Event streams in progress", self._num_streams)
         yield counters(
-            "request_refusals", "HTTP requests rejected before any work", "reason", self._refusals
+            "request_refusals",
+            "HTTP requests that were rejected, by reason",
+            "reason",
+            self._refusals,
         )
         yield counters(
             "prefix_cache_prompts",

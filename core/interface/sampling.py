@@ -54,7 +54,11 @@ class TokenSamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int | None = setting(None, "maximum length of the answer, in tokens", is_basic=True)
+    max_tokens: int | None = setting(
+        None,
+        "maximum length of the answer, in tokens (default: up to the context length)",
+        is_basic=True,
+    )
     min_tokens: int = setting(0, "minimum length of the answer, in tokens")
     stop_token_ids: Sequence[int] = NO_IDS
     logprobs: int | None = None

@@ -19,6 +19,7 @@ from ..errors import InvalidRequest, shown
 T = TypeVar("T")
 HIGHEST = 2**40  # upper limit of a number without a limit of its own
 SIZE = "SIZE"  # metavar of a number of bytes, which may have a unit
+SECONDS = "S"  # metavar of a time in seconds
 _UNITS = {
     "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
     "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,

@@ -164,7 +164,7 @@ def read_tiers(loads: PageLoads, page_size: int) -> Iterator[Metric]:
     yield dropped
     yield counter(
         "kv_tier_late",
-        "Loads given up because they took too long; the request computed the tokens",
+        "Loads that took too long, so that the request computed the tokens instead",
         loads.num_late,
     )
 

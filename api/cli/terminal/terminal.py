@@ -213,7 +213,7 @@ class LocalModel:
                     printer.think(last.reasoning)
                     printer.write(last.text, painter.paint(last) if painter else "")
         finally:
-            printer.end()  # before the lines on stderr
+            printer.end()  # ends the line before lines on stderr follow
         if painter:
             print(painter.legend(), file=sys.stderr)
         if self._style.has_stats:

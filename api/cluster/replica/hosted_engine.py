@@ -166,7 +166,7 @@ class HostedEngine:
             adapter=self.adapters.find(submit.adapter),
         )
         if output:
-            self._check_goes_on(request, params)
+            self._check_incomplete(request, params)
         if text.watches and await _stops(text, output):
             raise WireError("the request's output already contains a stop string")
         return HostedRequest(request=request, text=text)
@@ -212,7 +212,7 @@ class HostedEngine:
         if transfers is None or not (request.transfer.hands_over and is_worth_it):
             return None
         if request.num_computed >= request.prompt_len or request.transfer.handed is not None:
-            return None  # the whole prompt is about to be held
+            return None  # the engine soon holds the whole prompt
         if hosted.part is not None and transfers.is_held(hosted.part):
             return None  # the earlier part is still being read
         hosted.num_parted = request.num_computed  # if there is no room, try again later
@@ -236,7 +236,7 @@ class HostedEngine:
             return None
         return body_form(transfers.write(request))
 
-    def _check_goes_on(self, request: Request, params: SamplingParams) -> None:
+    def _check_incomplete(self, request: Request, params: SamplingParams) -> None:
         """Raise `WireError` unless a further token may follow the request's output so far."""
         if request.sampling.pooling is not None:
             raise WireError("the request has an output but generates nothing")

@@ -176,7 +176,7 @@ class Shield:
         ``is_first``: the part begins the conversation.
         """
         if self.marks is None or self.breaker not in text:
-            return tokenizer.encode_word(text) if is_first else tokenizer.encode_behind(text)
+            return tokenizer.encode_word(text) if is_first else tokenizer.encode_after(text)
         encoder = tokenizer.literal(self.marks.user.names)
         return encoder.encode_with(text, {self.breaker: ""}, is_first=is_first)
 

@@ -88,7 +88,7 @@ class Reranker:
             raise InvalidRequest("the model cannot rerank: no chat template", param="model")
         ids, vocab_size = self._llm.built.pooling.score_ids, self._llm.built.vocab_size
         if ids is None:
-            found = [self._llm.tokenizer.encode_behind(word) for word in WORDS]
+            found = [self._llm.tokenizer.encode_after(word) for word in WORDS]
             if any(len(each) != 1 for each in found):
                 message = 'the model cannot rerank: its vocabulary lacks a token "yes" or "no"'
                 raise InvalidRequest(message, param="model")

@@ -129,7 +129,7 @@ class Model:
 
     def ids(self, text: str) -> list[int]:
         """Other tokens than the tokenizer's: one for each character or byte."""
-        return [each for character in text for each in self.tokenizer.encode_behind(character)]
+        return [each for character in text for each in self.tokenizer.encode_after(character)]
 
     def remember(self, messages: Sequence[Any], message: Any, ids: Sequence[int]) -> None:
         """Remember an answer to these messages, as a server does."""
@@ -206,9 +206,9 @@ def test_other_ids_of_the_same_text_stand_in_its_place(model):
 def test_a_text_behind_others_gets_no_space_in_front(model, metaspace_folder, byte_fallback_folder):
     for folder in (metaspace_folder, byte_fallback_folder):
         own = model(LINES, folder)
-        assert own.tokenizer.encode_behind("ab") != own.tokenizer.encode_word("ab")
+        assert own.tokenizer.encode_after("ab") != own.tokenizer.encode_word("ab")
         together = own.tokenizer.encode_word("ab")
-        assert own.tokenizer.decode([*together, *own.tokenizer.encode_behind("ab")]) == "abab"
+        assert own.tokenizer.decode([*together, *own.tokenizer.encode_after("ab")]) == "abab"
 
 
 def test_the_token_that_ended_an_answer_may_be_there(model):

@@ -231,7 +231,7 @@ def test_a_growing_conversation_with_such_contents_is_found_by_its_ids(written):
     for number in range(3):
         prompt = list(own.prompt(*talk).token_ids)
         answer = assistant(f"Answer {number} of {THINK}.")
-        ids = [i for char in answer["content"] for i in own.tokenizer.encode_behind(char)]
+        ids = [i for char in answer["content"] for i in own.tokenizer.encode_after(char)]
         digest = message_digest(answer)
         assert digest is not None
         own.history.put(owner_of(None), None, digest, PrefixDigest().after(prompt), ids)
@@ -247,7 +247,7 @@ def test_an_answer_that_spells_out_a_mark_is_found_again(written):
     own = written(templates.PLAIN)
     prompt = list(own.prompt(user("Spell it.")).token_ids)
     answer = assistant(f"It is {END}.")
-    ids = [i for char in answer["content"] for i in own.tokenizer.encode_behind(char)]
+    ids = [i for char in answer["content"] for i in own.tokenizer.encode_after(char)]
     digest = message_digest(answer)
     assert digest is not None
     own.history.put(owner_of(None), None, digest, PrefixDigest().after(prompt), ids)
