@@ -172,8 +172,8 @@ class TierIO:
             self._disarm(load)
             self._on_change()
 
-    def _state_loaded(self, load: PageLoad, is_whole: bool) -> None:
-        self._loads.state_loaded(load, self._clock(), is_whole=is_whole)
+    def _state_loaded(self, load: PageLoad, is_loaded: bool) -> None:
+        self._loads.state_loaded(load, self._clock(), is_loaded=is_loaded)
         if load.is_over:
             self._disarm(load)
             self._on_change()
