@@ -1,7 +1,7 @@
 """Opening a model: from a path to its config and to the tensors of its files.
 
-Files give `Fields` and tensors (formats/); families make a config from `Fields` (families/).
-Neither knows the other: this module joins them.
+The file formats (formats/) yield `Fields` and tensors, and the families (families/) make a config
+from `Fields`. The two do not depend on each other; this module joins them.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_stored(config: DecoderConfig, checkpoint: SafetensorsCheckpoint) -> DecoderConfig:
-    """Return the config with facts from the files: the output matrix and the layout of experts.
+    """Return ``config`` adapted to the files: to their output matrix and layout of experts.
 
     Without a stored output matrix the embedding serves as one, if the config ties them or the class
     that was saved has no output matrix.

@@ -67,7 +67,7 @@ def read_assistant(path: Path, target: DecoderConfig) -> AssistantConfig:
     from ..fallback.text_config import read_text_config  # transformers takes a second to import
 
     text = {name: value for name, value in read_text_config(path).items() if value is not None}
-    # The assistant shares another model's KV, not its own layers'.
+    # All layers read the KV of the target; none of them reads the KV of an assistant's layer.
     text["num_kv_shared_layers"] = 0
     inner = Fields(text, f"{fields.where}: text_config")
     config = parse_config(inner)

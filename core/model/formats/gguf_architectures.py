@@ -43,7 +43,7 @@ class Architecture:
     is_latent: bool = False
     experts: Literal["none", "each", "gpt_oss", "granite"] = "none"
     final_norm: str = "model.norm"
-    own_final_norm: str = "output_norm"  # stored name
+    own_final_norm: str = "output_norm"  # stored name of the final norm
 
 
 _LLAMA = Architecture(model_type="llama", is_turned=True)

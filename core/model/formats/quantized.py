@@ -38,7 +38,7 @@ Entries: TypeAlias = Mapping[str, TensorEntry]
 
 
 class Stored(NamedTuple):
-    """The tensors of the files. ``read`` is for metadata tensors of a few bytes."""
+    """The stored tensors of a checkpoint. ``read`` returns a metadata tensor of a few bytes."""
 
     entries: Entries
     read: Callable[[str], Tensor]
@@ -63,7 +63,7 @@ class Scheme(Protocol):
     label: str  # name for display
 
     def gather(self, stored: Stored) -> dict[str, QuantizedTensor]:
-        """Return the quantised matrices by plain names. Raises ValueError naming a tensor."""
+        """Return the quantised matrices by plain names. Raises ValueError that names a tensor."""
 
 
 def read_scheme(fields: Fields) -> Scheme | None:
@@ -87,7 +87,7 @@ def gather(scheme: Scheme, stored: Stored) -> dict[str, QuantizedTensor]:
 
 
 def is_passed_over(name: str) -> bool:
-    """Whether this engine ignores a tensor beside quantised weights."""
+    """Whether this engine ignores a tensor that is stored with quantised weights."""
     return name.endswith(_PASSED_OVER)
 
 
