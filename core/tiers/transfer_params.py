@@ -1,8 +1,8 @@
 """TransferParams: ``kv_transfer_params``, which clients carry from one engine to another.
 
 P is the engine that computes a prompt, D the engine that continues the request. The fields are
-named as in vLLM; fields that only foretoken has are in ``foretoken``. All fields are signed: a client
-that could forge them could make an engine read any memory, and use any KV for a prompt.
+named as in vLLM; fields that only foretoken has are in ``foretoken``. All fields are signed: a
+client that could forge them could make an engine read any memory, and use any KV for a prompt.
 """
 
 from __future__ import annotations
