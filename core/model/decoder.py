@@ -96,7 +96,7 @@ class Decoder(Protocol):
     def row_batch(
         self, rows: RowTable, *, device_tokens: DeviceTokens | None = None
     ) -> RaggedBatch:
-        """Lay out the requests of a step for this decoder's backend, where `rows_library` exists.
+        """Lay out the requests of a step for this decoder's backend; this needs `rows_library`.
 
         Raises ValueError for rows without a page.
         """

@@ -167,5 +167,5 @@ def _as_stacked(
         return spec
     turned = replace(spec, names=spec.names._replace(stacked="columns"))
     expected = Experts(config, prefix, turned).stacks
-    is_turned = all(shapes.get(tensor.name) == tensor.shape for tensor in expected)
-    return turned if is_turned else spec
+    is_transposed = all(shapes.get(tensor.name) == tensor.shape for tensor in expected)
+    return turned if is_transposed else spec

@@ -129,11 +129,11 @@ class LoraSettings:
         self._is_stabilised = bool(values.get("use_rslora"))
 
     def rank(self, module: str) -> int:
-        """Return the rank of a module."""
+        """Return the rank of the LoRA matrices of a module."""
         return int(_of_module(self._ranks, module, self._rank))
 
     def scale(self, module: str) -> float:
-        """Return the factor on a module's B: alpha over the rank, or over its root."""
+        """Return the factor on a module's matrix B: alpha / rank, or alpha / sqrt(rank)."""
         rank = self.rank(module)
         alpha = float(_of_module(self._alphas, module, self._alpha))
         return alpha / (math.sqrt(rank) if self._is_stabilised else rank)

@@ -147,7 +147,7 @@ LLAMA_NORMS = NormNames()
 
 
 class HeadSpec(NamedTuple):
-    """Heads of a layer."""
+    """Numbers of a layer's heads, and the number of dimensions of a head."""
 
     num_heads: int
     num_kv_heads: int
@@ -166,7 +166,7 @@ class LayerSpec:
     the residual stream after the mixer and after the MLP.
     """
 
-    window: int | None = None  # number of positions that a row attends to, itself included
+    window: int | None = None  # positions that a row attends to, itself included; None: all
     rope: RopeSpec | None = None  # None: the RoPE of the model
     experts: ExpertsSpec | None = None
     width: int | None = None  # width of the MLP; None: the width of the model's MLPs

@@ -16,7 +16,7 @@ class PoolPart(NamedTuple):
     """A part of the pool: layers with equal heads, which share a plan in each pass."""
 
     heads: HeadLayout
-    num_layers: int  # layers that keep keys and values
+    num_layers: int  # number of layers that keep keys and values
     ropes: tuple[RopeSpec, ...]
 
 
@@ -53,7 +53,7 @@ class PageLayout:
             places.append(KvPlace(part, counts[part]))
             counts[part] += 1
         parts = [PoolPart(heads, counts[part], ()) for part, heads in enumerate(kinds)]
-        return cls._turned(config, parts, places)
+        return cls._with_tables(config, parts, places)
 
     @classmethod
     def beside(cls, config: DecoderConfig, other: PageLayout) -> PageLayout:
@@ -72,10 +72,10 @@ class PageLayout:
             part._replace(heads=heads.get(index, part.heads))
             for index, part in enumerate(other.parts)
         ]
-        return cls._turned(config, parts, places)
+        return cls._with_tables(config, parts, places)
 
     @classmethod
-    def _turned(
+    def _with_tables(
         cls, config: DecoderConfig, parts: Sequence[PoolPart], places: Sequence[KvPlace | None]
     ) -> PageLayout:
         """Return a layout with ``places``, in which each part has the RoPE tables of its layers.

@@ -14,8 +14,8 @@ from .shared import (
     cap_of,
     kinds_of,
     qwen_layers,
+    rope_flags,
     sliding,
-    turns_of,
     window_of,
     windowed,
     with_alpha,
@@ -241,7 +241,7 @@ def hunyuan(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN40
 
 def smollm3(fields: Fields) -> DecoderConfig:
     """Describe SmolLM3: by default every fourth layer has no RoPE."""
-    turns = turns_of(fields)
+    turns = rope_flags(fields)
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     kinds = kinds_of(fields, (window is not None and not turn for turn in turns))
     layers = tuple(

@@ -65,7 +65,7 @@ def gemma4_unified(fields: Fields) -> DecoderConfig:
 
 
 def _with_heads(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Return the layers with the heads of each.
+    """Return ``layers`` with the heads of each layer set.
 
     Full-attention layers have heads of their own; with ``per_layer_config``, the layers that it
     lists.

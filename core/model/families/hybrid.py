@@ -163,7 +163,7 @@ def _with_experts(
 
 
 def as_stored(config: DecoderConfig, shapes: Mapping[str, Shape]) -> DecoderConfig:
-    """Return the config with the stored layout: matrices fused or not, experts stacked or not."""
+    """Return the config adapted to the files: matrices fused or not, experts stacked or not."""
 
     def has(ending: str) -> bool:
         return any(name.endswith(ending) for name in shapes)

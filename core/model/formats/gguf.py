@@ -217,7 +217,7 @@ class GgufFile:
         turning = meta.optional("rope.dimension_count", head_dim)
         if turning != head_dim:
             rope["partial_rotary_factor"] = turning / head_dim
-            if not self._architecture.turns_part:
+            if not self._architecture.has_partial_rope:
                 problem = f"rope.dimension_count {turning} of {head_dim} (partial_rotary_factor)"
                 raise ModelLoadError(f"{self.where}: {problem} is not supported")
         kind = meta.optional("rope.scaling.type", "none")
@@ -299,7 +299,7 @@ class GgufFile:
         """
         fields = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         field = fields.get(name.split(".")[-2])
-        if not self._architecture.is_turned or field is None:
+        if not self._architecture.has_paired_rows or field is None:
             return None
         heads, head_dim = int(self.values[field]), int(self.values["head_dim"])
         pairs = torch.arange(heads * head_dim).view(heads, head_dim // 2, 2)

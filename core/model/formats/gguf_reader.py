@@ -64,7 +64,7 @@ _REMOVED = {
 
 
 class _DamagedError(Exception):
-    """The bytes of a file contradict each other; the message says where."""
+    """Error of a file whose bytes contradict each other; the message says where."""
 
 
 class SkippedArray(NamedTuple):

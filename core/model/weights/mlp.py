@@ -166,9 +166,9 @@ class Experts(LayerPart):
         gpt-oss stores each matrix transposed, with alternating rows of gate and up.
         """
         spec, pack = self._spec, packer.ops.pack_linear
-        is_turned = spec.names.stacked != "rows"
+        is_transposed = spec.names.stacked != "rows"
         first, second = (
-            packer.stack(tensor, len(spec.numbers), is_turned=is_turned)
+            packer.stack(tensor, len(spec.numbers), is_transposed=is_transposed)
             for tensor in self.stacks[:2]
         )
         if spec.names.stacked != "gpt-oss":

@@ -161,11 +161,11 @@ class Packer:
         return self.ops.packed_table(packed, self.dtype, factor)
 
     def stack(
-        self, tensor: TensorSpec, count: int, *, is_turned: bool
+        self, tensor: TensorSpec, count: int, *, is_transposed: bool
     ) -> Iterator[Tensor | QuantizedWeight]:
         """Yield the matrices [out_features, in_features] of a stored stack of ``count`` matrices.
 
-        ``is_turned``: the matrices of a plain stack are stored transposed.
+        ``is_transposed``: the matrices of a plain stack are stored transposed.
         """
         found = self.read(tensor.name)
         if isinstance(found, QuantizedStack):
@@ -173,7 +173,7 @@ class Packer:
                 yield each if self.keeps(each) else self.cast(each)
         else:
             plain = self.cast(found)
-            yield from ((each.T if is_turned else each).contiguous() for each in plain)
+            yield from ((each.T if is_transposed else each).contiguous() for each in plain)
 
 
 class Mixer(LayerPart):
