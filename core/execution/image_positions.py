@@ -41,7 +41,7 @@ def image_positions(images: Sequence[PromptImage], start: int, stop: int) -> Int
 
 
 def image_reaches(images: Sequence[PromptImage], start: int, stop: int) -> IntArray | None:
-    """Return, for rows ``start`` to ``stop``, the first position that each row does not attend to.
+    """Return the first position after those that each of the rows ``start`` to ``stop`` attends to.
 
     The result is [stop - start], or None if every row is causal. Rows of an image that attend to
     each other attend to all positions up to the end of their run.

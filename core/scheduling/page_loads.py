@@ -50,8 +50,8 @@ class PageLoads:
         self.tiers = tiers
         self.look_ups: deque[PageLoad] = deque()  # look-ups for the I/O thread to make
         self.loads: deque[PageLoad] = deque()  # loads for the I/O thread to make, in order
-        self.meetings: deque[PageOffer] = deque()  # offers to whose peers it must connect
-        self.ended_offers: deque[PageOffer] = deque()  # offers whose peers it must notify
+        self.meetings: deque[PageOffer] = deque()  # offers whose peers to connect to
+        self.ended_offers: deque[PageOffer] = deque()  # offers whose peers to notify of the end
         self.num_offers = 0  # number of offers that have not ended
         self.on_offer: Callable[[], None] = lambda: None
         self.num_late = 0
@@ -291,9 +291,9 @@ class PageLoads:
         return load.state_slot is not None
 
     def _num_calls(self, load: PageLoad) -> int:
-        """Return the duration of the load's next I/O call, in calls that load pages.
+        """Return how long the load's next I/O call may take, as a multiple of a call for pages.
 
-        A call that loads a state may take as long as several calls that load pages.
+        A call that loads a recurrent state may take as long as several calls that load pages.
         """
         num_pages = self.tiers.num_state_pages if load.lacks_state else 1
         return -(-num_pages // self.tiers.pages_per_call)

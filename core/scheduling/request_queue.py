@@ -134,7 +134,7 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests in the order of admission if no further request arrives. O(n log n).
 
-        Each request counts as its number of tokens for its tenant's counter.
+        Each yielded request adds its number of tokens to a copy of its tenant's counter.
         """
         remaining = WaitingQueue(self._aging_seconds)
         remaining.counters, remaining._now = self.counters.copy(), self._now

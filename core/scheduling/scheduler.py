@@ -364,8 +364,8 @@ class Scheduler:
     ) -> tuple[list[Request], list[Request]]:
         """Admit requests in order until they have at least ``budget`` tokens to compute.
 
-        Returns the prompts whose turn it is, and the prompts that were admitted early and precede
-        their turn. An early prompt's turn comes when the next waiting request is later in order.
+        Returns the prompts whose turn it is, and the prompts that were admitted early and whose
+        turn has not come. Their turn comes when the next waiting request is later in order.
         """
         in_turn = [each for each in prefills if not each.is_early]
         early = deque(each for each in prefills if each.is_early)

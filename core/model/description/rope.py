@@ -313,7 +313,7 @@ class RopeTable:
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str) -> None:
         self._spec = spec
         self._frequencies = inverse_frequencies(spec, head_dim).to(device)
-        # Items that do not rotate must not be scaled.
+        # Items that do not rotate keep their length.
         self._scaling = torch.where(self._frequencies == 0, 1.0, attention_scaling(spec))
         self._cos = self._sin = self._frequencies.new_empty((0, head_dim // 2))
         self._axes = _axes(spec, head_dim // 2).to(device)
