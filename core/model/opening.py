@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from .description.config import BEHIND_THE_LAST, DecoderConfig, ExpertsSpec
+from .description.config import MTP_AFTER_LAST, DecoderConfig, ExpertsSpec
 from .description.fields import Fields, UnsupportedConfig, read_json
 from .description.tensors import EMBEDDING, LM_HEAD, Shape, layer_prefix
 from .families.hybrid import as_stored, tiled
@@ -81,7 +81,7 @@ def _gguf_config(file: GgufFile) -> DecoderConfig:
     config = parse_config(Fields(file.values, str(file.where)))
     # GGUF files store this layer after the last one, whatever other checkpoints do.
     if config.mtp is not None:
-        config = replace(config, mtp=BEHIND_THE_LAST)
+        config = replace(config, mtp=MTP_AFTER_LAST)
     if file.has_tiled_heads:
         config = tiled(config)
     if not file.divisors:

@@ -164,7 +164,9 @@ class KVEventPublisher:
             return
         try:
             asyncio.get_running_loop().call_soon(self.flush)
-        except RuntimeError:  # no loop runs any more: the program exits and left the engine open
+        except (
+            RuntimeError
+        ):  # the event loop has ended: the program exits without closing the engine
             self.flush()
 
 

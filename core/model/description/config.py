@@ -201,8 +201,8 @@ class MtpNames(NamedTuple):
     final_norm: str = "model.layers.{}.shared_head.norm.weight"
 
 
-BEHIND_THE_LAST = MtpNames()  # after the last layer, as in GLM-4.5 and DeepSeek V3
-BESIDE_THE_MODEL = MtpNames(  # under names of their own, as in Qwen3-Next and Qwen3.5
+MTP_AFTER_LAST = MtpNames()  # after the last layer, as in GLM-4.5 and DeepSeek V3
+MTP_BESIDE_MODEL = MtpNames(  # under names of their own, as in Qwen3-Next and Qwen3.5
     layer="mtp.layers.0.",
     embedding_norm="mtp.pre_fc_norm_embedding.weight",
     hidden_norm="mtp.pre_fc_norm_hidden.weight",

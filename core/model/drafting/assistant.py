@@ -102,7 +102,7 @@ def _reading(config: DecoderConfig, index: int, target: DecoderConfig, fields: F
             f"layer {index} reads {heads.num_kv_heads} KV heads of {heads.head_dim} dimensions, "
             f"but layer {found[-1]} of the target has {theirs.num_kv_heads} of {theirs.head_dim}",
         )
-    # The row stands at the last key, and transformers lets it see a whole window before that key.
+    # A row is at the position of its last key, and it attends to a whole window before that key.
     window = None if layer.window is None else layer.window + 1
     return replace(layer, kv_of=found[-1], window=window)
 

@@ -418,7 +418,7 @@ class TransformersDecoder(PagedDecoder):
                 )
                 own = build_batch([rows], page_size=batch.page_size, device=self.device, min_rows=1)
                 output = self._compute(own, parts, taps, cache)
-                found.append(_behind(output, run.start - piece.start))
+                found.append(_without_first(output, run.start - piece.start))
         return _joined(found)
 
     def _compute(
@@ -495,7 +495,7 @@ class _PassOutputs:
         return keep
 
 
-def _behind(output: ForwardOutput, count: int) -> ForwardOutput:
+def _without_first(output: ForwardOutput, count: int) -> ForwardOutput:
     """Return ``output`` without its first ``count`` rows, which were only computed again."""
     if count <= 0:
         return output

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...ops.weights import Activation, Routing
 from ..description.config import (
-    BEHIND_THE_LAST,
+    MTP_AFTER_LAST,
     DecoderConfig,
     ExpertNames,
     ExpertsSpec,
@@ -58,7 +58,7 @@ def minimax_m2(fields: Fields) -> DecoderConfig:
         partial=fields.positive("rotary_dim", head_dim) / head_dim,
         head_dim=head_dim,
         head_norm="whole",
-        mtp=BEHIND_THE_LAST,
+        mtp=MTP_AFTER_LAST,
         layers=with_experts(fields, layers, routing, names=names, width="intermediate_size"),
     )
 
@@ -120,7 +120,7 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
         partial=0.5,
         head_norm="each" if fields.flag("use_qk_norm", False) else "none",
         qkv_bias=fields.flag("attention_bias", False),
-        mtp=BEHIND_THE_LAST,
+        mtp=MTP_AFTER_LAST,
         layers=like_deepseek(fields, windowed(fields, None), renorms=True, num_default=1),
     )
 

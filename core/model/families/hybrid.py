@@ -10,8 +10,8 @@ from typing import Any
 from ...ops.mixers.recurrent import RecurrentShape
 from ...ops.weights import Routing
 from ..description.config import (
-    BESIDE_THE_MODEL,
     LLAMA_NORMS,
+    MTP_BESIDE_MODEL,
     DecoderConfig,
     DeltaSpec,
     ExpertNames,
@@ -111,7 +111,7 @@ def _config(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderConfig:
         head_dim=fields.positive("head_dim", 256),
         head_norm="each",
         has_gate=True,
-        mtp=BESIDE_THE_MODEL,
+        mtp=MTP_BESIDE_MODEL,
         attention_bias=False,
         fold=Fold(norm_offset=1.0),
         layers=layers,

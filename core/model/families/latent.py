@@ -7,7 +7,7 @@ from typing import Any
 
 from ...ops.mixers.latent import LatentShape
 from ...ops.weights import Routing
-from ..description.config import BEHIND_THE_LAST, DecoderConfig, LayerSpec
+from ..description.config import MTP_AFTER_LAST, DecoderConfig, LayerSpec
 from ..description.fields import Fields
 from ..description.fold import Fold
 from ..description.rope import RopeSpec, mscale_all, parse_rope
@@ -57,7 +57,7 @@ def deepseek_v3(fields: Fields) -> DecoderConfig:
     fields = _given(fields, _V3)
     _refuse_others(fields, moe_layer_freq=1)
     layers = like_deepseek(fields, _layers(fields), renorms=True, num_default=1)
-    return _config(fields, interleaved=_is_interleaved(fields), layers=layers, mtp=BEHIND_THE_LAST)
+    return _config(fields, interleaved=_is_interleaved(fields), layers=layers, mtp=MTP_AFTER_LAST)
 
 
 def glm4_moe_lite(fields: Fields) -> DecoderConfig:
@@ -74,7 +74,7 @@ def glm4_moe_lite(fields: Fields) -> DecoderConfig:
         fields = Fields({**fields.values, **of_layers}, fields.where)
     layers = like_deepseek(fields, _layers(fields), renorms=True, num_default=1)
     return _config(
-        fields, eps=1e-5, interleaved=_is_interleaved(fields), layers=layers, mtp=BEHIND_THE_LAST
+        fields, eps=1e-5, interleaved=_is_interleaved(fields), layers=layers, mtp=MTP_AFTER_LAST
     )
 
 

@@ -346,11 +346,11 @@ class GgufFile:
             count, rows, columns = _shape(tensors[0])
             shape = (count, rows * len(parts), columns)
             found[f"{prefix}{name}.weight"] = _StoredTensor(
-                shape, self._behind(tensors), tuple(parts)
+                shape, self._experts_reader(tensors), tuple(parts)
             )
         return found
 
-    def _behind(self, tensors: list[GgufTensor]) -> Callable[[], StoredWeight]:
+    def _experts_reader(self, tensors: list[GgufTensor]) -> Callable[[], StoredWeight]:
         def read() -> StoredWeight:
             values = [_wide(_value(each.data, each)) for each in tensors]
             return torch.cat(values, dim=1)
