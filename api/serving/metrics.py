@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from ...core.telemetry.families import PREFIX, SECONDS, Histograms, counters, gauge
+from ...core.telemetry.families import DURATIONS, PREFIX, Histograms, counters, gauge
 from ..runtime.adapters import Adapters
 from ..types.request_context import RequestContext
 from .event_loop_lag import LoopLag
@@ -49,7 +49,7 @@ class ServerMetrics(Collector):
         self._seconds = Histograms(
             "http_request_duration_seconds",
             "Seconds from the request's header to the answer's last byte",
-            SECONDS,
+            DURATIONS,
             "route",
         )
         for collector in (self, self._seconds, self.lag):

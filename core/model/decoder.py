@@ -40,7 +40,7 @@ ModelPath: TypeAlias = Literal["own", "transformers"]
 
 
 class Decoder(Protocol):
-    """A model that turns token ids and KV pages into logits, either a target or a draft model.
+    """A model that computes logits from token ids and KV pages: a target or a draft model.
 
     ``path``: "own" if the backend's operations compute the layers, or "transformers" if
     transformers' modules do. ``exact``: whether a row's bits are the same in any batch. ``dtype``:
@@ -96,7 +96,7 @@ class Decoder(Protocol):
     def row_batch(
         self, rows: RowTable, *, device_tokens: DeviceTokens | None = None
     ) -> RaggedBatch:
-        """Lay out the requests of a step for this decoder's backend, where `rows_library` exists.
+        """Lay out the requests of a step for this decoder's backend; this needs `rows_library`.
 
         Raises ValueError for rows without a page.
         """

@@ -1,6 +1,6 @@
 """Output processing: append a step's tokens to a request, up to the first terminal event.
 
-Accepted tokens after that are discarded before ``num_computed`` and the delta are set. So ids,
+Accepted tokens after that event are discarded before ``num_computed`` and the delta are set. So ids,
 log-probabilities, text and counts agree.
 """
 
@@ -16,7 +16,7 @@ from ..interface.sampling import SamplingMetadata
 
 
 def take_output(request: Request, scheduled: ScheduledRequest, out: RequestOutput) -> Delta:
-    """Append a step's tokens and return the delta for the reader.
+    """Append a step's tokens to the request, and return them as a delta for its consumer.
 
     Raises any error of the request's ``on_token``.
     """
@@ -31,9 +31,9 @@ def take_output(request: Request, scheduled: ScheduledRequest, out: RequestOutpu
 
 
 def request_error(request: Request, out: RequestOutput) -> ForetokenError:
-    """Return the error of a request that failed without others.
+    """Return the error of a request that failed alone, while its step succeeded.
 
-    If its parameters caused the failure, the error names one of them.
+    If a parameter of the request caused the failure, the error names the parameter.
     """
     if not isinstance(out.error, Refusal):
         return ForetokenError(out.error)
@@ -41,7 +41,7 @@ def request_error(request: Request, out: RequestOutput) -> ForetokenError:
 
 
 def _param_to_blame(sampling: SamplingMetadata) -> str | None:
-    """Return the first parameter that bans tokens, to name in the error if all are banned."""
+    """Return the name of a parameter that bans tokens, for the error that all are banned."""
     if sampling.constraint_param is not None:
         return sampling.constraint_param
     if sampling.params.allowed_token_ids is not None:
@@ -52,7 +52,7 @@ def _param_to_blame(sampling: SamplingMetadata) -> str | None:
 
 
 def late_end(request: Request) -> Delta:
-    """Return the last delta of a request past its deadline: an error if it never ran."""
+    """Return the last delta of a request whose deadline passed: an error if it never ran."""
     if request.status is RequestStatus.WAITING and not request.num_output:
         return Delta(error=DeadlineExceeded("the deadline passed before the request could run"))
     return Delta(finish_reason=FinishReason.ABORT, stop_reason="deadline")
@@ -62,7 +62,7 @@ def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
     if out.token_ids and not request.sampling.generates:
         delta.finish_reason = FinishReason.LENGTH
         return
-    if _goes_on(request, out.token_ids):
+    if _cannot_end(request, out.token_ids):
         request.tokens.extend(out.token_ids)
         delta.token_ids.extend(out.token_ids)
         delta.logprobs.extend(out.logprobs)
@@ -77,7 +77,7 @@ def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
             return
 
 
-def _goes_on(request: Request, token_ids: Sequence[int]) -> bool:
+def _cannot_end(request: Request, token_ids: Sequence[int]) -> bool:
     """Whether no token of ``token_ids`` can end the answer."""
     return (
         request.on_token is None
@@ -87,7 +87,10 @@ def _goes_on(request: Request, token_ids: Sequence[int]) -> bool:
 
 
 def _end_at(request: Request, token_id: int, delta: Delta) -> None:
-    """Set the finish reason if this token ends the answer; a stop token or string comes first."""
+    """Set the finish reason if ``token_id`` ends the answer.
+
+    A stop token or stop string takes precedence over the length limit.
+    """
     if token_id in request.stop_ids:
         delta.finish_reason = FinishReason.STOP
         explicit = token_id in request.sampling.params.stop_token_ids
@@ -103,7 +106,10 @@ def _end_at(request: Request, token_id: int, delta: Delta) -> None:
 def _new_prompt_logprobs(
     request: Request, scheduled: ScheduledRequest, out: RequestOutput
 ) -> list[TokenLogprob]:
-    """Return the prompt log-probabilities not sent before: a preemption computes them again."""
+    """Return the prompt log-probabilities that were not sent yet.
+
+    A request that was preempted computes all of them again.
+    """
     new = list(out.prompt_logprobs[max(0, request.num_prompt_logprobs - scheduled.start) :])
     request.num_prompt_logprobs += len(new)
     return new

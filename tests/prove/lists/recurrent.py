@@ -147,7 +147,7 @@ MUTATIONS = (
     ),
     Mutation(
         "latent-positions-are-not-interleaved",
-        "_turned",
+        "_rope_order",
         "interleaved=config.fold.interleaved",
         "interleaved=False",
         (_LATENT,),

@@ -40,7 +40,7 @@ MUTATIONS = (
     Mutation(
         "scheduler-small-newcomers-first",
         "RequestTable.candidates",
-        "                return  # later requests must not take the pages that it waits for\n",
+        "                return  # later requests must not take pages before this one\n",
         "                self.waiting.pass_over(request)\n                continue\n",
         ("test_small_newcomers_do_not_starve_a_large_request",),
         "small newcomers do not starve a large request",
