@@ -133,7 +133,7 @@ def fill_narrow(
                 split=SPLIT,
                 tile_rows=tile_rows,
                 counts=to[f"counts{index}"].ctypes.data,
-                places=to[f"places{index}"].ctypes.data,
+                partials=to[f"places{index}"].ctypes.data,
             )
             for index, window in enumerate(windows)
         )
@@ -144,7 +144,7 @@ def fill_narrow(
     room = STRUCTS.ft_pass_fields(
         room=len(to["token_ids"]),
         num_words=len(to["words"]),
-        num_places=max_places,
+        num_partials=max_places,
         **{name: to[name].ctypes.data for name in names},
     )
     used = int(library.ft_fill_pass(ragged, works, len(windows), room))
