@@ -24,7 +24,7 @@ MAX_PARTS = 4
 
 
 def unsuited(dtype: torch.dtype, heads: Sequence[HeadLayout], kv_dtype: KvDtype = "auto") -> str:
-    """Return a part of a model that the kernels do not support, or "" if there is none."""
+    """Return a part of a model that the kernels do not support, or "" if they support it all."""
     if dtype not in DTYPES:
         return f"{dtype}"
     if KV_CODECS[kv_dtype].native_code is None:
