@@ -73,11 +73,11 @@ class DeviceTokens:
 class SamplingPlan:
     """Tokens to choose from a batch's logits, for a backend that can choose them within the pass.
 
-    Each request of ``rows`` has consecutive rows of logits: one for the first token to
-    choose, then one for the token after each draft token. The draft's ids are not needed:
-    the choice depends on the logits alone unless a logits processor edits them, and tokens of
-    edited rows are not chosen within the pass. ``draft_vocab``: the tokens that have logits, if not
-    the whole vocabulary; it is the same in all passes of a decoder.
+    Each request of ``rows`` has consecutive rows of logits: the last is for the token after its
+    draft, and each earlier one is for the token after one draft token fewer. The draft's ids are
+    not needed: the choice depends on the logits alone unless a logits processor edits them, and
+    tokens of edited rows are not chosen within the pass. ``draft_vocab``: the tokens that have
+    logits, if not the whole vocabulary; it is the same in all passes of a decoder.
     """
 
     rows: Sequence[DraftedRow]
