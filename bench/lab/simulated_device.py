@@ -21,7 +21,7 @@ from ...core.execution import model_runner
 from ...core.model.decoder import OwnDecoder
 from ...core.model.description.config import DecoderConfig, LayerSpec
 from ...core.model.description.rope import RopeSpec
-from ...core.ops.kv_pool import KvPlace
+from ...core.ops.kv_pool import KvLayer
 from ...core.ops.mixers.attention import AttentionWeights
 from ...core.ops.triton import graph_inputs
 from ...core.ops.triton.graph import plan as graph_plan
@@ -184,7 +184,7 @@ def formula_decoder(ops: FormulaOps, max_len: int) -> OwnDecoder:
         max_model_len=max_len, layers=(LayerSpec(),),
     )  # fmt: skip
     nothing, norm = PackedLinear(torch.empty(1), None, packed=False), Norm(torch.ones(1), 1e-6)
-    attention = AttentionWeights(nothing, None, nothing, window=None, place=KvPlace(0, 0))
+    attention = AttentionWeights(nothing, None, nothing, window=None, kv=KvLayer(0, 0))
     layer = LayerWeights(norm, attention, norm, MlpWeights(nothing, nothing))
     embedding = torch.arange(VOCAB_SIZE, dtype=torch.float32).unsqueeze(1)
     decoder = OwnDecoder(config, DecoderWeights(embedding, (layer,), norm, nothing), ops)

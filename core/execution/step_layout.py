@@ -139,7 +139,7 @@ def row_extras(scheduled: ScheduledRequest, start: int, num_rows: int) -> RowExt
     return RowExtras(
         state=state,
         adapter=extras.adapter,
-        turns=image_positions(images, start, stop),
+        rope_positions=image_positions(images, start, stop),
         shift=extras.num_packed_away,
         reaches=image_reaches(images, start, stop),
     )

@@ -251,7 +251,7 @@ class OwnDecoder(PagedDecoder):
         self.exact = getattr(ops, "exact", "spec") != "off"
         self._compiled = ops.compile_forward(weights) if compiles else None
         self.ropes = tuple(
-            tuple(RopeTable(spec, part.heads.turned_dim, self.device) for spec in part.ropes)
+            tuple(RopeTable(spec, part.heads.rope_dim, self.device) for spec in part.ropes)
             for part in self.layout.parts
         )
 
@@ -278,7 +278,7 @@ class OwnDecoder(PagedDecoder):
         plans = self.plans(batch, pool)
         adapted = adapted_rows(batch) if batch.adapters else ()
         if self._compiled is None:
-            wanted.tell_started()
+            wanted.notify_started()
             ops = adapted_ops(self.ops, adapted, self.device)
             found = run_layers(
                 ops,

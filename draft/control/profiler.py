@@ -307,4 +307,4 @@ def _place_state(pool: KVPool, segment: Segment) -> None:
     """
     state = None if segment.extras is None else segment.extras.state
     if pool.states is not None and state is not None:
-        pool.states.stand_in(state.slot, state.log, segment.start)
+        pool.states.set_position(state.slot, state.log, segment.start)

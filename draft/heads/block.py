@@ -19,7 +19,7 @@ from ...core.model.description.config import DecoderConfig
 from ...core.model.description.fields import Fields
 from ...core.ops.base import Ops
 from ...core.ops.batch import IntArray, SamplingPlan, Wanted
-from ...core.ops.kv_pool import KvPlace, KVPool
+from ...core.ops.kv_pool import KvLayer, KVPool
 from ...core.ops.layers import run_layers
 from ...core.ops.mixers.attention import AttentionWeights
 from ...core.ops.weights import DecoderWeights, LayerWeights
@@ -318,7 +318,7 @@ class BlockPass(HeadPass):
         self._windows = tuple(dict.fromkeys(windows))  # distinct windows, each with its own plan
         layers = tuple(
             _packed_layer(
-                layer, self._ops, KvPlace(self._windows.index(window), index),
+                layer, self._ops, KvLayer(self._windows.index(window), index),
                 has_bias=config.attention_bias,
             )
             for index, (layer, window) in enumerate(
@@ -398,7 +398,7 @@ class BlockPass(HeadPass):
         ]
 
 
-def _packed_layer(layer: BlockLayer, ops: Ops, place: KvPlace, *, has_bias: bool) -> LayerWeights:
+def _packed_layer(layer: BlockLayer, ops: Ops, kv: KvLayer, *, has_bias: bool) -> LayerWeights:
     attention = layer.self_attn
     return LayerWeights(
         mixer_norm=plain_norm(layer.input_layernorm),
@@ -407,7 +407,7 @@ def _packed_layer(layer: BlockLayer, ops: Ops, place: KvPlace, *, has_bias: bool
             head_norm=head_norm(attention),
             o=ops.pack_linear(attention.o_proj.weight.detach().contiguous()),
             window=None,
-            place=place,
+            kv=kv,
         ),
         mlp_norm=plain_norm(layer.post_attention_layernorm),
         mlp=pack_mlp(layer.mlp, ops),

@@ -346,7 +346,7 @@ class DecoderGrower(TreeGrower):
         _, segments, nodes = self._tried
         if (states := self._pool.states) is not None:
             for index, each in enumerate(segments):
-                states.stand_in(index, index, each.start)
+                states.set_position(index, index, each.start)
         self.run(segments, nodes).bests()
 
     def _tries(self, num_requests: int, num_tokens: int) -> Iterator[ScheduledRequest]:

@@ -116,7 +116,7 @@ def attention_ropes(decoder: OwnDecoder) -> list[RopeTable]:
     for layer in decoder.weights.layers:
         if not isinstance(layer.mixer, AttentionWeights):
             raise ValueError("the model has a layer without attention, or with latent KV")
-        found.append(decoder.ropes[layer.mixer.place.part][layer.mixer.tables.queries])
+        found.append(decoder.ropes[layer.mixer.kv.part][layer.mixer.tables.queries])
     return found
 
 

@@ -57,13 +57,13 @@ def pass_message(batch: RaggedBatch) -> Ints:
         batch.tails,
     )
     sizes = batch.num_rows, len(batch.starts), len(batch.pages), len(batch.tails)
-    fields = np.array([PASS, batch.page_size, batch.turned_until, *sizes], dtype=np.int64)
+    fields = np.array([PASS, batch.page_size, batch.rope_until, *sizes], dtype=np.int64)
     return np.concatenate((fields, *arrays))
 
 
 def batch_of(message: Ints) -> RaggedBatch:
     """Decode the batch of a `pass_message`; none of its rows needs logits."""
-    _, page_size, turned_until, num_rows, num_segments, num_pages, num_tails = (
+    _, page_size, rope_until, num_rows, num_segments, num_pages, num_tails = (
         int(field) for field in message[:_NUM_FIELDS]
     )
     counts = [num_rows] * 3 + [num_segments] * 5 + [num_pages, num_tails]
@@ -83,7 +83,7 @@ def batch_of(message: Ints) -> RaggedBatch:
         pages=pages,
         tail_lens=tail_lens,
         tails=tails,
-        turned_until=turned_until,
+        rope_until=rope_until,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...ops.kv_pool import KvPlace, KvShape
+from ...ops.kv_pool import KvLayer, KvShape
 from ...ops.weights import HeadLayout, Tables
 from .config import DecoderConfig
 from .rope import RopeSpec, layer_tables
@@ -29,7 +29,7 @@ class PageLayout:
     """
 
     parts: tuple[PoolPart, ...]
-    places: tuple[KvPlace | None, ...]  # [num_layers]
+    places: tuple[KvLayer | None, ...]  # [num_layers]
     tables: tuple[Tables, ...]  # [num_layers], indices into the `ropes` of the layer's part
 
     @classmethod
@@ -40,7 +40,7 @@ class PageLayout:
             for layout, spec in zip(config.head_layouts, config.layers, strict=True)
         ]
         kinds = list(dict.fromkeys(layout for layout in layouts if layout is not None))
-        places: list[KvPlace | None] = []
+        places: list[KvLayer | None] = []
         counts = [0] * len(kinds)
         for layout, spec in zip(layouts, config.layers, strict=True):
             if layout is None:
@@ -50,7 +50,7 @@ class PageLayout:
                 places.append(places[spec.kv_of])
                 continue
             part = kinds.index(layout)
-            places.append(KvPlace(part, counts[part]))
+            places.append(KvLayer(part, counts[part]))
             counts[part] += 1
         parts = [PoolPart(heads, counts[part], ()) for part, heads in enumerate(kinds)]
         return cls._with_tables(config, parts, places)
@@ -76,7 +76,7 @@ class PageLayout:
 
     @classmethod
     def _with_tables(
-        cls, config: DecoderConfig, parts: Sequence[PoolPart], places: Sequence[KvPlace | None]
+        cls, config: DecoderConfig, parts: Sequence[PoolPart], places: Sequence[KvLayer | None]
     ) -> PageLayout:
         """Return a layout with ``places``, in which each part has the RoPE tables of its layers.
 

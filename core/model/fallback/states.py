@@ -163,8 +163,8 @@ class ModuleStatePool(StatePool):
         self.tails = [_Log(each[:count], each[count:]) for each in views]
 
     @override
-    def stand_in(self, slot: int, log: int, position: int) -> None:
-        super().stand_in(slot, log, position)
+    def set_position(self, slot: int, log: int, position: int) -> None:
+        super().set_position(slot, log, position)
         tail = self.tails[log]
         tail.start, tail.stop, tail.rows = position, position, []
 

@@ -394,7 +394,7 @@ class TransformersDecoder(PagedDecoder):
         check_taps(wanted.taps, self.config.num_layers)
         if wanted.inputs is not None:
             raise ValueError("transformers' modules accept token ids only, not input vectors")
-        wanted.tell_started()
+        wanted.notify_started()
         if self._cache is None:
             return self._compute(batch, pool.parts, wanted.taps)
         return self._by_sequence(self._cache, batch, pool, wanted.taps)

@@ -85,7 +85,7 @@ class Attention(Mixer):
             tables=packer.layout.tables[self._index],
             cap=config.attention_cap,
             sinks=optional(packer.float32, self.sinks),
-            place=place,
+            kv=place,
             gate=self._width * config.has_gate,
             has_keys=spec.kv_of is None,
             comm=packer.comm,

@@ -7,10 +7,10 @@ adds it to the residual stream.
 from __future__ import annotations
 
 from ...ops.weights import (
-    ExpertsBeside,
     ExpertWeights,
     Gemma4Extras,
     Norm,
+    ParallelExperts,
     TokenInputs,
     TokenInputWeights,
 )
@@ -57,17 +57,17 @@ class Gemma4Layer(LayerPart):
         """
         return Gemma4Extras(
             out_norm=out_norm,
-            beside=self._beside(packer, experts),
+            experts=self._beside(packer, experts),
             token_input=self._token_input(packer),
         )
 
-    def _beside(self, packer: Packer, experts: ExpertWeights | None) -> ExpertsBeside | None:
+    def _beside(self, packer: Packer, experts: ExpertWeights | None) -> ParallelExperts | None:
         if experts is None or self.router_norm is None:
             return None
         config = self._config
         router_norm = packer.float32(self.router_norm) * config.hidden_size**-0.5
         norm, out_norm, mlp_out_norm = map(packer.norm, self.beside_norms)
-        return ExpertsBeside(
+        return ParallelExperts(
             experts, norm, Norm(router_norm, config.norm_eps), out_norm, mlp_out_norm
         )
 

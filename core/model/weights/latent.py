@@ -75,7 +75,7 @@ class Latent(Mixer):
             keys=keys,
             values=values,
             o=packer.linear(self.o),
-            place=place,
+            kv=place,
             shape=self._shape,
             tables=packer.layout.tables[self._index],
         )

@@ -84,7 +84,7 @@ class Layer(LayerPart):
             mlp=experts if mlp is None else mlp,
             is_parallel=self._config.is_parallel,
             extras=extras,
-            beside=beside,
+            second_mixer=beside,
             factors=factors,
             norms_stream=self._config.norms_stream,
         )

@@ -301,5 +301,5 @@ class PassLayout:
             pages=pages[1],
             tail_lens=tails[0],
             tails=tails[1],
-            turned_until=int(positions.max()) + 1,
+            rope_until=int(positions.max()) + 1,
         )
