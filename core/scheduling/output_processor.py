@@ -1,7 +1,7 @@
 """Output processing: append a step's tokens to a request, up to the first terminal event.
 
-Accepted tokens after that event are discarded before ``num_computed`` and the delta are set. So ids,
-log-probabilities, text and counts agree.
+Accepted tokens after that event are discarded before ``num_computed`` and the delta are set. So
+ids, log-probabilities, text and counts agree.
 """
 
 from __future__ import annotations
