@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..batch import DeviceTokens, RaggedBatch, padded_rows
+from ..machine.addresses import address_of
 from ..native.build import NativeBuildError, load_host
 from ..native.declarations import STRUCTS, signatures
 from .row_table import RowTable
@@ -61,7 +62,7 @@ def lay_out(
     num_pages = library.ft_lay_out(
         STRUCTS.ft_requested.from_address(_at(records)), rows.num_requests, rows.page_size,
         _at(rows.page_ids), _at(rows.spare_page_ids), _at(rows.parents),
-        numbers.ctypes.data, *sizes,
+        address_of(numbers), *sizes,
     )  # fmt: skip
     if num_pages < 0:
         raise ValueError("a row of the step has no page")

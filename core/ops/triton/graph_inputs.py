@@ -9,21 +9,31 @@ copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..machine.addresses import address_of
 from ..machine.device import make_event
 
-HostFields: TypeAlias = Mapping[str, NDArray[Any]]
 NUM_BUFFERS = 2  # launches under way at once; the third reuses the first one's block
 _ALIGN = 16  # bytes; kernels assume this alignment of arguments
 _LEAST_WORDS = 512  # least size of a host copy, so that torch can reuse blocks of one size
+
+
+class HostFields(dict[str, NDArray[Any]]):
+    """The fields of a host block by name."""
+
+    @cached_property
+    def addresses(self) -> dict[str, int]:
+        """Address of each field, which never changes."""
+        return {name: address_of(field) for name, field in self.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,8 @@ class _Host:
     def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
         size = _offsets(fields)[1]
         self.block = _host_memory(size, torch.uint8, device)
-        self.fields: HostFields = {n: v.numpy() for n, v in _views(self.block, fields).items()}
+        views = _views(self.block, fields)
+        self.fields = HostFields({name: view.numpy() for name, view in views.items()})
         self.event = make_event(device)
         self.is_copying = False  # whether a copy of the block may still run
 

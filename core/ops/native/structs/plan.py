@@ -13,6 +13,7 @@ from torch import Tensor
 from ....interface.kv_codec import KV_CODECS, KvDtype
 from ...batch import RaggedBatch, pass_states
 from ...kv_pool import KVPool
+from ...machine.addresses import address_of
 from ...weights import HeadLayout
 from ..declarations import STRUCTS
 from ..library import DTYPES
@@ -122,7 +123,7 @@ class NativePlan:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             states=None if self.states is None else ctypes.pointer(self.states.struct),
-            **{name: each.ctypes.data for name, each in host.items()},
+            **{name: address_of(each) for name, each in host.items()},
         )
         self.kv = kv_struct(pool)
         self.head_struct = heads_struct(heads, pool.dtype)

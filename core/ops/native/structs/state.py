@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ....errors import ModelLoadError
 from ...batch import RaggedBatch
+from ...machine.addresses import address_of
 from ...mixers.conv import ConvWeights
 from ...mixers.recurrent import RecurrentWeights, Rule
 from ...state_pool import StatePool
@@ -102,5 +103,5 @@ class StatesStructs:
             slot_fields=pool.slot_offsets.ctypes.data,
             log_fields=pool.log_offsets.ctypes.data,
             at=pool.at.data_ptr(),
-            **{name: each.ctypes.data for name, each in arrays.items()},
+            **{name: address_of(each) for name, each in arrays.items()},
         )

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...batch import RaggedBatch
+from ...machine.addresses import address_of
 from ...native.declarations import STRUCTS
 from ...rows.step_inputs import rows_library
 from ...state_pool import StatePool
@@ -26,6 +27,9 @@ from ..recurrent.pass_states import fill_states
 from ..sampling.sampling_inputs import NUM_COLUMNS, ROW, SamplingInputs
 
 Windows: TypeAlias = Sequence[int | None]
+_ROW_FIELDS = (
+    "token_ids", "positions", "slots", "logit_rows", "rows_in_tile", "last_seen", "words",
+)  # fmt: skip
 # Numbers of an item: index of its rows, their number, index of its pages, first split, last split,
 # first position in its tail, index of its tail.
 ITEM_WORDS = 7
@@ -109,14 +113,6 @@ def fill_narrow(
     has_extras = batch.states is not None or batch.rope_until or batch.reaches is not None
     if library is None or has_extras:
         return None
-    tensors = {
-        name: getattr(batch, name).numpy()
-        for name in ("token_ids", "positions", "slots", "logit_rows")
-    }
-    arrays = tensors | {
-        name: getattr(batch, name)
-        for name in ("starts", "lens", "page_counts", "tail_lens", "pages", "tails")
-    }
     ragged = STRUCTS.ft_ragged(
         num_rows=int(batch.lens.sum()),
         num_logits=batch.num_logits,
@@ -124,28 +120,35 @@ def fill_narrow(
         num_pages=len(batch.pages),
         num_tails=len(batch.tails),
         page_size=batch.page_size,
-        **{name: array.ctypes.data for name, array in arrays.items()},
+        token_ids=batch.token_ids.data_ptr(),
+        positions=batch.positions.data_ptr(),
+        slots=batch.slots.data_ptr(),
+        logit_rows=batch.logit_rows.data_ptr(),
+        starts=address_of(batch.starts),
+        lens=address_of(batch.lens),
+        page_counts=address_of(batch.page_counts),
+        tail_lens=address_of(batch.tail_lens),
+        pages=address_of(batch.pages),
+        tails=address_of(batch.tails),
     )
+    at = to.addresses
     works = (STRUCTS.ft_pass_work * len(windows))(
         *(
             STRUCTS.ft_pass_work(
                 window=window or 0,
                 split=SPLIT,
                 tile_rows=tile_rows,
-                counts=to[f"counts{index}"].ctypes.data,
-                partials=to[f"partials{index}"].ctypes.data,
+                counts=at[f"counts{index}"],
+                partials=at[f"partials{index}"],
             )
             for index, window in enumerate(windows)
         )
     )
-    names = (
-        "token_ids", "positions", "slots", "logit_rows", "rows_in_tile", "last_seen", "words",
-    )  # fmt: skip
     room = STRUCTS.ft_pass_fields(
         room=len(to["token_ids"]),
         num_words=len(to["words"]),
         num_partials=max_partials,
-        **{name: to[name].ctypes.data for name in names},
+        **{name: at[name] for name in _ROW_FIELDS},
     )
     used = int(library.ft_fill_pass(ragged, works, len(windows), room))
     if used < 0:
