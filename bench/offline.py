@@ -57,7 +57,7 @@ class OfflineDriver:
             raise Failure(type(error).__name__, str(error)) from None
 
     async def settle(self) -> None:
-        """Do nothing: the engine reports the tokens of every delta."""
+        """Do nothing: all records are complete once their jobs have ended."""
 
     async def _ask(self, job: Job, record: Record) -> Content:
         params = SamplingParams(

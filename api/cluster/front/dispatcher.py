@@ -229,7 +229,7 @@ class Dispatcher:
             self._free(part)
 
     def _forget_reader(self, peer: bytes) -> None:
-        """Free the held parts of prompts that a lost replica would have read."""
+        """Free the KV pages of prompts that other replicas hold for a replica that is lost."""
         for live in self.live.values():
             if live.reader == peer:
                 live.reader = None

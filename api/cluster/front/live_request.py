@@ -63,7 +63,9 @@ class LiveRequest:
         return deadline is not None and self.elapsed(now) >= deadline
 
     def describe(self, now: float) -> Body:
-        """Return the request's sizes, age and losses, for a dump."""
+        """Describe the request for a dump: its numbers of tokens, its age in seconds, and how many
+        replicas that computed it were lost.
+        """
         return {
             "id": self.request.request_id,
             "prompt_tokens": self.request.prompt_len,

@@ -413,7 +413,7 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     sampling = request.sampling
     params, constraint = sampling.params, sampling.constraint
     if not isinstance(params, SamplingParams):
-        raise WireError("the request has no parameters of the API")
+        raise WireError("the parameters of the request are no SamplingParams of the API")
     if not (constraint is None or isinstance(constraint, GrammarMatcher)):
         raise WireError("the request's constraint is not a grammar")
     adapter = request.extras.adapter
@@ -450,7 +450,7 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     whole = submit_of(request, elapsed=elapsed)
     params = request.sampling.params
     if not isinstance(params, SamplingParams):
-        raise WireError("the request has no parameters of the API")
+        raise WireError("the parameters of the request are no SamplingParams of the API")
     return Submit(
         request_id=whole.request_id,
         prompt=whole.prompt,

@@ -239,7 +239,7 @@ class _Experts:
         self._decoder = decoder
 
     def rule(self, mask_function: Callable[..., Any], window: int | None) -> int:  # noqa: ARG002
-        return 0  # The probe has recorded every module's rule.
+        return 0  # Nothing reads it: transformers computes the attention here.
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall

@@ -68,7 +68,9 @@ def glm4_moe_lite(fields: Fields) -> DecoderConfig:
         num_layers = fields.positive("num_hidden_layers")
         is_known = isinstance(kinds, list) and set(kinds) <= {"dense", "sparse"}
         if not is_known or len(kinds) != num_layers:
-            raise fields.error("mlp_layer_types", f"must list {num_layers} kinds of dense, sparse")
+            raise fields.error(
+                "mlp_layer_types", f"must be a list of {num_layers} names from dense, sparse"
+            )
         dense = [index for index, kind in enumerate(kinds) if kind == "dense"]
         of_layers = {"mlp_only_layers": dense, "first_k_dense_replace": 0}
         fields = Fields({**fields.values, **of_layers}, fields.where)

@@ -103,7 +103,9 @@ def layer_kinds(fields: Fields, known: tuple[str, str], default: Sequence[str]) 
     types, num_layers = fields.values.get("layer_types"), fields.positive("num_hidden_layers")
     types = default if types is None else types
     if not isinstance(types, list) or len(types) != num_layers:
-        raise fields.error("layer_types", f"must list {num_layers} kinds of {', '.join(known)}")
+        raise fields.error(
+            "layer_types", f"must be a list of {num_layers} names from {', '.join(known)}"
+        )
     unknown = next((kind for kind in types if kind not in known), None)
     if unknown is not None:
         raise fields.error(
@@ -165,7 +167,9 @@ def kinds_of(fields: Fields, default: Iterable[bool]) -> tuple[bool, ...]:
     num_layers = fields.positive("num_hidden_layers")
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
-        raise fields.error("layer_types", f"must list {num_layers} kinds of {', '.join(known)}")
+        raise fields.error(
+            "layer_types", f"must be a list of {num_layers} names from {', '.join(known)}"
+        )
     return tuple(name == "sliding_attention" for name in types)
 
 

@@ -63,7 +63,9 @@ class Group:
     rows: IntArray  # [n, num_rows] rows of the batch; the last is repeated as padding
     q_rows: Tensor  # [n * num_kv_heads * num_rows] into q as [T * num_kv_heads, group * head_dim]
     q_positions: Tensor  # [n, num_rows]
-    q_reaches: Tensor  # [n, num_rows] first position that a row does not see, in mutual layers
+    q_reaches: (
+        Tensor  # [n, num_rows] end of the positions a row sees where image rows see each other
+    )
 
 
 class TorchPlan:
@@ -244,7 +246,11 @@ class TorchPlan:
         return self._to((keys + kinds * len(stops) * num_kv_heads * width).ravel())
 
     def _tail_rows(self, members: IntArray, lo: int, width: int) -> TailRows | None:
-        """Return the keys and values of a block that are in tails, or None if there are none."""
+        """Return where the keys and values of draft nodes beside the trunk are, for one block of keys.
+
+        They are not in the page table but in slots of spare pages (`RaggedBatch.tails`). Returns
+        None if the ``width`` positions from ``lo`` on have no such slot.
+        """
         batch, pool = self.batch, self._pool
         positions = np.arange(lo, lo + width)
         offsets = positions - batch.tail_from[members, None]
