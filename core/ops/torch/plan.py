@@ -63,9 +63,8 @@ class Group:
     rows: IntArray  # [n, num_rows] rows of the batch; the last is repeated as padding
     q_rows: Tensor  # [n * num_kv_heads * num_rows] into q as [T * num_kv_heads, group * head_dim]
     q_positions: Tensor  # [n, num_rows]
-    q_reaches: (
-        Tensor  # [n, num_rows] end of the positions a row sees where image rows see each other
-    )
+    # [n, num_rows] end of the positions that a row sees; rows of one image see each other
+    q_reaches: Tensor
 
 
 class TorchPlan:
@@ -246,7 +245,7 @@ class TorchPlan:
         return self._to((keys + kinds * len(stops) * num_kv_heads * width).ravel())
 
     def _tail_rows(self, members: IntArray, lo: int, width: int) -> TailRows | None:
-        """Return where the keys and values of draft nodes beside the trunk are, for one block of keys.
+        """Return where the keys and values of draft nodes beside the trunk are, for one key block.
 
         They are not in the page table but in slots of spare pages (`RaggedBatch.tails`). Returns
         None if the ``width`` positions from ``lo`` on have no such slot.
