@@ -607,8 +607,7 @@ class Scheduler:
                 upto = max(
                     request.kv_len(request.num_computed), request.kv_len(len(request.tokens))
                 )
-                if len(lease.page_ids) * self.cache.page_size - upto >= self.cache.page_size:
-                    self.cache.shrink(lease, upto)
+                self.cache.shrink(lease, upto)
         has_begun = 0 < len(delta.token_ids) == request.num_output
         if has_begun or (delta.finish_reason is not None and not request.sampling.generates):
             pin_prompt(self.cache, request)  # this step completed the prompt

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from ..batch import DeviceTokens, RaggedBatch, padded_rows
-from ..machine.addresses import address_of
 from ..native.build import NativeBuildError, load_host
-from ..native.declarations import STRUCTS, signatures
+from ..native.declarations import STRUCTS, address_of, signatures
 from .row_table import RowTable
 
 logger = logging.getLogger(__name__)

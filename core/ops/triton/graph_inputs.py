@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..machine.addresses import address_of
 from ..machine.device import make_event
+from ..native.declarations import address_of
 
 NUM_BUFFERS = 2  # launches under way at once; the third reuses the first one's block
 _ALIGN = 16  # bytes; kernels assume this alignment of arguments

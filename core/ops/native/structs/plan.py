@@ -13,9 +13,8 @@ from torch import Tensor
 from ....interface.kv_codec import KV_CODECS, KvDtype
 from ...batch import RaggedBatch, pass_states
 from ...kv_pool import KVPool
-from ...machine.addresses import address_of
 from ...weights import HeadLayout
-from ..declarations import STRUCTS
+from ..declarations import STRUCTS, address_of
 from ..library import DTYPES
 from .state import StatesStructs
 

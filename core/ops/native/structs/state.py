@@ -7,11 +7,10 @@ from torch import Tensor
 
 from ....errors import ModelLoadError
 from ...batch import RaggedBatch
-from ...machine.addresses import address_of
 from ...mixers.conv import ConvWeights
 from ...mixers.recurrent import RecurrentWeights, Rule
 from ...state_pool import StatePool
-from ..declarations import STRUCTS
+from ..declarations import STRUCTS, address_of
 from ..library import address
 
 MAX_TAPS = 8  # must be equal to FT_MAX_TAPS of state.h

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...batch import RaggedBatch
-from ...machine.addresses import address_of
-from ...native.declarations import STRUCTS
+from ...native.declarations import STRUCTS, address_of
 from ...rows.step_inputs import rows_library
 from ...state_pool import StatePool
 from ..attention.tile_schedule import SPLIT, TileSchedule, WorkItems
