@@ -56,14 +56,15 @@ class Compactor:
         Raises `InvalidRequest` for a broken compaction item, and for a ``compaction_trigger`` that
         is not the last item.
         """
+        thread = in_effect(thread, self._seal, owner_of(body.cache_salt))
         kinds = [item.type for item in thread.items]
-        if TRIGGER in kinds:
-            at = kinds.index(TRIGGER)
-            if at < len(kinds) - 1:
-                path = thread.paths[at]
-                raise InvalidRequest(f"{path}: {TRIGGER} must be the last item", param=path)
-            thread = Thread(thread.items[:at], thread.paths[:at])
-        return in_effect(thread, self._seal, owner_of(body.cache_salt))
+        if TRIGGER not in kinds:
+            return thread
+        at = kinds.index(TRIGGER)
+        if at < len(kinds) - 1:
+            path = thread.paths[at]
+            raise InvalidRequest(f"{path}: {TRIGGER} must be the last item", param=path)
+        return Thread(thread.items[:at], thread.paths[:at])
 
     async def is_due(self, body: ResponsesRequest, thread: Thread, chat: ChatInput) -> bool:
         """Whether ``context_management`` asks for a compaction of the conversation now."""

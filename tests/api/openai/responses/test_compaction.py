@@ -172,11 +172,22 @@ def test_tools_that_the_cut_part_added_stay(client, says, engine, prompt_of):
     assert prompt_of().startswith("1<tool_call></tool_call>")
 
 
-def test_a_trigger_compacts_and_answers_nothing(client, says, engine):
+def test_a_trigger_compacts_and_answers_nothing(client, says, engine, prompt_of):
     answer = ask(client, [*HISTORY, {"type": "compaction_trigger"}])
     assert (kinds(answer), answer.status) == (["compaction"], "completed")
     assert len(engine.requests) == 1
     assert answer.usage.input_tokens == answer.usage.compaction["input_tokens"]
+    expected = (
+        "<|im_start|>system\nBe kind.<|im_end|>"
+        "<|im_start|>user\nMy cat is Tom.<|im_end|><|im_start|>user\nMy dog is Rex.<|im_end|>"
+        f"<|im_start|>user\n{HEAD}\n\nTom is a cat, Rex is a dog.<|im_end|>"
+        "<|im_start|>user\nWho is my cat?<|im_end|><|im_start|>assistant\n"
+    )
+    ask(client, [QUESTION], previous_response_id=answer.id)
+    assert prompt_of() == expected
+    trigger = {"type": "compaction_trigger"}
+    ask(client, [*HISTORY, trigger, *map(plain, answer.output), QUESTION])
+    assert prompt_of() == expected
 
 
 def test_a_stream_tells_of_the_compaction_before_it_is_made(client, says):
