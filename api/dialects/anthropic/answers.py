@@ -100,7 +100,7 @@ class ClearedThinking(Struct, tag="clear_thinking_20251015", kw_only=True):
 
 
 class Compacted(Struct, tag="compact_20260112", kw_only=True):
-    """The prompt tokens that a summary replaced, less those of the summary."""
+    """The number of prompt tokens that a compaction saved."""
 
     cleared_input_tokens: int
 

@@ -265,14 +265,14 @@ class Diagnostics(Struct, kw_only=True):
     previous_message_id: str | None = None
 
 
-class InputTokens(Struct, kw_only=True):
+class TokenAmount(Struct, kw_only=True):
     """A number of prompt tokens."""
 
     type: Literal["input_tokens"]
     value: Positive
 
 
-class ToolUses(Struct, kw_only=True):
+class ToolUseAmount(Struct, kw_only=True):
     """A number of tool calls."""
 
     type: Literal["tool_uses"]
@@ -297,8 +297,8 @@ class ClearToolUses(Struct, tag="clear_tool_uses_20250919", kw_only=True):
     """An edit that removes the results of old tool calls, and on request their arguments."""
 
     trigger: Trigger | None = None
-    keep: ToolUses | None = None
-    clear_at_least: InputTokens | None = None
+    keep: ToolUseAmount | None = None
+    clear_at_least: TokenAmount | None = None
     exclude_tools: list[str] | None = None
     clear_tool_inputs: bool | list[str] | None = None
 
@@ -310,11 +310,12 @@ class ClearThinking(Struct, tag="clear_thinking_20251015", kw_only=True):
 
 
 class Compact(Struct, tag="compact_20260112", kw_only=True):
-    """An edit that replaces earlier turns by a summary. ``instructions`` add to the request for
-    it.
+    """An edit that replaces earlier turns by a summary.
+
+    ``instructions`` are appended to the instructions for the summary.
     """
 
-    trigger: InputTokens | None = None
+    trigger: TokenAmount | None = None
     pause_after_compaction: bool | None = None
     instructions: str | None = None
 
@@ -326,8 +327,9 @@ class ContextManagement(Struct, kw_only=True):
 
 
 class CompactionConfig(Struct, kw_only=True):
-    """``compaction``: summarize the conversation instead of answering it. ``instructions`` replace
-    the request for the summary.
+    """``compaction``: summarize the conversation instead of answering it.
+
+    ``instructions`` replace the instructions for the summary.
     """
 
     type: Literal["summarize"]

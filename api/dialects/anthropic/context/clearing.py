@@ -40,7 +40,7 @@ def tool_uses(messages: Sequence[Message]) -> list[ToolUseBlock]:
 
 
 def clear_tool_uses(messages: Sequence[Message], edit: ClearToolUses) -> Cleared:
-    """Clear the results of all but the latest tool calls, without those of excluded tools."""
+    """Clear the results of tool calls, except for the latest calls and for excluded tools."""
     num_kept = KEPT_TOOL_USES if edit.keep is None else edit.keep.value
     uses, excluded = tool_uses(messages), set(edit.exclude_tools or ())
     old = [use for use in uses[: max(0, len(uses) - num_kept)] if use.name not in excluded]

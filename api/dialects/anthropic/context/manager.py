@@ -53,9 +53,9 @@ class Edited(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a route does with a body.
+    """The functions of a route that the manager calls.
 
-    ``answer`` renders and submits it; ``writer`` returns a writer of its answer.
+    ``answer`` renders and submits a body. ``writer`` returns the writer of an answer.
     """
 
     answer: Callable[[MessagesRequest, Make], Awaitable[Reply]]

@@ -97,7 +97,7 @@ def last_turn(messages: Sequence[Message]) -> int:
 
 
 def has_more(messages: Sequence[Message]) -> bool:
-    """Whether a summary of these messages would replace more than an earlier summary."""
+    """Whether these messages contain anything besides earlier summaries."""
     return not all(_is_summary(message) for message in messages)
 
 

@@ -37,9 +37,10 @@ PAUSED = Ending(stop_reason="compaction")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Managed:
-    """What context management did. ``spent``: the usage of the request for the summary.
+    """The results of context management, for the answer.
 
-    ``edits``: None if the answer has no ``context_management``.
+    ``edits``: None if the answer has no ``context_management``. ``spent``: the usage of the request
+    for the summary.
     """
 
     edits: Sequence[AppliedEdit] | None = None
@@ -76,7 +77,8 @@ class ManagedWriter(MessageWriter):
             spent = MessageWriter.usage(self, self.managed.spent, is_start=True)
             spent.output_tokens = self.managed.spent.completion_tokens
             spent.input_tokens += spent.cache_creation_input_tokens
-            spent.cache_creation_input_tokens = 0  # its breakpoints are those of the answer
+            # The breakpoints belong to the answer's prompt.
+            spent.cache_creation_input_tokens = 0
             found.iterations = [_iteration("compaction", spent)]
             if usage.prompt_tokens:
                 found.iterations.append(_iteration("message", found))

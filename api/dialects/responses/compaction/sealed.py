@@ -122,7 +122,7 @@ def last_turn(items: Sequence[Item]) -> int:
 
 
 def has_more(items: Sequence[Item]) -> bool:
-    """Whether a summary of these items would replace more than an earlier summary."""
+    """Whether these items contain anything besides system messages, tools and summaries."""
     return not all(_is_system(each) or _is_summary(each) or each.type == TOOLS for each in items)
 
 
