@@ -34,13 +34,16 @@ class CompactingWriter(ResponseWriter):
     _item = CompactionItem(id="")
     _compaction: Compaction | None = None
 
-    def compacting(self) -> bytes:
-        """Return the events that begin the compaction item."""
+    def compacting(self, *, is_triggered: bool) -> bytes:
+        """Return the events that begin the compaction item.
+
+        ``is_triggered``: the input ends with a ``compaction_trigger``. Only then there is an event
+        of its own for the summary: clients may reject it elsewhere.
+        """
         self._item = CompactionItem(id=new_id())
-        events = [
-            ItemAdded(output_index=0, item=self._item),
-            Compacting(output_index=0, item_id=self._item.id),
-        ]
+        events: list[Event] = [ItemAdded(output_index=0, item=self._item)]
+        if is_triggered:
+            events.append(Compacting(output_index=0, item_id=self._item.id))
         return b"".join(super()._encoded(events))
 
     def compacted(self, compaction: Compaction) -> bytes:
@@ -100,7 +103,7 @@ class CompactingReply(Reply):
         """Yield the events. An error is sent as a failed response, as in other streams."""
         writer = self._writer
         yield writer.begun()
-        yield writer.compacting()
+        yield writer.compacting(is_triggered=self._proceed is None)
         try:
             compaction = await self._compact()
             yield writer.compacted(compaction)

@@ -190,20 +190,18 @@ def test_a_trigger_compacts_and_answers_nothing(client, says, engine, prompt_of)
     assert prompt_of() == expected
 
 
-def test_a_stream_tells_of_the_compaction_before_it_is_made(client, says):
+def test_a_stream_begins_with_the_compaction_item(client, says):
     events = list(ask(client, [*HISTORY, QUESTION], context_management=managed(60), stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     names = [event.type.removeprefix("response.") for event in events]
-    assert names[:6] == [
-        "created", "in_progress", "output_item.added", "compaction.compacting",
-        "output_item.done", "output_item.added",
-    ]  # fmt: skip
-    added, compacting, done = events[2:5]
+    begin = ["created", "in_progress", "output_item.added", "output_item.done"]
+    assert names[:5] == [*begin, "output_item.added"]
+    added, done = events[2:4]
     assert added.item.encrypted_content == ""
     assert done.item.encrypted_content
-    assert added.item.id == compacting.item_id == done.item.id
-    assert {event.output_index for event in events[2:5]} == {0}
-    assert {event.output_index for event in events[5:-1]} == {1}
+    assert added.item.id == done.item.id
+    assert {event.output_index for event in events[2:4]} == {0}
+    assert {event.output_index for event in events[4:-1]} == {1}
     last = events[-1].response
     assert (events[-1].type, kinds(last)) == ("response.completed", ["compaction", "message"])
     assert last.output[0] == done.item
