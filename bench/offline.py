@@ -139,7 +139,7 @@ class Bench:
         figures["kv_usage"] = kv_usage.figures()
         figures["cpu_ms_per_token"] = _cpu_per_token(figures)
         if self._roofline is not None:
-            figures["roofline"] = self._roofline.beside(figures)
+            figures["roofline"] = self._roofline.describe(figures)
         return figures, notes, load.records
 
     async def measure(self, args: argparse.Namespace) -> None:

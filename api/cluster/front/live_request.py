@@ -151,7 +151,8 @@ class LiveRequest:
         total.queue_time = whose.queue_time
         for each in (before, run):
             add_counts(total, each)
-        total.evicted_tokens = max(before.evicted_tokens, run.evicted_tokens)  # they overlap
+        # Both replicas may evict the KV of the same tokens.
+        total.evicted_tokens = max(before.evicted_tokens, run.evicted_tokens)
         return total
 
 

@@ -22,7 +22,7 @@ from ..weights import HeadLayout
 BLOCK = 256  # positions
 
 # Widths of a last block. Cutting off hidden keys changes no bit of a sum at widths up to 128 in
-# steps of 32; between 128 and 256, float32 bmm splits the sum at another place (measured).
+# steps of 32; between 128 and 256, float32 bmm splits the sum elsewhere (measured).
 _SHORT_WIDTHS = (32, 64, 96, 128)
 HIDDEN = -1e30  # finite, so that a block that a row does not see yields no NaN
 _GROUP_COST = 6000  # scores that can be computed in the time of one more group, per block
@@ -35,7 +35,7 @@ class TailRows:
 
     rows: Tensor  # [n] indices of the block's rows
     blocks: Tensor  # [n] the pool's blocks of layer 0 with the rows
-    offsets: Tensor  # [n] places in the pool's blocks
+    offsets: Tensor  # [n] offsets in these blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ class TorchPlan:
         *,
         pad_rows: bool,
     ) -> None:
-        """Compute the indices; ``tables``: cos and sin ``[T, turned_dim / 2]`` of each table.
+        """Compute the indices; ``tables``: cos and sin ``[T, rope_dim / 2]`` of each table.
 
         ``pad_rows``: pad groups so that float32 bmm rounds every row alike.
         """
@@ -214,7 +214,7 @@ class TorchPlan:
         )
 
     def _width(self, length: int, size: int) -> int:
-        """Return the number of positions to read of a block that has only ``length`` ones."""
+        """Return the number of positions to read of a block that has only ``length`` positions."""
         page_size = self._pool.page_size
         fitting = (w for w in _SHORT_WIDTHS if length <= w < size and w % page_size == 0)
         return next(fitting, size)

@@ -25,7 +25,7 @@ class RecurrentStructs:
 
     def __init__(self, weights: RecurrentWeights) -> None:
         shape, taps = weights.shape, _taps_of(weights.conv)
-        self._lends = (weights, taps)
+        self._kept_alive = (weights, taps)
         self.struct = STRUCTS.ft_recurrence(
             rule=_RULES[weights.rule],
             num_key_heads=shape.num_key_heads,
@@ -55,7 +55,7 @@ class ConvStructs:
 
     def __init__(self, weights: ConvWeights) -> None:
         taps, bias = _taps_of(weights.conv), weights.bias
-        self._lends = (weights, taps)
+        self._kept_alive = (weights, taps)
         self.struct = STRUCTS.ft_conv(
             channels=weights.shape.channels,
             num_taps=weights.shape.conv_len,
@@ -90,7 +90,7 @@ class StatesStructs:
             "keeps": states.keeps,
         }
         arrays = {name: np.ascontiguousarray(each, dtype=np.int64) for name, each in own.items()}
-        self._lends = (pool, arrays)
+        self._kept_alive = (pool, arrays)
         self.struct = STRUCTS.ft_states(
             page_size=pool.page_size,
             ring=pool.ring,

@@ -35,12 +35,12 @@ def fields(
     num_rows: int,
     num_works: int,
     num_words: int,
-    num_places: int = 0,
+    num_draws: int = 0,
     states: Sequence[Field] = (),
 ) -> list[Field]:
     """Return the fields with the given capacities.
 
-    ``num_places``: number of tokens that the pass can choose.
+    ``num_draws``: number of tokens that the pass can choose.
     """
     rows = (
         "token_ids", "positions", "slots", "logit_rows", "sources", "rows_in_tile", "last_seen",
@@ -50,9 +50,9 @@ def fields(
         *(Field(name, num_rows) for name in rows),
         Field("adapters", num_rows, torch.int64),  # addresses of the adapters' tables
         *(Field(f"counts{work}", 4) for work in range(num_works)),
-        *(Field(f"places{work}", num_rows) for work in range(num_works)),
-        Field("controls", num_places * NUM_COLUMNS, torch.int64),
-        Field("cuts", num_places),
+        *(Field(f"partials{work}", num_rows) for work in range(num_works)),
+        Field("controls", num_draws * NUM_COLUMNS, torch.int64),
+        Field("cuts", num_draws),
         *states,
         Field("words", num_words),  # last, because only a part of it is copied
     ]
@@ -92,21 +92,21 @@ def fill(
         for kind, items in enumerate((work.narrow, work.wide)):
             counts[2 * kind : 2 * kind + 2] = used + len(items.rows), len(items)
             used = _put_items(words, used, items, batch)
-        _put(to[f"places{index}"], work.places, -1)
+        _put(to[f"partials{index}"], work.partials, -1)
     return used
 
 
 def fill_narrow(
-    to: HostFields, batch: RaggedBatch, windows: Windows, *, tile_rows: int, max_places: int
+    to: HostFields, batch: RaggedBatch, windows: Windows, *, tile_rows: int, max_partials: int
 ) -> int | None:
     """Write what `fill` writes for a batch without long chunks, in C and without a `TileSchedule`.
 
-    ``tile_rows``: rows of a narrow tile. ``max_places``: room for partial sums. Returns the number
-    of used words, or None for a batch with states, images or packed KV, for one without room, and
-    without the C library.
+    ``tile_rows``: rows of a narrow tile. ``max_partials``: greatest number of partials. Returns how
+    many words it used, or None if it cannot write the pass: the batch has states, images or packed
+    KV, or does not fit, or there is no C library.
     """
     library = rows_library()
-    has_extras = batch.states is not None or batch.turned_until or batch.reaches is not None
+    has_extras = batch.states is not None or batch.rope_until or batch.reaches is not None
     if library is None or has_extras:
         return None
     tensors = {
@@ -133,7 +133,7 @@ def fill_narrow(
                 split=SPLIT,
                 tile_rows=tile_rows,
                 counts=to[f"counts{index}"].ctypes.data,
-                places=to[f"places{index}"].ctypes.data,
+                partials=to[f"partials{index}"].ctypes.data,
             )
             for index, window in enumerate(windows)
         )
@@ -144,7 +144,7 @@ def fill_narrow(
     room = STRUCTS.ft_pass_fields(
         room=len(to["token_ids"]),
         num_words=len(to["words"]),
-        num_places=max_places,
+        num_partials=max_partials,
         **{name: to[name].ctypes.data for name in names},
     )
     used = int(library.ft_fill_pass(ragged, works, len(windows), room))
@@ -156,7 +156,7 @@ def fill_narrow(
 
 
 def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:
-    """Write the sampler's inputs, and mark other places as unused; None: all are unused."""
+    """Write the sampler's inputs, and mark the other draws as unused; None: all are unused."""
     columns = to["controls"].reshape(-1, NUM_COLUMNS)
     count = 0 if controls is None else len(controls.columns)
     columns[count:, ROW] = -1
@@ -170,7 +170,7 @@ def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:
 def fill_idle(to: HostFields) -> int:
     """Write a pass without rows; return the number of used words, 0."""
     for name, field in to.items():
-        is_void = name.startswith(("slots", "places", "controls", "cuts", "state_rows"))
+        is_void = name.startswith(("slots", "partials", "controls", "cuts", "state_rows"))
         field[:] = -1 if is_void else 0
     return 0
 
