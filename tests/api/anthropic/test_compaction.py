@@ -304,3 +304,21 @@ def test_a_client_that_leaves_a_stream_during_the_summary_ends_it(serve, engine)
         assert engine.submitted.acquire(timeout=10)
     assert engine.was_aborted.acquire(timeout=20)
     assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_after_the_summary_ends_the_answer(
+    server, engine, tokenizer, is_stream
+):
+    ids = [*tokenizer.encode_word("Sum."), tokenizer.vocab["<|im_end|>"]]
+
+    def answers(request: Any) -> list[int]:
+        engine.by_hand = len(engine.requests) == 1  # the answer is the second request
+        return ids
+
+    engine.answers = answers
+    body = {"max_tokens": 50, "messages": [*HISTORY, QUESTION], "stream": is_stream, **managed()}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/messages", json=body, timeout=1)
+    assert engine.was_aborted.acquire(timeout=10)
+    assert len(engine.requests) == 2

@@ -318,3 +318,21 @@ def test_a_client_that_leaves_a_stream_during_the_summary_ends_it(client, engine
         assert engine.submitted.acquire(timeout=10)
     assert engine.was_aborted.acquire(timeout=10)
     assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_after_the_summary_ends_the_answer(
+    server, says, engine, tokenizer, is_stream
+):
+    ids = [*tokenizer.encode_word("Sum."), tokenizer.vocab["<|im_end|>"]]
+
+    def answers(request: Any) -> list[int]:
+        engine.by_hand = len(engine.requests) == 1  # the answer is the second request
+        return ids
+
+    engine.answers = answers
+    body = {"input": [*HISTORY, QUESTION], "context_management": managed(60), "stream": is_stream}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/responses", json=body, timeout=1)
+    assert engine.was_aborted.acquire(timeout=10)
+    assert len(engine.requests) == 2
