@@ -131,7 +131,8 @@ class ResponsesRoute(ResponsesDialect):
                 self.store.put(owner, response, kept_items(items), answer_ids)
 
         is_asked = bool(items) and items[-1].type == TRIGGER
-        if is_asked or await self.compactor.is_due(body, thread, chat):
+        is_due = not is_prewarm(body) and await self.compactor.is_due(body, thread, chat)
+        if is_asked or is_due:
             compacting = CompactingWriter(self.service, body, params, served, keep)
             compact = partial(self.compactor.compact, body, thread, chat, keeps_last=not is_asked)
             proceed = partial(self.service.chat.open, request_id=compacting.id, hands_out=is_stored)

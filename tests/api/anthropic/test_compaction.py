@@ -115,6 +115,12 @@ def test_nothing_is_compacted_below_the_trigger_or_without_earlier_turns(post, e
     assert len(engine.requests) == 1
 
 
+def test_a_prompt_that_is_only_cached_is_not_compacted(post, engine):
+    answer = post(messages=[*HISTORY, QUESTION], max_tokens=0, **managed()).json()
+    assert answer["content"] == []
+    assert len(engine.requests) == 1
+
+
 def test_calls_whose_results_are_awaited_stay(post, prompt):
     tools = [{"name": "read", "input_schema": {"type": "object"}}]
     post(messages=[*HISTORY, QUESTION, CALL, RESULT], tools=tools, **managed())

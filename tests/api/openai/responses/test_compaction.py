@@ -172,6 +172,28 @@ def test_tools_that_the_cut_part_added_stay(client, says, engine, prompt_of):
     assert prompt_of().startswith("1<tool_call></tool_call>")
 
 
+def test_a_stored_answer_behind_an_item_is_rendered_by_its_token_ids(connect, engine, tokenizer):
+    client = connect(token_history=False)
+    ids = [each for character in "hello" for each in tokenizer.encode_word(character)]
+    engine.answers = lambda _: [*ids, tokenizer.vocab["<|im_end|>"]]
+    answer = ask(client, [*HISTORY, QUESTION], context_management=managed(60))
+    later = ask(client, "And my dog?", previous_response_id=answer.id)
+    assert later.usage.input_tokens_details.spliced_tokens == len(ids)
+
+
+def test_a_summary_calls_no_tools(client, says):
+    says('<tool_call>\n{"name": "read", "arguments": {}}\n</tool_call>', "ok")
+    tool = {"type": "function", "name": "read", "parameters": {}, "strict": False}
+    assert compact(client, extra_body={"tools": [tool]}).output[-1].type == "compaction"
+
+
+def test_a_prompt_that_is_only_cached_is_not_compacted(client, says, engine):
+    warm = {"prompt_cache_options": {"prewarm": True}}
+    ask(client, [*HISTORY, QUESTION], context_management=managed(60), extra_body=warm)
+    assert len(engine.requests) == 1
+    assert engine.requests[0].sampling.params.prompt_only
+
+
 def test_a_trigger_compacts_and_answers_nothing(client, says, engine, prompt_of):
     answer = ask(client, [*HISTORY, {"type": "compaction_trigger"}])
     assert (kinds(answer), answer.status) == (["compaction"], "completed")
