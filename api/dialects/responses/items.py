@@ -20,7 +20,7 @@ from .tools import flat_name, found_text
 Lookup = Callable[[str], Item | None]
 """Returns a stored item by its id."""
 
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "compaction": "cmp"}
 HOSTED_CALLS = ("web_search_call", "file_search_call", "image_generation_call")
 """Calls that a provider executed and whose results the conversation does not contain."""
 

@@ -64,8 +64,9 @@ class Summarizer:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens of a summary."""
-        return max(1, min(MAX_SUMMARY_TOKENS, self.context // SHARE))
+        """Maximum number of tokens of a summary, with the reasoning of a model that reasons."""
+        most = max(1, min(MAX_SUMMARY_TOKENS, self.context // SHARE))
+        return most if self._client.syntax.thinking is None else 2 * most
 
     def threshold(self, asked: int | None) -> int:
         """Return the number of prompt tokens from which a conversation is compacted.

@@ -113,3 +113,17 @@ def test_the_threshold_is_below_the_context(run, asked, expected):
         return Summarizer(llm, ChatClient(llm)).threshold(asked)
 
     assert run(body) == expected
+
+
+@pytest.mark.parametrize(("parser", "share"), [("none", 4), ("think", 2)])
+def test_a_model_that_reasons_gets_as_many_tokens_again(run, engine, tokenizer, parser, share):
+    thoughts = "" if parser == "none" else "<think>hm</think>"
+    ids = [*tokenizer.encode_word(f"{thoughts}Sum."), tokenizer.vocab["<|im_end|>"]]
+    engine.answers = lambda _: ids
+    chat = ChatInput(messages=[user("a")], params=SamplingParams())
+
+    async def body(llm: Any) -> Any:
+        return await Summarizer(llm, ChatClient(llm, reasoning_parser=parser)).summarize(chat)
+
+    assert run(body).text == "Sum.", "the reasoning is no part of the summary"
+    assert engine.requests[0].sampling.params.max_tokens == CONTEXT // share

@@ -257,7 +257,7 @@ def test_a_prompt_that_is_too_long_names_by_how_much_and_what_compaction_leaves(
     counted = int(message.split(": ")[1].split()[0])
     assert f"The prompt is {counted - CONTEXT + 1} tokens too long." in message
     assert "Compaction (context_management, or POST /v1/responses/compact) would leave" in message
-    assert f"a summary of at most {CONTEXT // 4}." in message
+    assert f"a summary of at most {CONTEXT // 2}." in message
     assert info.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="Compaction cannot shorten it"):
         ask(client, long)
