@@ -218,6 +218,10 @@ def clear_tool_uses() -> None:
     )
     original = counted.context_management.original_input_tokens
     expect(original - counted.input_tokens, applied.cleared_input_tokens, "cleared tokens")
+    options: Any = {"model": MODEL, "max_tokens": 200, "messages": asked, "tools": [TOOL]}
+    with client.beta.messages.stream(**options, context_management={"edits": [edit]}) as events:
+        streamed = events.get_final_message()
+    expect(streamed.context_management, answer.context_management, "edits of a stream")
 
 
 @features.feature("clear thinking")
