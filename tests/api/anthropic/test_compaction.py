@@ -155,12 +155,18 @@ def test_instructions_add_to_an_edit_and_replace_those_of_a_compaction(post, pro
 
 
 def test_a_compaction_is_a_signed_block_alone(post, prompt):
-    answer = post(messages=HISTORY, **summarize()).json()
+    talk = [*HISTORY, *HISTORY]
+    count = "/v1/messages/count_tokens"
+    whole = post(count, messages=talk).json()["input_tokens"]
+    answer = post(messages=talk, **summarize()).json()
     [block] = answer["content"]
     assert (block["type"], block["content"]) == ("compaction", SUMMARY)
     assert block["signature"]
     assert "encrypted_content" not in block
-    assert (answer["stop_reason"], "context_management" in answer) == ("compaction", False)
+    assert answer["stop_reason"] == "compaction"
+    left = post(count, messages=[{"role": "assistant", "content": [block]}]).json()["input_tokens"]
+    [told] = answer["context_management"]["applied_edits"]
+    assert told == {"type": EDIT, "cleared_input_tokens": whole - left}
     post(messages=[{"role": "assistant", "content": [block]}, QUESTION])
     assert prompt() == f"{START}\nWho is my cat?<|im_end|>\n{OPENS}"
 

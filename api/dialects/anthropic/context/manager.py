@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -154,11 +154,10 @@ class ContextManager:
         body, pauses = edited.body, bool(edit.pause_after_compaction)
         more = (edit.instructions or "").strip()
         asked = f"{INSTRUCTIONS}\n\n{more}" if more else INSTRUCTIONS
-        num_before = await self.count(body)
-        managed, shorter = await self._summarized(body, asked, keeps_last=not pauses)
-        num_cleared = num_before - await self.count(shorter)
-        applied = [*edited.applied, CompactedEdit(cleared_input_tokens=num_cleared)]
-        make = _made(Managed(edits=applied, block=managed.block, spent=managed.spent))
+        managed, shorter = await self._summarized(
+            body, asked, applied=edited.applied, keeps_last=not pauses
+        )
+        make = _made(managed)
         return _alone(body, route, make) if pauses else await route.answer(shorter, make)
 
     async def _compact_alone(self, body: MessagesRequest, route: Route, asked: str) -> Reply:
@@ -166,9 +165,18 @@ class ContextManager:
         return _alone(body, route, _made(managed))
 
     async def _summarized(
-        self, body: MessagesRequest, asked: str, *, keeps_last: bool, is_signature: bool = False
+        self,
+        body: MessagesRequest,
+        asked: str,
+        *,
+        applied: Sequence[AppliedEdit] = (),
+        keeps_last: bool,
+        is_signature: bool = False,
     ) -> tuple[Managed, MessagesRequest]:
-        """Return the compaction block with its usage, and the shorter conversation."""
+        """Return the compaction block with its usage and the edits, and the shorter conversation.
+
+        ``applied``: the edits that were made before the compaction.
+        """
         summarizer, most = summarizer_of(self._service), self._service.llm.built.max_model_len - 1
         if (num_left := await self.count(_after(body, "", keeps_last=keeps_last)[0])) > most:
             raise PromptTooLong(num_left, most, param="messages", context=most + 1)
@@ -178,7 +186,9 @@ class ContextManager:
         shorter, compacted = _after(body, summary.text, keeps_last=keeps_last)
         owner = owner_of(body.cache_salt)
         block = sealed(compacted, self._seal, owner, is_signature=is_signature)
-        return Managed(block=block, spent=summary.usage), shorter
+        num_cleared = await self.count(body) - await self.count(shorter)
+        edits = [*applied, CompactedEdit(cleared_input_tokens=num_cleared)]
+        return Managed(edits=edits, block=block, spent=summary.usage), shorter
 
     async def _chat(self, body: CountRequest) -> ChatInput:
         return await self._service.apart(partial(read_conversation, body))
