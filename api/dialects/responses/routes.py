@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from time import time
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -152,7 +152,7 @@ class CompactRoute(ResponsesDialect):
     """Compact a conversation: the model summarizes it, and a compaction item replaces it."""
 
     path = "/v1/responses/compact"
-    answer: ClassVar[Any] = CompactedResponse
+    answer = CompactedResponse
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Return the user's messages and a compaction item that stands for all other items."""
