@@ -84,7 +84,8 @@ class PromptTooLong(InvalidRequest):
         # Agent frameworks recognise a context overflow by exactly these words.
         super().__init__(
             f"prompt is too long: {num_tokens} tokens > {limit} maximum. "
-            f"This model's maximum context length is {self.context} tokens.",
+            f"This model's maximum context length is {self.context} tokens. "
+            f"The prompt is {num_tokens - limit} tokens too long.",
             param=param,
         )
 

@@ -118,6 +118,13 @@ class Settings:
     )
     # without API keys, accept only requests addressed to this machine's own names
     loopback_only: bool = False
+    seal_key: str | None = setting(
+        None,
+        "secret that seals compaction items; servers that share conversations need the same one "
+        "(default: a random one, so that items are refused after a restart)",
+        "KEY",
+        is_secret=True,
+    )
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

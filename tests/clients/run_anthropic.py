@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import anthropic
-from anthropic import Anthropic, AsyncAnthropic
+from anthropic import Anthropic, AsyncAnthropic, beta_tool
 from harness import (
     KEY,
     LONG,
@@ -170,6 +170,169 @@ def cache_usage() -> None:
     assert again.cache_read_input_tokens > 200, again
 
 
+def talk() -> list[Any]:
+    """Two turns, the second with a tool's result."""
+    use = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Paris"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": PREFIX}
+    return [
+        *user("My cat is Tom."),
+        {"role": "assistant", "content": [use]},
+        *user([result]),
+        {"role": "assistant", "content": "Noted."},
+    ]
+
+
+def managed(edit: dict[str, Any], messages: list[Any], **options: Any) -> Any:
+    """One message with an edit of its context."""
+    return client.beta.messages.create(
+        model=MODEL,
+        max_tokens=200,
+        messages=messages,
+        context_management={"edits": [edit]},
+        betas=["context-management-2025-06-27", "compact-2026-01-12"],
+        tools=[TOOL],
+        **options,
+    )
+
+
+COMPACT: Any = {
+    "type": "compact_20260112",
+    "trigger": {"type": "input_tokens", "value": 400},
+    "instructions": "[[Tom is a cat.]]",
+}
+
+
+@features.feature("clear tool uses")
+def clear_tool_uses() -> None:
+    trigger = {"type": "input_tokens", "value": 200}
+    edit: Any = {"type": "clear_tool_uses_20250919", "trigger": trigger}
+    edit |= {"keep": {"type": "tool_uses", "value": 0}}
+    asked = [*talk(), *user(say("Cleared."))]
+    answer = managed(edit, asked)
+    expect(answer.content[0].text, "Cleared.")
+    (applied,) = answer.context_management.applied_edits
+    expect((applied.type, applied.cleared_tool_uses), (edit["type"], 1))
+    assert applied.cleared_input_tokens > 200, applied
+    counted = client.beta.messages.count_tokens(
+        model=MODEL, messages=asked, tools=[TOOL], context_management={"edits": [edit]}
+    )
+    original = counted.context_management.original_input_tokens
+    expect(original - counted.input_tokens, applied.cleared_input_tokens, "cleared tokens")
+    options: Any = {"model": MODEL, "max_tokens": 200, "messages": asked, "tools": [TOOL]}
+    with client.beta.messages.stream(**options, context_management={"edits": [edit]}) as events:
+        streamed = events.get_final_message()
+    expect(streamed.context_management, answer.context_management, "edits of a stream")
+
+
+@features.feature("clear thinking")
+def clear_thinking() -> None:
+    def said(text: str) -> dict[str, Any]:
+        thought = {"type": "thinking", "thinking": f"Hm, {text}.", "signature": "unsigned"}
+        return {"role": "assistant", "content": [thought, {"type": "text", "text": text}]}
+
+    asked = [*user("One?"), said("one"), *user("Two?"), said("two"), *user(say("Three."))]
+    answer = managed({"type": "clear_thinking_20251015"}, asked)
+    (applied,) = answer.context_management.applied_edits
+    expect((applied.type, applied.cleared_thinking_turns), ("clear_thinking_20251015", 1))
+    kept = managed({"type": "clear_thinking_20251015", "keep": "all"}, asked)
+    expect(kept.context_management.applied_edits, [])
+
+
+@features.feature("compaction")
+def compaction() -> None:
+    asked = [*talk(), *user(say("Go on."))]
+    answer = managed(COMPACT, asked)
+    expect([block.type for block in answer.content], ["compaction", "text"])
+    expect((answer.content[0].content, answer.content[1].text), ("Tom is a cat.", "Go on."))
+    expect([each.type for each in answer.usage.iterations], ["compaction", "message"])
+    assert answer.usage.iterations[0].input_tokens > answer.usage.input_tokens, answer.usage
+    later = [*asked, {"role": "assistant", "content": answer.content}, *user(say("And on."))]
+    again = managed(COMPACT, later)
+    expect([(block.type, block.text) for block in again.content], [("text", "And on.")])
+    paused = managed(COMPACT | {"pause_after_compaction": True}, asked)
+    expect([block.type for block in paused.content], ["compaction"])
+    expect(paused.stop_reason, "compaction")
+
+
+@features.feature("streamed compaction")
+def streamed_compaction() -> None:
+    options: Any = {
+        "model": MODEL,
+        "max_tokens": 200,
+        "messages": [*talk(), *user(say("Go on."))],
+        "context_management": {"edits": [COMPACT]},
+        "tools": [TOOL],
+    }
+    with client.beta.messages.stream(**options) as events:
+        kinds = [event.type for event in events]
+        final = events.get_final_message()
+    assert kinds.index("compaction") < kinds.index("text"), kinds
+    block, text = final.content
+    expect((block.content, text.text), ("Tom is a cat.", "Go on."))
+    assert block.encrypted_content, block
+    expect(final.context_management.applied_edits[0].type, "compact_20260112")
+    with client.beta.messages.stream(**options) as left:
+        expect(next(iter(left)).type, "message_start")
+    expect(ask(say("Still here.")).content[0].text, "Still here.")
+
+
+@features.feature("summarize")
+def summarize() -> None:
+    options: Any = {"model": MODEL, "max_tokens": 200, "messages": talk()}
+    config: Any = {"type": "summarize", "instructions": "[[Tom is a cat.]]"}
+    answer = client.beta.messages.create(**options, compaction=config)
+    (block,) = answer.content
+    expect((block.type, block.content), ("compaction", "Tom is a cat."))
+    expect(answer.stop_reason, "compaction")
+    with client.beta.messages.stream(**options, compaction=config) as events:
+        streamed = events.get_final_message().content[0]
+    for each in (block, streamed):
+        begun: Any = [{"role": "assistant", "content": [each]}, *user(say("Go on."))]
+        after = client.beta.messages.create(**options | {"messages": begun})
+        expect(after.content[0].text, "Go on.")
+
+
+@beta_tool
+def look(place: str) -> str:
+    """Look at a place.
+
+    Args:
+        place: the place to look at.
+    """
+    return say(f"{place} is quiet.")
+
+
+@features.feature("compaction by the tool runner")
+def tool_runner() -> None:
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=200, tools=[look], messages=user(say(call("look", place="Rome")))
+    )
+    seen = []
+    for message in runner:
+        seen.append(message.stop_reason)
+        if len(seen) == 1:
+            runner.compact_before_next_turn({"type": "summarize", "instructions": say("Rome.")})
+    expect(seen[:2], ["tool_use", "compaction"])
+
+
+@features.feature("altered compaction")
+def altered_compaction() -> None:
+    block = managed(COMPACT, [*talk(), *user("Hi")]).content[0].to_dict()
+    for field, code in (
+        ("content", "content_mismatch"),
+        ("encrypted_content", "signature_invalid"),
+    ):
+        said = {"role": "assistant", "content": [block | {field: f"{block[field]}A"}]}
+        error = refused(
+            anthropic.BadRequestError, lambda said=said: managed(COMPACT, [said, *user("Hi")])
+        )
+        expect(error.body["error"]["details"]["error_code"], f"compaction_{code}")
+        expect(f"messages[0].content[0].{field} " in str(error), True, str(error))
+    wrong: Any = {"type": "clear_everything"}
+    error = refused(anthropic.BadRequestError, lambda: managed(wrong, user("Hi")))
+    expect("context_management.edits[0].type" in str(error), True, str(error))
+
+
 @features.feature("images")
 def images() -> None:
     def look(png: str, text: str) -> tuple[str, int, int]:
@@ -242,6 +405,7 @@ def errors() -> None:
     expect(error.body["error"]["type"], "not_found_error")
     error = refused(anthropic.BadRequestError, lambda: ask(LONG))
     expect("prompt is too long" in str(error), True, str(error))
+    expect("tokens too long. Compaction" in str(error), True, str(error))
     error = refused(anthropic.BadRequestError, lambda: ask("Hi", extra_body={"temperature": "hot"}))
     expect(error.body["error"]["type"], "invalid_request_error")
 

@@ -144,6 +144,76 @@ def agent() -> None:
     expect(events[-1].response.output[-1].name, "get_weather")
 
 
+def conversation() -> list[Any]:
+    """Two turns."""
+    first = {"role": "assistant", "content": "Noted."}
+    return [*user(PREFIX), first, *user("And this."), first]
+
+
+@features.feature("compact")
+def compact() -> None:
+    items = conversation()
+    whole = client.responses.input_tokens.count(model=MODEL, input=items).input_tokens
+    first = ask(items)
+    done = client.responses.compact(model=MODEL, input=[*items, *first.output])
+    expect([item.type for item in done.output], ["message", "message", "compaction"])
+    assert done.usage.input_tokens_details.cached_tokens > whole - 20, done.usage
+    after = ask([*done.output, *user(say("Go on."))])
+    expect(after.output_text, "Go on.")
+    stored = client.responses.compact(model=MODEL, previous_response_id=first.id)
+    expect(stored.output[-1].type, "compaction")
+
+
+@features.feature("compaction by a threshold")
+def compaction() -> None:
+    managed: Any = [{"type": "compaction", "compact_threshold": 200}]
+    items = [*conversation(), *user(say("Go on."))]
+    answer = ask(items, context_management=managed)
+    expect([item.type for item in answer.output], ["compaction", "message"])
+    expect(answer.output_text, "Go on.")
+    cut = answer.usage.compaction
+    expect(cut["compacted_input_tokens"], answer.usage.input_tokens, "tokens that stayed")
+    assert cut["original_input_tokens"] > 2 * cut["compacted_input_tokens"], cut
+    later = ask([*items, *answer.output, *user(say("And on."))])
+    expect(later.output_text, "And on.")
+    assert later.usage.input_tokens_details.cached_tokens > answer.usage.input_tokens - 16
+    by_id = ask(say("And on."), previous_response_id=answer.id)
+    expect(by_id.usage.input_tokens, later.usage.input_tokens, "tokens of the same prompt")
+
+
+@features.feature("streamed compaction")
+def streamed_compaction() -> None:
+    managed: Any = [{"type": "compaction", "compact_threshold": 200}]
+    items = [*conversation(), *user(say("Go on."))]
+    with client.responses.stream(model=MODEL, input=items, context_management=managed) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    expect([item.type for item in final.output], ["compaction", "message"])
+    expect(final.output_text, "Go on.")
+    expect(kinds[2:4], ["response.output_item.added", "response.output_item.done"])
+    trigger: Any = {"type": "compaction_trigger"}
+    triggered = list(ask([*conversation(), trigger], stream=True))
+    expect(triggered[3].type, "response.compaction.compacting")
+    expect([item.type for item in triggered[-1].response.output], ["compaction"])
+    with client.responses.create(
+        model=MODEL, input=items, context_management=managed, stream=True
+    ) as left:
+        expect(next(iter(left)).type, "response.created")
+    expect(ask(say("Still here.")).output_text, "Still here.")
+
+
+@features.feature("altered compaction")
+def altered_compaction() -> None:
+    item = client.responses.compact(model=MODEL, input=conversation()).output[-1]
+    sealed = item.encrypted_content
+    broken: Any = {"type": "compaction", "encrypted_content": f"{sealed[:-6]}AAAA{sealed[-2:]}"}
+    error = refused(openai.BadRequestError, lambda: ask([broken, *user("Hi")]))
+    expect(error.param, "input[0].encrypted_content")
+    wrong: Any = [{"type": "compaction", "compact_threshold": 0}]
+    error = refused(openai.BadRequestError, lambda: ask("Hi", context_management=wrong))
+    expect(error.param, "context_management[0].compact_threshold")
+
+
 @features.feature("images")
 def images() -> None:
     def look(png: str, text: str) -> tuple[str, int, int]:
@@ -168,6 +238,7 @@ def images() -> None:
 def errors() -> None:
     error = refused(openai.BadRequestError, lambda: ask(LONG))
     expect(error.code, "context_length_exceeded")
+    assert "tokens too long. Compaction" in str(error), error
 
 
 @features.feature("async")

@@ -7,8 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,9 +97,19 @@ def run(command: list[str], home: Path, told: str = "", **more: str) -> str:
     return done.stdout
 
 
-def codex(prompt: str, url: str, home: Path, *, goes_on: bool = False, model: str = MODEL) -> str:
-    provider = f'{{name="foretoken",base_url="{url}/v1",wire_api="responses",env_key="LOCAL_KEY"}}'
-    options = ["-c", "model_provider=foretoken", "-c", f"model_providers.foretoken={provider}"]
+def codex(
+    prompt: str,
+    url: str,
+    home: Path,
+    *,
+    goes_on: bool = False,
+    model: str = MODEL,
+    provider: str = "foretoken",
+    settings: Sequence[str] = (),
+) -> str:
+    facts = f'{{name="{provider}",base_url="{url}/v1",wire_api="responses",env_key="LOCAL_KEY"}}'
+    options = ["-c", "model_provider=foretoken", "-c", f"model_providers.foretoken={facts}"]
+    options += [word for each in settings for word in ("-c", each)]
     sandbox = ["--skip-git-repo-check", "-s", "danger-full-access"]
     program = [str(AGENTS / ".bin" / "codex"), "exec", *sandbox, "-m", model, *options]
     (home / ".codex").mkdir(exist_ok=True)
@@ -166,6 +177,51 @@ def test_an_agent_calls_a_tool_and_its_second_turn_is_cached(
     assert len(turns) == 2, "one that calls, one that is told what came of it"
     assert turns[1]["prompt"] > turns[0]["prompt"] > 4096
     assert turns[1]["cached"] >= HITS * turns[1]["prompt"], turns
+
+
+def turns_of(log: Path) -> list[dict[str, int]]:
+    """The requests since the last call."""
+    lines = log.read_text("utf-8").splitlines()
+    log.unlink()
+    return [json.loads(line) for line in lines]
+
+
+def test_claude_code_compacts_and_goes_on(server: Server, log: Path, tmp_path: Path) -> None:
+    log.unlink(missing_ok=True)
+    claude("Say this: [[Hello there.]]", server.url, tmp_path)
+    claude("/compact", server.url, tmp_path, goes_on=True)
+    _, *compaction = turns_of(log)
+    assert compaction, "a summary is asked for"
+    assert all(turn["cached"] > 0.85 * turn["prompt"] for turn in compaction), compaction
+    told = claude("Say this: [[Still here.]]", server.url, tmp_path, goes_on=True)
+    assert told.strip() == "Still here."
+    after = turns_of(log)[-1]
+    assert after["cached"] > 0.7 * after["prompt"], "tools and instructions stayed"
+
+
+def test_codex_compacts_by_an_item_of_the_server_and_goes_on(
+    server: Server, log: Path, tmp_path: Path
+) -> None:
+    """Codex asks a provider of this name for compaction items: it sends a compaction_trigger."""
+    log.unlink(missing_ok=True)
+
+    def say(text: str, **options: Any) -> str:
+        prompt = f"Say this: [[{text}]]"
+        told = codex(prompt, server.url, tmp_path, model=EDITOR, provider="OpenAI", **options)
+        return told.strip()
+
+    say("Hello there.")
+    few = ["model_auto_compact_token_limit=1000"]
+    assert say("Still here.", goes_on=True, settings=few) == "Still here."
+    _, compaction, answer = turns_of(log)
+    assert compaction["prompt"] > answer["prompt"]
+    assert all(turn["cached"] >= HITS * turn["prompt"] for turn in (compaction, answer))
+    [session] = (tmp_path / ".codex" / "sessions").rglob("*.jsonl")
+    compacted = [line for line in session.read_text().splitlines() if '"type":"compacted"' in line]
+    assert len(compacted) == 1
+    assert '"type":"compaction"' in compacted[0], "its history has the sealed item"
+    assert say("And on.", goes_on=True) == "And on."
+    assert turns_of(log)[0]["cached"] >= HITS * answer["prompt"]
 
 
 def test_codex_edits_files_by_a_custom_tool_with_a_grammar(

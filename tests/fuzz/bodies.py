@@ -129,6 +129,13 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "max_tokens": None,
             "max_output_tokens": 3,
             "truncation": "auto",
+            "context_management": [{"type": "compaction", "compact_threshold": 100000}],
+        },
+        {
+            "input": [
+                {"type": "message", "role": "user", "content": "hi"},
+                {"type": "compaction_trigger"},
+            ],
         },
         {
             "input": "hi",
@@ -224,6 +231,46 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "messages": HI,
             "max_tokens": 3,
             "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "compaction", "content": "c", "encrypted_content": None},
+                        {"type": "thinking", "thinking": "t", "signature": "s"},
+                        {"type": "tool_use", "id": "t", "name": "f", "input": {}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "t", "content": "1"}],
+                },
+            ],
+            "max_tokens": 3,
+            "context_management": {
+                "edits": [
+                    {
+                        "type": "clear_thinking_20251015",
+                        "keep": {"type": "thinking_turns", "value": 1},
+                    },
+                    {
+                        "type": "clear_tool_uses_20250919",
+                        "trigger": {"type": "tool_uses", "value": 1},
+                        "keep": {"type": "tool_uses", "value": 0},
+                        "clear_at_least": {"type": "input_tokens", "value": 1},
+                        "exclude_tools": ["g"],
+                        "clear_tool_inputs": ["f"],
+                    },
+                    {
+                        "type": "compact_20260112",
+                        "trigger": {"type": "input_tokens", "value": 100000},
+                        "pause_after_compaction": False,
+                        "instructions": "i",
+                    },
+                ]
+            },
         },
     ],
     "/v1/messages/count_tokens": [{"messages": HI, "system": "s"}],

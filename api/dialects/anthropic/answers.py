@@ -38,7 +38,15 @@ class ToolUseContent(Struct, tag="tool_use", kw_only=True):
     input: Any = {}  # an object; raw JSON if msgspec cannot decode it
 
 
-ContentBlock = ThinkingContent | TextContent | ToolUseContent
+class CompactionContent(Struct, tag="compaction", kw_only=True):
+    """A summary of the conversation before it, with the server's seal."""
+
+    content: str | None = None
+    encrypted_content: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+
+
+ContentBlock = ThinkingContent | TextContent | ToolUseContent | CompactionContent
 
 
 class ThinkingAddition(Struct, tag="thinking_delta", kw_only=True):
@@ -65,7 +73,65 @@ class InputAddition(Struct, tag="input_json_delta", kw_only=True):
     partial_json: str
 
 
-Addition = ThinkingAddition | SignatureAddition | TextAddition | InputAddition
+class CompactionAddition(Struct, tag="compaction_delta", kw_only=True):
+    """A delta with a whole summary."""
+
+    content: str | None
+    encrypted_content: str | UnsetType = UNSET
+
+
+Addition = ThinkingAddition | SignatureAddition | TextAddition | InputAddition | CompactionAddition
+
+# -- context management -------------------------------------------------------------------------
+
+
+class ClearedToolUses(Struct, tag="clear_tool_uses_20250919", kw_only=True):
+    """The tool calls that an edit cleared."""
+
+    cleared_tool_uses: int
+    cleared_input_tokens: int
+
+
+class ClearedThinking(Struct, tag="clear_thinking_20251015", kw_only=True):
+    """The turns whose reasoning an edit cleared."""
+
+    cleared_thinking_turns: int
+    cleared_input_tokens: int
+
+
+class Compacted(Struct, tag="compact_20260112", kw_only=True):
+    """The number of prompt tokens that a compaction saved."""
+
+    cleared_input_tokens: int
+
+
+AppliedEdit = ClearedToolUses | ClearedThinking | Compacted
+
+
+class ContextReport(Struct, kw_only=True):
+    """``context_management`` of an answer: the edits that changed the conversation."""
+
+    applied_edits: list[AppliedEdit] = []
+
+
+class CountReport(Struct, kw_only=True):
+    """``context_management`` of a token count: the tokens before the edits."""
+
+    original_input_tokens: int
+
+
+class Iteration(Struct, kw_only=True):
+    """An entry of ``usage.iterations``: one request to the model. ``type``: what it was for.
+
+    Input tokens read from or written to the cache are not part of ``input_tokens``.
+    """
+
+    type: Literal["compaction", "message"]
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
 
 # -- the message --------------------------------------------------------------------------------
 
@@ -89,6 +155,7 @@ class MessageUsage(Struct, kw_only=True):
     evicted_tokens: int | UnsetType = UNSET  # answer tokens whose KV was evicted (--kv-evict)
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # the cause of a cache miss, if requested
+    iterations: list[Iteration] | UnsetType = UNSET  # if the conversation was compacted
 
 
 class Ending(Struct, kw_only=True):
@@ -110,12 +177,20 @@ class MessageAnswer(Ending, tag="message", kw_only=True):
     # only sent if requested: token ids that the client sends back with the message later
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # token ids of the prompt, only if requested
+    context_management: ContextReport | UnsetType = UNSET  # if requested
 
 
 class TokenCount(Struct, kw_only=True):
     """Answer of /v1/messages/count_tokens."""
 
     input_tokens: int
+    context_management: CountReport | UnsetType = UNSET  # if requested
+
+
+class ErrorDetails(Struct, kw_only=True):
+    """``details`` of an error of compaction."""
+
+    error_code: str
 
 
 class MessageErrorParts(Struct, kw_only=True):
@@ -123,6 +198,7 @@ class MessageErrorParts(Struct, kw_only=True):
 
     type: str
     message: str
+    details: ErrorDetails | UnsetType = UNSET
 
 
 class MessageError(Struct, tag="error", kw_only=True):
@@ -167,6 +243,7 @@ class MessageDelta(Struct, tag="message_delta", kw_only=True):
     delta: Ending
     usage: MessageUsage
     token_ids: list[int] | UnsetType = UNSET  # token ids of the message, if requested
+    context_management: ContextReport | UnsetType = UNSET  # if requested
 
 
 class MessageStop(Struct, tag="message_stop", kw_only=True):
@@ -200,11 +277,15 @@ KINDS = {
     529: "overloaded_error",
 }
 
+COMPACTION_CODES = "compaction_"  # prefix of the error codes that clients know
+
 
 def error_body(error: ApiError, request_id: str | None) -> MessageError:
     """Return Anthropic's error object. Its type follows from the HTTP status."""
     kind = KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    parts = MessageErrorParts(type=kind, message=str(error))
+    has_code = error.code is not None and error.code.startswith(COMPACTION_CODES)
+    details = ErrorDetails(error_code=error.code or "") if has_code else UNSET
+    parts = MessageErrorParts(type=kind, message=str(error), details=details)
     return MessageError(error=parts, request_id=request_id)
 
 

@@ -47,7 +47,9 @@ class Blocks:
     own, which Anthropic's API rejects in the next request.
     """
 
-    def __init__(self, *, shows_thoughts: bool = True) -> None:
+    def __init__(self, *, shows_thoughts: bool = True, first: int = 0) -> None:
+        """``first``: the index of the first block."""
+        self._first = first
         self._segments = Segments(holds_space=True)
         self._shows_thoughts = shows_thoughts
 
@@ -85,18 +87,19 @@ class Blocks:
 
     def _events_of(self, change: Change) -> Iterator[BlockEvent]:
         segment = change.segment
+        index = self._first + segment.index
         is_thinking = segment.kind == "reasoning"
         match change:
             case Open():
-                yield BlockStart(index=segment.index, content_block=_opening(segment))
+                yield BlockStart(index=index, content_block=_opening(segment))
             case Grow(text=text):
                 if self._shows_thoughts or not is_thinking:
-                    yield BlockDelta(index=segment.index, delta=ADDITIONS[segment.kind](text))
+                    yield BlockDelta(index=index, delta=ADDITIONS[segment.kind](text))
             case Close():
                 if is_thinking:
                     signature = SignatureAddition(signature=SIGNATURE)
-                    yield BlockDelta(index=segment.index, delta=signature)
-                yield BlockStop(index=segment.index)
+                    yield BlockDelta(index=index, delta=signature)
+                yield BlockStop(index=index)
 
 
 def _opening(segment: Segment) -> ContentBlock:

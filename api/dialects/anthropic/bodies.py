@@ -9,7 +9,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...serving.peers import Absent, Empty, Off, Zero
-from ...serving.sampling import Count, Guess, One, Prediction, Sampling, Stop, StopTexts, TokenIds
+from ...serving.sampling import (
+    Count,
+    Guess,
+    One,
+    Positive,
+    Prediction,
+    Sampling,
+    Stop,
+    StopTexts,
+    TokenIds,
+)
 from ...types.fields import SameAs
 
 
@@ -108,6 +118,17 @@ class ToolResultBlock(Block, tag="tool_result", kw_only=True):
             self.content = read_blocks(self.content)
 
 
+class CompactionBlock(Block, tag="compaction", kw_only=True):
+    """A summary that replaces all that precedes it. A block without content has no effect.
+
+    ``encrypted_content`` or ``signature`` is the server's seal. Clients may leave both out.
+    """
+
+    content: Annotated[str, Meta(min_length=1)] | None = None
+    encrypted_content: str | None = None
+    signature: str | None = None
+
+
 class OtherBlock(Block, kw_only=True):
     """A block of an unknown type. Only results of calls executed by a provider are used."""
 
@@ -142,6 +163,7 @@ AnyBlock = (
     | ServerToolUseBlock
     | McpToolUseBlock
     | ToolResultBlock
+    | CompactionBlock
 )
 KNOWN = frozenset(str(each.__struct_config__.tag) for each in get_args(AnyBlock))
 
@@ -174,6 +196,20 @@ class Message(Struct, kw_only=True):
         """Decode the blocks of the content."""
         if isinstance(self.content, list):
             self.content = read_blocks(self.content)
+
+    def path(self, index: int) -> str:
+        """Return the path of the message in the body. ``index``: its index in the conversation."""
+        return f"messages[{index}]"
+
+
+class PlacedMessage(Message, kw_only=True):
+    """A message whose index in the conversation differs from that in the body."""
+
+    place: str
+
+    def path(self, index: int) -> str:  # noqa: ARG002
+        """Return the path of the message in the body."""
+        return self.place
 
 
 class ToolSpec(Struct, kw_only=True):
@@ -229,6 +265,77 @@ class Diagnostics(Struct, kw_only=True):
     previous_message_id: str | None = None
 
 
+class TokenAmount(Struct, kw_only=True):
+    """A number of prompt tokens."""
+
+    type: Literal["input_tokens"]
+    value: Positive
+
+
+class ToolUseAmount(Struct, kw_only=True):
+    """A number of tool calls."""
+
+    type: Literal["tool_uses"]
+    value: Count
+
+
+class Trigger(Struct, kw_only=True):
+    """The number of prompt tokens or of tool calls above which an edit is made."""
+
+    type: Literal["input_tokens", "tool_uses"]
+    value: Positive
+
+
+class ThinkingTurns(Struct, kw_only=True):
+    """The number of the latest turns that keep their reasoning. ``value`` is 1 by default."""
+
+    type: Literal["thinking_turns", "all"]
+    value: Positive | None = None
+
+
+class ClearToolUses(Struct, tag="clear_tool_uses_20250919", kw_only=True):
+    """An edit that removes the results of old tool calls, and on request their arguments."""
+
+    trigger: Trigger | None = None
+    keep: ToolUseAmount | None = None
+    clear_at_least: TokenAmount | None = None
+    exclude_tools: list[str] | None = None
+    clear_tool_inputs: bool | list[str] | None = None
+
+
+class ClearThinking(Struct, tag="clear_thinking_20251015", kw_only=True):
+    """An edit that removes the reasoning of earlier turns."""
+
+    keep: ThinkingTurns | Literal["all"] | None = None
+
+
+class Compact(Struct, tag="compact_20260112", kw_only=True):
+    """An edit that replaces earlier turns by a summary.
+
+    ``instructions`` are appended to the instructions for the summary.
+    """
+
+    trigger: TokenAmount | None = None
+    pause_after_compaction: bool | None = None
+    instructions: str | None = None
+
+
+class ContextManagement(Struct, kw_only=True):
+    """``context_management``: edits of the conversation, applied in order before it is rendered."""
+
+    edits: list[ClearToolUses | ClearThinking | Compact] = []
+
+
+class CompactionConfig(Struct, kw_only=True):
+    """``compaction``: summarize the conversation instead of answering it.
+
+    ``instructions`` replace the instructions for the summary.
+    """
+
+    type: Literal["summarize"]
+    instructions: str | None = None
+
+
 class CountRequest(Sampling, kw_only=True):
     """Body of /v1/messages/count_tokens. /v1/messages has these fields too."""
 
@@ -241,6 +348,8 @@ class CountRequest(Sampling, kw_only=True):
     output_format: JsonFormat | None = None  # older name of output_config.format
     cache_control: CacheControl | None = None  # applies to the last block
     chat_template_kwargs: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
+    compaction: CompactionConfig | None = None
     # recognised but not supported
     mcp_servers: Empty = None
     reasoning_effort: Absent = None

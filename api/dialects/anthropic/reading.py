@@ -21,6 +21,7 @@ from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import SamplingParams
 from .bodies import (
     Block,
+    CompactionBlock,
     CountRequest,
     DocumentBlock,
     ImageBlock,
@@ -43,9 +44,9 @@ HANDLE = "handle"  # temporary key of a message: its token ids, and the name of 
 PATH = "path"  # temporary key of a message: its path in the body
 B = TypeVar("B")
 SEEN = (TextBlock, ImageBlock, DocumentBlock, SearchResultBlock)
-SAID = (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock)
+SAID = (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock, CompactionBlock)
 ALLOWED = {
-    "user": (*SEEN, ToolResultBlock),
+    "user": (*SEEN, ToolResultBlock, CompactionBlock),
     "assistant": (*SEEN, *SAID, ToolReferenceBlock),
     "system": (TextBlock,),
 }
@@ -96,7 +97,7 @@ def plain_conversation(body: CountRequest, tools: Sequence[Tool] = ()) -> list[P
         plains.append({"role": "system", "content": system, PATH: "system"})
     known = Known({tool.name: tool for tool in tools if tool.is_loaded})
     for index, message in enumerate(body.messages):
-        path = f"messages[{index}]"
+        path = message.path(index)
         plain = [{**each, PATH: path} for each in _plain(message, path, known)]
         if message.token_ids is not None:
             param = f"{path}.token_ids"
@@ -220,7 +221,9 @@ def _plain(message: Message, path: str, known: Known) -> list[Plain]:
         for index, block in enumerate(blocks)
         if isinstance(block, ToolResultBlock)
     ]
-    if not plain or any(not isinstance(each, ToolResultBlock | OtherBlock) for each in blocks):
+    if not plain or any(
+        not isinstance(each, ToolResultBlock | OtherBlock | CompactionBlock) for each in blocks
+    ):
         plain.append({"role": message.role, **_seen(blocks, f"{path}.content", known)})
     return plain
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from ....core.errors import InvalidRequest
+from ....core.errors import InvalidRequest, PromptTooLong
 from ...runtime.conversation.chat_input import ChatInput
 from ...serving.answers import AnswerReply, prewarm
 from ...serving.dialect import READS, Dialect
@@ -18,10 +18,11 @@ from ...serving.sampling import cache_options, is_prewarm, sampling_params
 from ...serving.serving_context import ANTHROPIC_TEMPERATURE, Service
 from ...serving.sse import ReadyReply, Reply
 from ...types.sampling_params import SamplingParams
-from .answers import ERRORS, MessageAnswer, StreamEvent, TokenCount
+from .answers import ERRORS, CountReport, MessageAnswer, StreamEvent, TokenCount
 from .bodies import CountRequest, MessagesRequest
 from .breakpoint_locator import BreakpointLocator
 from .breakpoints import Breakpoints, Mark, read_marks
+from .context.manager import ContextManager, Make, Route
 from .reading import read_conversation
 from .writing import PING, MessageWriter, new_id
 
@@ -37,6 +38,10 @@ class MessagesDialect(Dialect[C]):
     most_temperature = ANTHROPIC_TEMPERATURE
     ping = PING
 
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.context = ContextManager(service)
+
 
 class MessagesCount(MessagesDialect[CountRequest]):
     """Count the tokens of a conversation."""
@@ -51,10 +56,16 @@ class MessagesCount(MessagesDialect[CountRequest]):
         self.service.check_model(body.model)
 
     async def open(self, body: CountRequest) -> Reply:
-        """Count the tokens of a conversation."""
-        chat = await self.service.apart(partial(read_conversation, body))
+        """Count the tokens of a conversation, after the edits that clear parts of it."""
+        given = self.context.in_effect(body)
+        edited = await self.context.edited(given)
+        chat = await self.service.apart(partial(read_conversation, edited.body))
         prompt = await self.service.chat.render(chat)
-        return ReadyReply(TokenCount(input_tokens=len(prompt.token_ids)))
+        count = TokenCount(input_tokens=len(prompt.token_ids))
+        if body.context_management is not None:
+            original = await self.context.count(given)
+            count.context_management = CountReport(original_input_tokens=original)
+        return ReadyReply(count)
 
 
 class MessagesRoute(MessagesDialect[MessagesRequest]):
@@ -71,15 +82,29 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         self._locator = BreakpointLocator(service.chat)
 
     async def open(self, body: MessagesRequest) -> Reply:
+        """Manage the context as requested, then answer the conversation."""
+        body = self.context.in_effect(body)
+        if body.context_management is None and body.compaction is None:
+            return await self._answer(body)
+        return await self.context.open(body, Route(self._answer, self._writer))
+
+    async def _answer(self, body: MessagesRequest, make: Make = MessageWriter) -> Reply:
         """Render the conversation, locate its breakpoints and submit it.
 
         If ``max_tokens`` is 0, only cache the prompt.
         """
+        try:
+            return await self._submitted(body, make)
+        except PromptTooLong as error:
+            await self.context.explain(error, body)
+            raise
+
+    async def _submitted(self, body: MessagesRequest, make: Make) -> Reply:
         client = self.service.chat
         marks, chat = await self.read(body)
         prompt = await client.render(chat)
         chat, breakpoints = await self._with_pins(marks, chat, prompt.token_ids)
-        writer = self._writer(body, breakpoints)
+        writer = self._writer(body, breakpoints, make)
         if body.max_tokens == 0:
             usage = await prewarm(self.service, chat, request_id=writer.id, prompt=prompt)
             return writer.warmed(usage)
@@ -92,9 +117,9 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         """Return the breakpoints of a body and its chat request. Raises `InvalidRequest`."""
         return await self.service.apart(lambda: (read_marks(body), read_chat(body)))
 
-    def _writer(self, body: MessagesRequest, breakpoints: Breakpoints) -> MessageWriter:
+    def _writer(self, body: MessagesRequest, breakpoints: Breakpoints, make: Make) -> MessageWriter:
         asked = body.diagnostics
-        return MessageWriter(
+        return make(
             service=self.service,
             breakpoints=breakpoints,
             max_tokens=body.max_tokens,
@@ -127,7 +152,7 @@ class MessagesRender(MessagesRoute):
 
     async def open(self, body: MessagesRequest) -> Reply:
         """Render and check the conversation without submitting it."""
-        _, chat = await self.read(body)
+        _, chat = await self.read(self.context.in_effect(body))
         only_cached = body.max_tokens == 0
         return ReadyReply(
             await render_chat(self.service, chat, body, request_id=new_id(), is_prewarm=only_cached)

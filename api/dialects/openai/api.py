@@ -5,7 +5,13 @@ from __future__ import annotations
 from ...serving.dialect import Api
 from ..batches.routes import BatchRoutes, FileRoutes
 from ..pooled.routes import EmbeddingsRoute, RerankRoute, ScoreRoute
-from ..responses.routes import KeptResponses, ResponsesCount, ResponsesRender, ResponsesRoute
+from ..responses.routes import (
+    CompactRoute,
+    KeptResponses,
+    ResponsesCount,
+    ResponsesRender,
+    ResponsesRoute,
+)
 from .routes import ChatRender, ChatRoute, CompletionsRender, CompletionsRoute
 
 OPENAI = Api(
@@ -21,6 +27,7 @@ OPENAI = Api(
         CompletionsRender,
         ResponsesCount,
         ResponsesRender,
+        CompactRoute,
     ),
     endpoints=(KeptResponses, FileRoutes, BatchRoutes),
 )

@@ -87,7 +87,21 @@ class SearchCallItem(Struct, tag="tool_search_call", kw_only=True):
     arguments: Free = {}
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | SearchCallItem
+class CompactionItem(Struct, tag="compaction", kw_only=True):
+    """A compaction item. It stands for all items before it; only this server can read it."""
+
+    id: str
+    encrypted_content: str = ""  # empty until the summary is complete
+
+
+OutputItem = (
+    MessageItem
+    | ReasoningItem
+    | FunctionCallItem
+    | CustomCallItem
+    | SearchCallItem
+    | CompactionItem
+)
 
 
 # -- the response -------------------------------------------------------------------------------
@@ -97,6 +111,20 @@ class OutputDetails(CompletionDetails, kw_only=True):
     """``usage.output_tokens_details``."""
 
     reasoning_tokens: int
+
+
+class CompactionUsage(Struct, kw_only=True):
+    """``usage.compaction``: what a compaction removed from the prompt, and what it cost.
+
+    ``original_input_tokens`` and ``compacted_input_tokens`` are the tokens of the prompt before and
+    after it. The other fields are the usage of the request for the summary.
+    """
+
+    original_input_tokens: int
+    compacted_input_tokens: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
 
 
 class ResponseUsage(Struct, kw_only=True):
@@ -112,6 +140,7 @@ class ResponseUsage(Struct, kw_only=True):
     evicted_tokens: int | UnsetType = UNSET  # answer tokens whose KV was evicted (--kv-evict)
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # the cause of a cache miss, if requested
+    compaction: CompactionUsage | UnsetType = UNSET  # if the conversation was compacted
 
 
 class ResponseError(Struct, kw_only=True):
@@ -174,6 +203,16 @@ class ResponseBody(Struct, kw_only=True):
     top_logprobs: int = 0
     top_p: float = 1.0
     truncation: str = "disabled"  # "auto", which drops what exceeds the context, is not supported
+
+
+class CompactedResponse(Struct, kw_only=True):
+    """Answer of /v1/responses/compact: the user's messages, followed by a compaction item."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[Item]
+    usage: ResponseUsage
 
 
 class ItemList(Struct, kw_only=True):
@@ -258,6 +297,10 @@ class ItemEvent(OutputEvent, kw_only=True):
     """An event about the content of an output item."""
 
     item_id: str
+
+
+class Compacting(ItemEvent, tag="response.compaction.compacting", kw_only=True):
+    """The event sent when the model begins the summary of a compaction item."""
 
 
 class PartEvent(ItemEvent, kw_only=True):
@@ -351,6 +394,7 @@ StreamEvent = (
     | InputDone
     | PartDone
     | ItemDone
+    | Compacting
     | ResponseCompleted
     | ResponseIncomplete
     | ResponseFailed

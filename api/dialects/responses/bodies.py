@@ -79,7 +79,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     known_kinds: ClassVar[frozenset[str]] = frozenset(
         {"message", "reasoning", "item_reference", "agent_message", "additional_tools",
          "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
-         "tool_search_call", "tool_search_output"}
+         "tool_search_call", "tool_search_output", "compaction", "compaction_trigger"}
     )  # fmt: skip
     type: str | None = None  # default: message, or a reference if only an id is given
     id: str | None = None
@@ -100,6 +100,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     outputs: Any = None
     error: Any = None
     summary: Any = None
+    encrypted_content: Any = None  # only read in compaction items
     execution: str | None = None
     tools: list[FlatTool] | None = None
     token_ids: Any = None  # a field of other APIs; rejected here
@@ -151,6 +152,13 @@ class ReasoningOptions(Struct, kw_only=True):
     effort: str | None = None
 
 
+class ContextManagement(Struct, kw_only=True):
+    """An entry of ``context_management``. ``compact_threshold``: number of prompt tokens."""
+
+    type: Literal["compaction"]
+    compact_threshold: Positive | None = None
+
+
 class EventOptions(StreamOptions):
     """``stream_options``. The last event always has the usage."""
 
@@ -175,6 +183,7 @@ class ResponsesRequest(OpenAISampling, kw_only=True):
     top_logprobs: NumTop | None = None
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    context_management: Annotated[list[ContextManagement], Meta(max_length=1)] | None = None
     metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None

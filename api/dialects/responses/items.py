@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,9 +20,22 @@ from .tools import flat_name, found_text
 Lookup = Callable[[str], Item | None]
 """Returns a stored item by its id."""
 
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "compaction": "cmp"}
 HOSTED_CALLS = ("web_search_call", "file_search_call", "image_generation_call")
 """Calls that a provider executed and whose results the conversation does not contain."""
+
+
+class Thread(NamedTuple):
+    """The items of a conversation in order, and the path of each in the body."""
+
+    items: Sequence[Item]
+    paths: Sequence[str]
+
+
+def thread_of(history: Sequence[Item], items: Sequence[Item]) -> Thread:
+    """Return the thread of a request's ``items``, which follow the items of earlier turns."""
+    numbers = range(-len(history), len(items))
+    return Thread([*history, *items], [f"input[{number}]" for number in numbers])
 
 
 def read_items(given: str | Sequence[Item] | None, lookup: Lookup) -> list[Item]:
@@ -64,20 +77,19 @@ def _kept(item: Item) -> Item:
     )
 
 
-def to_messages(items: Sequence[Item], *, first_path: int = 0) -> list[Message]:
+def to_messages(thread: Thread) -> list[Message]:
     """Return the messages of the items. Raises `InvalidRequest` with the path of a bad item.
 
     Reasoning, text and calls of one answer are merged into one message, so that the conversation
-    renders as the model saw it and its prefix hits the cache. ``first_path``: index of the first
-    item of the body; the items before it come from earlier turns.
+    renders as the model saw it and its prefix hits the cache.
     """
-    thread = _Thread()
-    for index, item in enumerate(items):
-        thread.add(item, f"input[{index - first_path}]")
-    return thread.messages
+    found = _Messages()
+    for item, path in zip(*thread, strict=True):
+        found.add(item, path)
+    return found.messages
 
 
-class _Thread:
+class _Messages:
     """Collects items into messages."""
 
     def __init__(self) -> None:

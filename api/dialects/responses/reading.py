@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ....core.errors import InvalidRequest
 from ...runtime.conversation.chat_input import ChatInput
@@ -11,19 +11,17 @@ from ...serving.sampling import cache_options, sampling_params
 from ...types.sampling_params import SamplingParams
 from ..openai.bodies import Message, NamedMessage
 from ..openai.reading import plain_messages, read_handles, read_images, read_paths, thinking_options
-from .bodies import LOGPROBS, Item, ResponsesRequest, TextFormat
-from .items import to_messages
+from .bodies import LOGPROBS, ResponsesRequest, TextFormat
+from .items import Thread, to_messages
 from .tools import ServedTool, read_tools, served_tools, tool_choice
 
 FORMAT_NAMES = ("json_schema", "grammar")  # parameters that ``text.format`` is converted to
 NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
 
 
-def make_chat_input(
-    body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]
-) -> tuple[ChatInput, list[ServedTool]]:
-    """Return the chat request and its tools. ``items`` follow the items of ``history``."""
-    messages, served = _messages(body, history, items), read_tools(body, [*history, *items])
+def make_chat_input(body: ResponsesRequest, thread: Thread) -> tuple[ChatInput, list[ServedTool]]:
+    """Return the chat request of a conversation, and its tools."""
+    messages, served = _messages(body, thread), read_tools(body, thread.items)
     chat = ChatInput(
         messages=plain_messages(messages),
         images=read_images(messages),
@@ -59,10 +57,8 @@ def check_n(body: ResponsesRequest) -> None:
         raise InvalidRequest("n must be 1: a response has a single answer", param="n")
 
 
-def _messages(
-    body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]
-) -> list[Message]:
-    messages = to_messages([*history, *items], first_path=len(history))
+def _messages(body: ResponsesRequest, thread: Thread) -> list[Message]:
+    messages = to_messages(thread)
     if body.instructions:
         system = NamedMessage(role="system", content=body.instructions, path="instructions")
         messages.insert(0, system)

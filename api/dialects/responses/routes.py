@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from time import time
 from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....core.errors import InvalidRequest
+from ....core.errors import InvalidRequest, PromptTooLong
 from ...runtime.conversation.chat_input import ChatInput
 from ...serving.answers import prewarm
 from ...serving.dialect import READS, Dialect, Endpoints, delete, get
@@ -21,13 +22,16 @@ from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply
 from ...types.request_context import owner_of
 from ...types.shares import Owner
-from .answers import Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
+from .answers import CompactedResponse, Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
 from .bodies import Item, ResponsesRequest
-from .items import kept_items, read_items
+from .compaction.compactor import Compactor
+from .compaction.reply import CompactingReply, CompactingWriter
+from .compaction.sealed import TRIGGER, user_messages
+from .items import Thread, kept_items, read_items, thread_of
 from .reading import check_n, make_chat_input, rename
 from .store import ResponseStore
 from .tools import ServedTool
-from .writing import ResponseReply, ResponseWriter, new_id
+from .writing import ResponseReply, ResponseWriter, new_id, response_usage
 
 STORED = ("cache_salt",)  # query parameters that identify the owner of a response
 
@@ -47,6 +51,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self.store = response_store(service)
+        self.compactor = Compactor(service)
 
     def check(self, body: ResponsesRequest) -> None:
         """Check the model and the number of answers."""
@@ -59,8 +64,10 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
 
     async def read_chat(
         self, body: ResponsesRequest
-    ) -> tuple[ChatInput, list[ServedTool], list[Item]]:
-        """Return the chat request including the stored history, its tools, and the new items."""
+    ) -> tuple[ChatInput, list[ServedTool], list[Item], Thread]:
+        """Return the chat request including the stored history, its tools, the new items, and the
+        conversation that the request continues.
+        """
         owner = owner_of(body.cache_salt)
         history: list[Item] = []
         if body.previous_response_id is not None:
@@ -68,8 +75,9 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         items = read_items(body.input, lambda item_id: self.store.item(owner, item_id))
         limits = self.service.settings.limits
         limits.check("input", len(history) + len(items), "max_messages")
-        chat, served = await self.service.apart(partial(make_chat_input, body, history, items))
-        return chat, served, items
+        thread = self.compactor.read(body, thread_of(history, items))
+        chat, served = await self.service.apart(partial(make_chat_input, body, thread))
+        return chat, served, items, thread
 
 
 class ResponsesCount(ResponsesDialect):
@@ -113,7 +121,7 @@ class ResponsesRoute(ResponsesDialect):
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Render the input and submit it."""
-        chat, served, items = await self.read_chat(body)
+        chat, served, items, thread = await self.read_chat(body)
         params = self.service.llm.built.sampling_defaults.fill(chat.params)
         owner = owner_of(body.cache_salt)
         is_stored = body.store is not False
@@ -122,11 +130,45 @@ class ResponsesRoute(ResponsesDialect):
             if is_stored:
                 self.store.put(owner, response, kept_items(items), answer_ids)
 
+        is_asked = bool(items) and items[-1].type == TRIGGER
+        is_due = not is_prewarm(body) and await self.compactor.is_due(body, thread, chat)
+        if is_asked or is_due:
+            compacting = CompactingWriter(self.service, body, params, served, keep)
+            compact = partial(self.compactor.compact, body, thread, chat, keeps_last=not is_asked)
+            proceed = partial(self.service.chat.open, request_id=compacting.id, hands_out=is_stored)
+            return CompactingReply(self.service, compacting, compact, None if is_asked else proceed)
         writer = ResponseWriter(self.service, body, params, served, keep)
         if is_prewarm(body):
             return writer.prewarmed(await prewarm(self.service, chat, request_id=writer.id))
-        answer = await self.service.chat.open(chat, request_id=writer.id, hands_out=is_stored)
+        try:
+            answer = await self.service.chat.open(chat, request_id=writer.id, hands_out=is_stored)
+        except PromptTooLong as error:
+            await self.compactor.explain(error, body, thread)
+            raise
         return ResponseReply(self.service, writer, answer)
+
+
+class CompactRoute(ResponsesDialect):
+    """Compact a conversation: the model summarizes it, and a compaction item replaces it."""
+
+    path = "/v1/responses/compact"
+    answer = CompactedResponse
+
+    async def open(self, body: ResponsesRequest) -> Reply:
+        """Return the user's messages and a compaction item that stands for all other items."""
+        chat, _, _, thread = await self.read_chat(body)
+        done = await self.compactor.compact(body, thread, chat, keeps_last=False)
+        users = kept_items(user_messages(thread).items)
+        item = Item(
+            type="compaction", id=done.item.id, encrypted_content=done.item.encrypted_content
+        )
+        usage = response_usage(done.spent, 0)
+        usage.compaction = done.usage
+        return ReadyReply(
+            CompactedResponse(
+                id=new_id(), created_at=int(time()), output=[*users, item], usage=usage
+            )
+        )
 
 
 class KeptResponses(Endpoints):

@@ -112,10 +112,10 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         self._keep(response, ())
         return ReadyReply(response, [self.begun(), *self.ended(response)])
 
-    def failed(self, answer: ChatAnswer, error: ResponseError) -> Iterator[bytes]:
+    def failed(self, usage: Usage, error: ResponseError) -> Iterator[bytes]:
         """Yield the event that ends the stream of a failed response."""
         self._output.end(is_complete=False)
-        return self.ended(replace(self._ended("failed", answer.usage), error=error))
+        return self.ended(replace(self._ended("failed", usage), error=error))
 
     def ended(self, response: ResponseBody) -> Iterator[bytes]:
         """Yield the event that ends a stream with this response."""
@@ -171,7 +171,7 @@ class ResponseReply(AnswerReply[ChatAnswer]):
                 async for each in events:
                     yield each
         except Exception as error:
-            last = self._writer.failed(self._answer, response_error(error))
+            last = self._writer.failed(self._answer.usage, response_error(error))
             yield b"".join(last)
 
 

@@ -108,4 +108,25 @@ await run(["ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "@ai-sdk/anthrop
   "responses tool loop": () => loops(openai(MODEL)),
   "anthropic messages": () => speaks(anthropic(MODEL)),
   "anthropic tool loop": () => loops(anthropic(MODEL)),
+
+  async "anthropic compaction"() {
+    const trigger = { type: "input_tokens", value: 200 };
+    const edits = [{ type: "compact_20260112", trigger, instructions: "[[A house with rules.]]" }];
+    const providerOptions = { anthropic: { contextManagement: { edits } } };
+    const messages = [
+      { role: "user", content: PREFIX },
+      { role: "assistant", content: "Noted." },
+      { role: "user", content: say("Go on.") },
+    ];
+    const options = { model: anthropic(MODEL), providerOptions };
+    const answer = await generateText({ ...options, messages });
+    check(answer.text.endsWith("Go on."), answer.text);
+    const applied = answer.providerMetadata.anthropic.contextManagement.appliedEdits;
+    expect(applied.map((edit) => edit.type), ["compact_20260112"]);
+    const stream = await streamed({ ...options, messages });
+    check(stream.text.endsWith("Go on."), stream.text);
+    // This client sends a compaction block without its seal.
+    const later = [...messages, ...answer.response.messages, { role: "user", content: say("And on.") }];
+    expect((await generateText({ ...options, messages: later })).text, "And on.");
+  },
 });

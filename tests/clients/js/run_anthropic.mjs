@@ -61,6 +61,26 @@ await run(["@anthropic-ai/sdk"], {
     check(usage.cache_read_input_tokens > 200, usage);
   },
 
+  async compaction() {
+    const said = { role: "assistant", content: "Noted." };
+    const messages = [...user(PREFIX), said, ...user(say("Go on."))];
+    const trigger = { type: "input_tokens", value: 200 };
+    const edit = { type: "compact_20260112", trigger, instructions: "[[A house with rules.]]" };
+    const options = { ...body(""), messages, context_management: { edits: [edit] } };
+    const answer = await client.beta.messages.create(options);
+    expect(answer.content.map((block) => block.content ?? block.text), ["A house with rules.", "Go on."]);
+    const final = await client.beta.messages.stream(options).finalMessage();
+    expect(final.content.map((block) => block.content ?? block.text), ["A house with rules.", "Go on."]);
+    const later = [...messages, { role: "assistant", content: final.content }, ...user(say("And on."))];
+    const again = await client.beta.messages.create({ ...options, messages: later });
+    expect(again.content.map((block) => block.text), ["And on."]);
+    const block = { ...answer.content[0], encrypted_content: "x" };
+    const broken = [{ role: "assistant", content: [block] }, ...user("Hi")];
+    const error = await refusal(client.beta.messages.create({ ...options, messages: broken }));
+    expect(error.status, 400);
+    check(error.message.includes("messages[0].content[0].encrypted_content"), error.message);
+  },
+
   async images() {
     const seeing = client.withOptions({ baseURL: SEEING_URL });
     await checkSight(async (data, text) => {

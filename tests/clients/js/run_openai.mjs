@@ -134,6 +134,22 @@ await run(["openai"], {
     expect((await stream.finalResponse()).output_text, "Bit by bit.");
   },
 
+  async "responses compaction"() {
+    const said = { role: "assistant", content: "Noted." };
+    const input = [...user(PREFIX), said, ...user(say("Go on."))];
+    const options = { model: MODEL, context_management: [{ type: "compaction", compact_threshold: 200 }] };
+    const stream = client.responses.stream({ ...options, input });
+    const final = await stream.finalResponse();
+    expect([final.output.map((item) => item.type), final.output_text], [["compaction", "message"], "Go on."]);
+    const later = await client.responses.create({ ...options, input: [...final.output, ...user(say("And on."))] });
+    expect(later.output_text, "And on.");
+    const done = await client.responses.compact({ model: MODEL, input: [...user(PREFIX), said] });
+    expect(done.output.map((item) => item.type), ["message", "compaction"]);
+    const broken = [{ type: "compaction", encrypted_content: "x" }, ...user("Hi")];
+    const error = await refusal(client.responses.create({ ...options, input: broken }));
+    expect([error.status, error.param], [400, "input[0].encrypted_content"]);
+  },
+
   async "responses tools"() {
     const stream = client.responses.stream({ model: MODEL, input: say(PARIS), tools: [flatTool] });
     const made = (await stream.finalResponse()).output.at(-1);

@@ -11,7 +11,7 @@ import pytest
 
 from foretoken.api.dialects.openai.reading import plain_messages
 from foretoken.api.dialects.responses.bodies import FlatTool, Item, ResponsesRequest
-from foretoken.api.dialects.responses.items import read_items, to_messages
+from foretoken.api.dialects.responses.items import read_items, thread_of, to_messages
 from foretoken.api.dialects.responses.tools import flat_name, read_tools
 from foretoken.api.runtime.conversation import left_out
 
@@ -30,7 +30,7 @@ def _nothing_told(monkeypatch):
 
 def plain(*items: dict[str, Any]) -> list[dict[str, Any]]:
     given = msgspec.convert(list(items), list[Item])
-    return plain_messages(to_messages(read_items(given, lambda item_id: None)))
+    return plain_messages(to_messages(thread_of([], read_items(given, lambda item_id: None))))
 
 
 def only(*items: dict[str, Any]) -> list[dict[str, Any]]:
@@ -53,7 +53,6 @@ def function(message: dict[str, Any]) -> dict[str, Any]:
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"query": "x"}},
         {"type": "file_search_call", "id": "fs_1", "queries": ["x"], "results": None},
         {"type": "image_generation_call", "id": "ig_1", "result": "iVBORw0KGgo="},
-        {"type": "compaction", "encrypted_content": "xyz"},
         {"type": "context_compaction", "id": "c_1"},
         {"type": "mcp_list_tools", "server_label": "a", "tools": []},
         {"type": "mcp_approval_request", "name": "a", "arguments": "{}"},

@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.api.dialects.openai.reading import plain_messages
 from foretoken.api.dialects.responses.bodies import Item
-from foretoken.api.dialects.responses.items import read_items, to_messages
+from foretoken.api.dialects.responses.items import read_items, thread_of, to_messages
 
 USER = {"role": "user", "content": "hi"}
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": []}
@@ -34,7 +34,7 @@ def result(number, output="5"):
 
 def plain(*items):
     given = msgspec.convert(list(items), list[Item])
-    return plain_messages(to_messages(read_items(given, lambda item_id: None)))
+    return plain_messages(to_messages(thread_of([], read_items(given, lambda item_id: None))))
 
 
 def called(number, arguments):

@@ -7,7 +7,7 @@ import pytest
 from foretoken.api.dialects.openai.reading import read_handles
 from foretoken.api.dialects.responses.answers import MessageItem, OutputText, ResponseBody
 from foretoken.api.dialects.responses.bodies import AnswerItem, Item
-from foretoken.api.dialects.responses.items import to_messages
+from foretoken.api.dialects.responses.items import thread_of, to_messages
 from foretoken.api.dialects.responses.store import ResponseStore
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>'
@@ -78,6 +78,6 @@ def test_an_answer_of_two_messages_has_no_ids():
     first = AnswerItem(type="message", role="assistant", content="a", answer_ids=[1])
     second = Item(type="message", role="assistant", content="b")
     user = Item(type="message", role="user", content="c")
-    assert not read_handles(to_messages([first, second, user]))
-    (handle,) = read_handles(to_messages([first, user, second]))
+    assert not read_handles(to_messages(thread_of([], [first, second, user])))
+    (handle,) = read_handles(to_messages(thread_of([], [first, user, second])))
     assert (handle.index, handle.token_ids, handle.is_given) == (0, [1], False)

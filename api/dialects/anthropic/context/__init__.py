@@ -1,0 +1,1 @@
+"""Context management in Anthropic's API: edits of the conversation, and compaction."""

@@ -1,0 +1,1 @@
+"""Compaction in the Responses API."""

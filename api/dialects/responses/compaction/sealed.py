@@ -1,0 +1,146 @@
+"""Compaction items: what they contain, and the conversation that they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+import msgspec
+from msgspec import Struct
+
+from .....core.errors import InvalidRequest
+from ....runtime.compaction.seal import Seal
+from ....runtime.compaction.summarizer import HEAD, summary_text
+from ....serving.compaction import opened
+from ....types.request_context import random_id
+from ....types.shares import Owner
+from ..answers import CompactionItem
+from ..bodies import AnswerItem, Item
+from ..items import Thread
+
+COMPACTION, TRIGGER = "compaction", "compaction_trigger"
+TOOLS, FOUND = "additional_tools", "tool_search_output"
+
+
+class Compacted(Struct, kw_only=True, omit_defaults=True):
+    """The content of a compaction item, which stands for all items before it.
+
+    ``lead``: the system messages and tools of the conversation. ``tail``: its last turn.
+    ``keeps_users``: of the items before the compaction item, user messages remain.
+    """
+
+    summary: str
+    lead: list[Item] = []
+    tail: list[Item] = []
+    keeps_users: bool = False
+
+
+_decode = msgspec.json.Decoder(Compacted).decode
+
+
+def sealed(compacted: Compacted, seal: Seal, owner: Owner) -> CompactionItem:
+    """Return a new compaction item."""
+    text = seal.close(owner, msgspec.json.encode(compacted))
+    return CompactionItem(id=new_id(), encrypted_content=text)
+
+
+def new_id() -> str:
+    """Return a new id for a compaction item."""
+    return f"cmp_{random_id()}"
+
+
+def in_effect(thread: Thread, seal: Seal, owner: Owner) -> Thread:
+    """Return the thread with its last compaction item replaced by what the item stands for.
+
+    Raises `InvalidRequest` for an item whose content was altered or sealed by another server.
+    """
+    kinds = [item.type for item in thread.items]
+    if COMPACTION not in kinds:
+        return thread
+    at = len(kinds) - 1 - kinds[::-1].index(COMPACTION)
+    item, path = thread.items[at], f"{thread.paths[at]}.encrypted_content"
+    if not isinstance(item.encrypted_content, str):
+        raise InvalidRequest(f"{path} must be a text", param=path)
+    compacted = _decode(opened(seal, owner, item.encrypted_content, path))
+    rest = list(thread.items[at + 1 :])
+    if isinstance(item, AnswerItem) and rest:
+        # The token ids of a stored answer belong to the items after its compaction item.
+        rest[0] = AnswerItem(**msgspec.structs.asdict(rest[0]), answer_ids=item.answer_ids)
+    later = Thread(rest, thread.paths[at + 1 :])
+    before = Thread(thread.items[:at], thread.paths[:at])
+    return replaced(compacted, before, later, path=thread.paths[at])
+
+
+def replaced(compacted: Compacted, before: Thread, later: Thread, *, path: str) -> Thread:
+    """Return a thread in which a summary replaces the items ``before``.
+
+    ``path``: the path of the items that are read from the compaction item.
+    """
+    summary = Item(type="message", role="user", content=summary_text(compacted.summary))
+    users = user_messages(before) if compacted.keeps_users else Thread([], [])
+    items = [*compacted.lead, *users.items, summary, *compacted.tail, *later.items]
+    lead, tail = [path] * len(compacted.lead), [path] * len(compacted.tail)
+    return Thread(items, [*lead, *users.paths, path, *tail, *later.paths])
+
+
+def user_messages(thread: Thread) -> Thread:
+    """Return the user's messages of a thread, without summaries."""
+    places = [
+        index
+        for index, item in enumerate(thread.items)
+        if item.type == "message" and item.role == "user" and not _is_summary(item)
+    ]
+    return Thread([thread.items[each] for each in places], [thread.paths[each] for each in places])
+
+
+def lead_of(items: Sequence[Item], end: int) -> list[Item]:
+    """Return what every prompt of a conversation begins with: system messages and tools.
+
+    Tools are those that the first ``end`` items added, and system messages those before all others.
+    """
+    lead = list(takewhile(_is_system, items))
+    for item in items[:end]:
+        if item.type in (TOOLS, FOUND) and item.tools:
+            lead.append(Item(type=TOOLS, tools=item.tools))
+    return lead
+
+
+def last_turn(items: Sequence[Item]) -> int:
+    """Return the index of the first item of the last turn.
+
+    It is the last message of the user, or the calls whose results end the conversation, with the
+    text and the reasoning before them.
+    """
+    at = len(items)
+    while at and _is_result(items[at - 1]):
+        at -= 1
+    if at == len(items) and at and not _is_said(items[at - 1]):
+        return at - 1
+    while at and _is_said(items[at - 1]):
+        at -= 1
+    return at
+
+
+def has_more(items: Sequence[Item]) -> bool:
+    """Whether these items contain anything besides system messages, tools and summaries."""
+    return not all(_is_system(each) or _is_summary(each) or each.type == TOOLS for each in items)
+
+
+def _is_system(item: Item) -> bool:
+    return item.type == "message" and item.role in ("system", "developer")
+
+
+def _is_summary(item: Item) -> bool:
+    return isinstance(item.content, str) and item.content.startswith(HEAD)
+
+
+def _is_result(item: Item) -> bool:
+    kind = item.type or ""
+    return kind.endswith("_call_output") or kind == FOUND
+
+
+def _is_said(item: Item) -> bool:
+    """Whether the model generated the item."""
+    kind = item.type or ""
+    is_message = kind == "message" and item.role == "assistant"
+    return is_message or kind == "reasoning" or kind.endswith("_call")

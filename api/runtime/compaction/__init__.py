@@ -1,0 +1,1 @@
+"""Compaction: a summary by the model that replaces the earlier part of a conversation."""
