@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import CacheOptions
@@ -29,6 +31,7 @@ from ..types.sampling_params import (
     STRUCTURED_FIELDS,
     SamplingParams,
 )
+from .hints import KvHints, NvExt, hinted_pins
 from .peers import RefusedFields
 
 Label = Annotated[str, Meta(max_length=1024)]  # kept in memory after the request has ended
@@ -107,6 +110,8 @@ class Sampling(RefusedFields, kw_only=True):
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    nvext: NvExt | None = None
+    kv_hints: KvHints | None = None
     explain_cache: bool | None = None
     return_token_ids: bool | None = None
     # aliases
@@ -163,6 +168,8 @@ def sampling_params(
     They take precedence; None means that the field was left out.
     """
     given = {name: getattr(body, name) for name in SAME_NAME}
+    if body.nvext is not None:
+        given |= _extended(given, body.nvext)
     for more in (structured_outputs(body.structured_outputs), own):
         for name, value in more.items():
             if value is None:
@@ -177,9 +184,32 @@ def sampling_params(
     )
 
 
+def _extended(given: Mapping[str, object], extension: NvExt) -> dict[str, object]:
+    """Return the parameters that only ``nvext`` gives. Raises `InvalidRequest` for two salts."""
+    found: dict[str, object] = {}
+    hints, salt = extension.agent_hints, extension.cache_salt or None
+    if hints is not None and hints.priority is not None and given["priority"] is None:
+        found["priority"] = -hints.priority  # ours is lower for what is more urgent
+    if salt is not None:
+        if given["cache_salt"] not in (None, salt):
+            message = "cache_salt and nvext.cache_salt are different: send only one of them"
+            raise InvalidRequest(message, param="nvext.cache_salt")
+        found["cache_salt"] = salt
+    return found
+
+
+def warms_next_turn(body: Sampling) -> bool:
+    """Whether the body asks to compute the beginning of the next turn in advance."""
+    hints = None if body.nvext is None else body.nvext.agent_hints
+    return hints is not None and bool(hints.speculative_prefill)
+
+
 def cache_options(body: Sampling) -> CacheOptions:
-    """Return how the body asks to use the prefix cache."""
-    return read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
+    """Return how the body asks to use the prefix cache. Raises `InvalidRequest`."""
+    found = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
+    if body.kv_hints is None:
+        return found
+    return replace(found, pins=(*found.pins, *hinted_pins(body.kv_hints)))
 
 
 def is_prewarm(body: Sampling) -> bool:

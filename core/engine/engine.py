@@ -210,6 +210,12 @@ class Engine:
         """End a request between two steps; an unknown or finished one is ignored."""
         self._inbox.abort(request_id)
 
+    def expect_turn(self, session: str, label: str, namespace: str | None = None) -> None:
+        """Fit the pin of a session's last turn to what the session waits for; see `PrefixCache`."""
+        cache = self.scheduler.cache
+        cache.tick(self._clock())
+        cache.expect(session, label, namespace=namespace)
+
     # The following methods do not wait, except `audit`. They are coroutines because an engine may
     # also be in another process, and callers see both kinds alike.
 
@@ -234,6 +240,10 @@ class Engine:
         if self._tier_io is not None:
             self._tier_io.flush(namespace)
         return num_pages
+
+    async def end_session(self, session: str) -> bool:
+        """Unpin a session's pages and let them be evicted first; return whether it had any."""
+        return self.scheduler.end_session(session)
 
     async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         """Return occupancy and hits of the prefix cache and its tiers, in pages and tokens.

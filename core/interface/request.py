@@ -55,14 +55,16 @@ class CacheOptions(
     Without ``read`` it uses no cached pages, and its drafts come from the request alone. Without
     ``write`` its pages are not published, its tokens are not kept for later drafts, and pins have
     no effect. ``session`` names the conversation, or an agent's group of conversations, to which
-    the request belongs: the last turn of each stays pinned for the engine's session TTL. Sessions
-    of different namespaces are different, even under one name.
+    the request belongs: the last turn of each stays pinned, at most for the engine's session TTL.
+    Sessions of different namespaces are different, even under one name. With ``ends_session`` the
+    session ends with the request.
     """
 
     read: bool = True
     write: bool = True
     pins: tuple[Pin, ...] = ()
     session: str | None = None
+    ends_session: bool = False
 
     @property
     def is_private(self) -> bool:

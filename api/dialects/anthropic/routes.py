@@ -14,7 +14,12 @@ from ...runtime.conversation.chat_input import ChatInput
 from ...serving.answers import AnswerReply, prewarm
 from ...serving.dialect import READS, Dialect
 from ...serving.render import Rendered, render_chat
-from ...serving.sampling import cache_options, is_prewarm, sampling_params
+from ...serving.sampling import (
+    cache_options,
+    is_prewarm,
+    sampling_params,
+    warms_next_turn,
+)
 from ...serving.serving_context import ANTHROPIC_TEMPERATURE, Service
 from ...serving.sse import ReadyReply, Reply
 from ...types.sampling_params import SamplingParams
@@ -147,6 +152,7 @@ def read_chat(body: MessagesRequest) -> ChatInput:
         read_conversation(body),
         params=read_params(body),
         cache=cache_options(body),
+        warms_next=warms_next_turn(body),
         cache_key=body.prompt_cache_key,
     )
 

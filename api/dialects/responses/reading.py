@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ....core.errors import InvalidRequest
 from ...runtime.conversation.chat_input import ChatInput
 from ...runtime.conversation.tools import ANY_OBJECT, as_strict_as
-from ...serving.sampling import cache_options, sampling_params
+from ...serving.sampling import cache_options, sampling_params, warms_next_turn
 from ...types.sampling_params import SamplingParams
 from ..openai.bodies import Message, NamedMessage
 from ..openai.reading import plain_messages, read_handles, read_images, read_paths, thinking_options
@@ -34,6 +34,7 @@ def make_chat_input(
         tool_choice=tool_choice(body, served),
         template=_template_options(body),
         cache=cache_options(body),
+        warms_next=warms_next_turn(body),
         cache_key=body.prompt_cache_key,
     )
     return chat, served

@@ -47,6 +47,7 @@ class ChatInput:
 
     - ``messages``: the conversation in the shape that chat templates read, as in OpenAI's API.
     - ``images``: the images whose marks are in the messages, in order.
+    - ``warms_next``: compute the beginning of the next turn when the answer has ended.
     - ``handles``: token ids of messages, which are rendered in place of the messages' text.
     - ``params``: sampling parameters, including those for structured output (json_schema, regex,
       grammar, choice).
@@ -61,6 +62,7 @@ class ChatInput:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     template: Mapping[str, object] = field(default_factory=dict)  # options of the chat template
     cache: CacheOptions = DEFAULT_CACHE
+    warms_next: bool = False
     cache_key: str | None = None  # ``prompt_cache_key``, reported in explanations of cache misses
 
     def path(self, index: int) -> str:
