@@ -423,6 +423,9 @@ class PrefixCache:
         match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens and self.session_ttl:
             self.pins.keep(match, self.session_ttl, session)
+            whole = self.tree.match(tokens, namespace=namespace, limit=num_tokens)
+            if whole.num_tokens > match.num_tokens and whole.node is not None:
+                self.pins.waiting.add((namespace, session), whole.node)  # longer than the quota
             now = self.pins.now
             self.pins.waiting.mark(now)
             began = now if began is None else began

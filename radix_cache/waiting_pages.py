@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 from .namespaces import FlushedNamespaces
 from .node import Node
-from .session_waits import MAX_SESSIONS, Ranking, Session, SessionWaits
+from .session_waits import MAX_SESSIONS, SHORTEST, Ranking, Session, SessionWaits
 from .tree import RadixTree
 
 MARK_SECONDS = 1.0  # time between two marks
@@ -26,6 +26,7 @@ class WaitingPages:
     def __init__(self, tree: RadixTree, waits: SessionWaits) -> None:
         self._tree, self._waits = tree, waits
         self._nodes: OrderedDict[Session, Node] = OrderedDict()  # last node of each session
+        self._sessions: dict[Node, Session] = {}  # sessions by their last node, the latest one
         self._ranking: Ranking[Session] = Ranking()
         # Ticks of the tree and their times, ascending: they tell how long a page was idle.
         self._ticks: list[int] = []
@@ -47,19 +48,26 @@ class WaitingPages:
             del self._ticks[: MAX_MARKS // 2], self._times[: MAX_MARKS // 2]
 
     def add(self, session: Session, node: Node) -> None:
-        """Add a session whose last pages end with ``node`` and are no longer pinned. O(1)."""
-        self._nodes[session] = node
-        self._nodes.move_to_end(session)
-        if len(self._nodes) > MAX_SESSIONS:
-            self._nodes.popitem(last=False)
+        """Add a session whose last pages end with ``node`` and are not pinned. O(1).
 
-    def forget(self, session: Session) -> None:
-        """Forget a session. Unknown sessions are ignored."""
-        self._nodes.pop(session, None)
+        A session that was added with later pages keeps those.
+        """
+        if session in self._nodes:
+            return
+        self._nodes[session], self._sessions[node] = node, session
+        if len(self._nodes) > MAX_SESSIONS:
+            self.forget(next(iter(self._nodes)))
+
+    def forget(self, session: Session) -> Node | None:
+        """Forget a session, and return the end of its pages; None for an unknown session. O(1)."""
+        node = self._nodes.pop(session, None)
+        if node is not None and self._sessions.get(node) == session:
+            del self._sessions[node]
+        return node
 
     def retire(self, session: Session) -> None:
         """Let a session's pages be evicted first; ignore unknown ones. O(depth + log n)."""
-        node = self._nodes.pop(session, None)
+        node = self.forget(session)
         if node is not None:
             self._tree.retire(node)
 
@@ -67,7 +75,7 @@ class WaitingPages:
         """Forget the sessions of some namespaces. O(sessions)."""
         for session in list(self._nodes):
             if session[0] in flushed:
-                del self._nodes[session]
+                self.forget(session)
 
     def evict(self, num_pages: int, now: float) -> array[int]:
         """Evict pages as `RadixTree.evict` does, but those of sessions by their worth.
@@ -88,14 +96,21 @@ class WaitingPages:
             self._live(), self._nodes, lambda each: self._waits.worth(each, now), now
         )
         session = next(order, None)
-        if session is not None and self._waits.worth(session, now) * self._idle(leaf, now) < 1:
+        if session is not None and self._waits.worth(session, now) < self._worth(leaf, now):
             self.retire(session)
+
+    def _worth(self, leaf: Node, now: float) -> float:
+        """Return the worth of the leaf to evict next, in hits per second of room. O(times)."""
+        session = self._sessions.get(leaf)
+        if session is not None:
+            return self._waits.worth(session, now)
+        return 1 / max(self._idle(leaf, now), SHORTEST)
 
     def _live(self) -> list[Session]:
         """Return all sessions, after those whose pages were evicted are forgotten. O(sessions)."""
         for session, node in list(self._nodes.items()):
             if not self._tree.owns(node):
-                del self._nodes[session]
+                self.forget(session)
         return list(self._nodes)
 
     def _idle(self, leaf: Node, now: float) -> float:
