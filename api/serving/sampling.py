@@ -31,7 +31,7 @@ from ..types.sampling_params import (
     STRUCTURED_FIELDS,
     SamplingParams,
 )
-from .hints import KvHints, NvExt, hinted_pins
+from .caching.hints import KvHints, NvExt, hinted_pins
 from .peers import RefusedFields
 
 Label = Annotated[str, Meta(max_length=1024)]  # kept in memory after the request has ended

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-import msgspec
-
 from ....core.errors import InvalidRequest
 from ...runtime.conversation.chat_input import ChatInput
 from ...serving.answers import AnswerReply, prewarm
+from ...serving.caching.breakpoints import Breakpoints, Mark
+from ...serving.caching.locator import BreakpointLocator
 from ...serving.dialect import READS, Dialect
 from ...serving.render import Rendered, render_chat
 from ...serving.sampling import (
@@ -25,8 +25,7 @@ from ...serving.sse import ReadyReply, Reply
 from ...types.sampling_params import SamplingParams
 from .answers import ERRORS, MessageAnswer, StreamEvent, TokenCount
 from .bodies import CountRequest, MessagesRequest
-from .breakpoint_locator import BreakpointLocator
-from .breakpoints import Breakpoints, Mark, read_marks
+from .breakpoints import read_marks
 from .reading import read_conversation
 from .writing import PING, MessageWriter, new_id
 
@@ -83,7 +82,9 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         client = self.service.chat
         marks, chat = await self.read(body)
         prompt = await client.render(chat)
-        chat, breakpoints = await self._with_pins(marks, chat, prompt.token_ids)
+        chat, breakpoints = await self._locator.with_pins(
+            marks, chat, prompt.token_ids, self.service.llm.page_size
+        )
         writer = self._writer(body, breakpoints)
         if body.max_tokens == 0:
             usage = await prewarm(self.service, chat, request_id=writer.id, prompt=prompt)
@@ -108,17 +109,6 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
             explains=bool(body.explain_cache),
             returns_ids=bool(body.return_token_ids),
         )
-
-    async def _with_pins(
-        self, marks: Sequence[Mark], chat: ChatInput, prompt_ids: Sequence[int]
-    ) -> tuple[ChatInput, Breakpoints]:
-        """Return the chat request, with its breakpoints as pins unless cache writes are off."""
-        if not marks or not chat.cache.write:
-            return chat, Breakpoints()
-        breakpoints = await self._locator.locate(marks, chat, prompt_ids)
-        breakpoints = replace(breakpoints, page_size=self.service.llm.page_size)
-        pins = (*chat.cache.pins, *breakpoints.pins)
-        return replace(chat, cache=msgspec.structs.replace(chat.cache, pins=pins)), breakpoints
 
 
 class MessagesRender(MessagesRoute):

@@ -1,0 +1,1 @@
+"""What clients ask of the prefix cache: breakpoints, options and hints."""

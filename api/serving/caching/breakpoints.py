@@ -1,0 +1,62 @@
+"""Cache breakpoints: prompt prefixes to pin in the cache, and how many tokens were written.
+
+A breakpoint stands after a block of text. `BreakpointLocator` finds its token position by rendering
+the conversation up to that block: the common prefix with the whole prompt is the part that later
+prompts can share.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ....core.interface.request import Pin
+from ...runtime.conversation.chat_input import ChatInput
+from ...runtime.conversation.prompt_history import common_len
+
+NEXT_CONTENT = "\x01"
+"""Content of a message after a system text. Templates require one; no other begins like it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A breakpoint. ``head`` returns the conversation up to it; ``ttl`` is in seconds."""
+
+    head: Callable[[], ChatInput]
+    ttl: float
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoints:
+    """The pins of a prompt, shortest prefix first."""
+
+    pins: tuple[Pin, ...] = ()
+    page_size: int = 1  # number of tokens; only whole pages are cached
+
+    def written(self, num_cached: int, ttl: float | None = None) -> int:
+        """Return the number of tokens before the last breakpoint that were written to the cache.
+
+        ``ttl``: count only breakpoints with this lifetime. Tokens after the last full page are not
+        cached and not counted.
+        """
+        total, done = 0, num_cached
+        for pin in self.pins:
+            kept = pin.num_tokens // self.page_size * self.page_size
+            fresh = max(0, kept - done)
+            done += fresh
+            total += fresh if ttl in (None, pin.ttl) else 0
+        return total
+
+
+def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int]) -> Breakpoints:
+    """Return the pins of a prompt: one for its longest common prefix with each rendered head.
+
+    ``ttls``: the lifetime of each pin in seconds. ``heads``, ``ids``: token ids.
+    """
+    places: dict[int, float] = {}
+    for ttl, head in zip(ttls, heads, strict=True):
+        num_tokens = common_len(head, ids)
+        if num_tokens:
+            places[num_tokens] = max(ttl, places.get(num_tokens, 0.0))
+    return Breakpoints(tuple(Pin(*each) for each in sorted(places.items())))
