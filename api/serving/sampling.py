@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -13,12 +13,9 @@ from ...core.interface.request import CacheOptions
 from ...core.interface.sampling import MAX_ALLOWED, MAX_BIASED_TOKENS, MAX_LISTED, MAX_LOGPROBS
 from ...core.options.checks import MAX_INT
 from ..runtime.conversation.tools import (
-    CacheSpec,
     GrammarText,
-    PromptCacheOptions,
     StructuredOutputs,
     Texts,
-    read_cache,
     structured_outputs,
 )
 from ..types.fields import SameAs
@@ -31,6 +28,7 @@ from ..types.sampling_params import (
     STRUCTURED_FIELDS,
     SamplingParams,
 )
+from .caching.fields import CacheSpec, Marked, PromptCacheOptions, read_cache
 from .caching.hints import KvHints, NvExt, hinted_pins
 from .peers import RefusedFields
 
@@ -204,9 +202,17 @@ def warms_next_turn(body: Sampling) -> bool:
     return hints is not None and bool(hints.speculative_prefill)
 
 
-def cache_options(body: Sampling) -> CacheOptions:
-    """Return how the body asks to use the prefix cache. Raises `InvalidRequest`."""
-    found = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
+def cache_options(body: Sampling, messages: Sequence[Marked] = ()) -> CacheOptions:
+    """Return how the body asks to use the prefix cache. Raises `InvalidRequest`.
+
+    ``messages``: its messages, which may have breakpoints.
+    """
+    found = read_cache(
+        body.cache,
+        body.prompt_cache_retention,
+        body.prompt_cache_options,
+        messages,
+    )
     if body.kv_hints is None:
         return found
     return replace(found, pins=(*found.pins, *hinted_pins(body.kv_hints)))

@@ -62,7 +62,7 @@ def read_chat(body: ChatRequest) -> ChatInput:
         tools=tools,
         tool_choice=read_choice(body.tool_choice, tools, parallel=parallel),
         template=template_options(body),
-        cache=cache_options(body),
+        cache=cache_options(body, body.messages),
         warms_next=warms_next_turn(body),
         cache_key=body.prompt_cache_key,
     )

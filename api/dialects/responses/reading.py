@@ -21,8 +21,11 @@ NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_token
 
 def make_chat_input(
     body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]
-) -> tuple[ChatInput, list[ServedTool]]:
-    """Return the chat request and its tools. ``items`` follow the items of ``history``."""
+) -> tuple[ChatInput, list[ServedTool], list[Message]]:
+    """Return the chat request, its tools and its messages.
+
+    ``items`` follow the items of ``history``.
+    """
     messages, served = _messages(body, history, items), read_tools(body, [*history, *items])
     chat = ChatInput(
         messages=plain_messages(messages),
@@ -33,11 +36,11 @@ def make_chat_input(
         tools=[each.tool for each in served],
         tool_choice=tool_choice(body, served),
         template=_template_options(body),
-        cache=cache_options(body),
+        cache=cache_options(body, messages),
         warms_next=warms_next_turn(body),
         cache_key=body.prompt_cache_key,
     )
-    return chat, served
+    return chat, served, messages
 
 
 def rename(error: InvalidRequest, body: ResponsesRequest) -> None:

@@ -21,6 +21,8 @@ from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply
 from ...types.request_context import owner_of
 from ...types.shares import Owner
+from ..openai.bodies import Message
+from ..openai.breakpoints import with_breakpoints
 from .answers import Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
 from .bodies import Item, ResponsesRequest
 from .items import kept_items, read_items
@@ -59,8 +61,11 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
 
     async def read_chat(
         self, body: ResponsesRequest
-    ) -> tuple[ChatInput, list[ServedTool], list[Item]]:
-        """Return the chat request including the stored history, its tools, and the new items."""
+    ) -> tuple[ChatInput, list[ServedTool], list[Item], list[Message]]:
+        """Return the chat request including the stored history, its tools, and the new items.
+
+        Also return the messages of the whole input.
+        """
         owner = owner_of(body.cache_salt)
         history: list[Item] = []
         if body.previous_response_id is not None:
@@ -68,8 +73,9 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         items = read_items(body.input, lambda item_id: self.store.item(owner, item_id))
         limits = self.service.settings.limits
         limits.check("input", len(history) + len(items), "max_messages")
-        chat, served = await self.service.apart(partial(make_chat_input, body, history, items))
-        return chat, served, items
+        read = partial(make_chat_input, body, history, items)
+        chat, served, messages = await self.service.apart(read)
+        return chat, served, items, messages
 
 
 class ResponsesCount(ResponsesDialect):
@@ -113,7 +119,10 @@ class ResponsesRoute(ResponsesDialect):
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Render the input and submit it."""
-        chat, served, items = await self.read_chat(body)
+        chat, served, items, messages = await self.read_chat(body)
+        options = body.prompt_cache_options
+        pinned = await with_breakpoints(self.service, messages, options, chat)
+        chat = pinned.chat
         params = self.service.llm.built.sampling_defaults.fill(chat.params)
         owner = owner_of(body.cache_salt)
         is_stored = body.store is not False
@@ -122,10 +131,13 @@ class ResponsesRoute(ResponsesDialect):
             if is_stored:
                 self.store.put(owner, response, kept_items(items), answer_ids)
 
-        writer = ResponseWriter(self.service, body, params, served, keep)
+        writer = ResponseWriter(self.service, body, params, served, keep, pinned.breakpoints)
         if is_prewarm(body):
-            return writer.prewarmed(await prewarm(self.service, chat, request_id=writer.id))
-        answer = await self.service.chat.open(chat, request_id=writer.id, hands_out=is_stored)
+            usage = await prewarm(self.service, chat, request_id=writer.id, prompt=pinned.prompt)
+            return writer.prewarmed(usage)
+        answer = await self.service.chat.open(
+            chat, request_id=writer.id, prompt=pinned.prompt, hands_out=is_stored
+        )
         return ResponseReply(self.service, writer, answer)
 
 

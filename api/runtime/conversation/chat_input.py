@@ -12,7 +12,7 @@ from ...media.sources import ImageSource
 from ...parsing.reasoning import Thinking
 from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import SamplingParams
-from .prompt_history import PromptNote, conversation_parts
+from .prompt_history import PromptNote, conversation_parts, option_texts
 
 _SPLICE_MARK = re.compile("\ue000[0-9a-f]+[.][0-9]+\ue001")
 
@@ -80,7 +80,12 @@ class ChatInput:
         ``thinking``: the model's reasoning marks.
         """
         parts = conversation_parts(self.messages, [tool.body for tool in self.shown_tools])
-        return PromptNote(parts=parts, cache_key=self.cache_key, thinking=thinking)
+        return PromptNote(
+            parts=parts,
+            cache_key=self.cache_key,
+            thinking=thinking,
+            options=option_texts(self.template),
+        )
 
     @property
     def callable_tools(self) -> Sequence[Tool]:

@@ -11,9 +11,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ....core.interface.request import Pin
+from ....core.interface.request import Pin, Usage
 from ...runtime.conversation.chat_input import ChatInput
 from ...runtime.conversation.prompt_history import common_len
+from .fields import SECONDS, CacheWriteDetails
 
 NEXT_CONTENT = "\x01"
 """Content of a message after a system text. Templates require one; no other begins like it."""
@@ -60,3 +61,11 @@ def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int])
         if num_tokens:
             places[num_tokens] = max(ttl, places.get(num_tokens, 0.0))
     return Breakpoints(tuple(Pin(*each) for each in sorted(places.items())))
+
+
+def write_details(usage: Usage, breakpoints: Breakpoints) -> CacheWriteDetails:
+    """Return the tokens of the prompt that were written to the cache, by their lifetime."""
+    ttls = {pin.ttl for pin in breakpoints.pins if pin.ttl >= SECONDS["12h"]}
+    long = sum(breakpoints.written(usage.cached_tokens, ttl) for ttl in ttls)
+    long = min(long, usage.cache_write_tokens)
+    return CacheWriteDetails(ttl_12h_tokens=long, ttl_30m_tokens=usage.cache_write_tokens - long)

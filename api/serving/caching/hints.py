@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from ....core.errors import InvalidRequest
 from ....core.interface.request import MAX_TTL, Pin
-from ...runtime.conversation.tools import WHOLE
+from .fields import WHOLE
 
 MAX_ACTIONS, MAX_DIRECTIVES = 16, 128
 RETAIN, RETAIN_VERSION = "kv.retain", "1"  # type of an action, and its major version

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from foretoken.api.runtime.conversation.tools import WHOLE
+from foretoken.api.serving.caching.fields import WHOLE
 from foretoken.core.interface.request import MAX_TTL, Request
 
 TALK = [{"role": "user", "content": "hi"}]
