@@ -29,10 +29,10 @@ NEXT = Message(role="user", content=NEXT_CONTENT)
 
 def read_marks(body: CountRequest) -> list[Mark]:
     """Return all breakpoints of a body. Raises `InvalidRequest` for more than four."""
-    places = [*_in_tools(body), *_in_system(body), *_in_messages(body)]
-    if body.cache_control is not None and places and places[-1].control is None:
-        places[-1] = Place(body.cache_control, places[-1].head)
-    marked = [(each.control, each.head) for each in places if each.control is not None]
+    ends = [*_in_tools(body), *_in_system(body), *_in_messages(body)]
+    if body.cache_control is not None and ends and ends[-1].control is None:
+        ends[-1] = BlockEnd(body.cache_control, ends[-1].head)
+    marked = [(each.control, each.head) for each in ends if each.control is not None]
     if len(marked) > MAX_BREAKPOINTS:
         message = f"at most {MAX_BREAKPOINTS} blocks may carry cache_control, not {len(marked)}"
         raise InvalidRequest(message, param="cache_control")
@@ -43,45 +43,47 @@ def _read(head: Callable[[], CountRequest]) -> ChatInput:
     return read_conversation(head())
 
 
-class Place(NamedTuple):
-    """The cache control of a block, and a function that returns the body up to the block."""
+class BlockEnd(NamedTuple):
+    """The cache control of a block. ``head`` returns the body up to the end of the block."""
 
     control: CacheControl | None
     head: Callable[[], CountRequest]
 
 
-def _in_tools(body: CountRequest) -> Iterator[Place]:
-    """Yield a place per tool. Its head keeps the system text, rendered along with the tools."""
+def _in_tools(body: CountRequest) -> Iterator[BlockEnd]:
+    """Yield the end of each tool. Templates render the system text with the tools, so it is kept
+    in the body.
+    """
     tools = body.tools or []
     for end, tool in enumerate(tools, start=1):
         if tool.is_custom:
-            yield Place(tool.cache_control, partial(_tools_head, body, end))
+            yield BlockEnd(tool.cache_control, partial(_tools_head, body, end))
 
 
 def _tools_head(body: CountRequest, end: int) -> CountRequest:
     return replace(body, tools=(body.tools or [])[:end], messages=[NEXT])
 
 
-def _in_system(body: CountRequest) -> Iterator[Place]:
+def _in_system(body: CountRequest) -> Iterator[BlockEnd]:
     blocks = body.system if isinstance(body.system, list) else []
     for end, block in enumerate(blocks, start=1):
-        yield Place(block.cache_control, partial(_system_head, body, blocks[:end]))
+        yield BlockEnd(block.cache_control, partial(_system_head, body, blocks[:end]))
     if isinstance(body.system, str):
-        yield Place(None, lambda: replace(body, messages=[NEXT]))
+        yield BlockEnd(None, lambda: replace(body, messages=[NEXT]))
 
 
 def _system_head(body: CountRequest, blocks: list[SystemBlock]) -> CountRequest:
     return replace(body, system=blocks, messages=[NEXT])
 
 
-def _in_messages(body: CountRequest) -> Iterator[Place]:
+def _in_messages(body: CountRequest) -> Iterator[BlockEnd]:
     for index, message in enumerate(body.messages):
         if isinstance(message.content, str):
-            yield Place(None, partial(_message_head, body, index, message))
+            yield BlockEnd(None, partial(_message_head, body, index, message))
             continue
         for end, block in enumerate(message.content, start=1):
             cut = partial(_cut_head, body, index, end)
-            yield Place(_control(block), cut)
+            yield BlockEnd(_control(block), cut)
 
 
 def _cut_head(body: CountRequest, index: int, end: int) -> CountRequest:

@@ -54,9 +54,10 @@ def entry_names(param: str, count: int) -> Callable[[int], str]:
 class PooledPrompts:
     """A call of ``count`` prompts, computed by `read`. Its owner must `close` it in a ``finally``.
 
-    At most as many prompts as may run at once are prepared and submitted, so that the queue stays
-    available to other callers and memory does not grow with ``count``. A call whose first prompt
-    finds the queue full is refused; later prompts wait for room.
+    Prompts are prepared and submitted only while fewer prompts of the call run than may run at
+    once, so that the queue stays available to other callers and memory does not grow with
+    ``count``. A call whose first prompt finds the queue full is refused; later prompts wait for
+    room.
     """
 
     def __init__(

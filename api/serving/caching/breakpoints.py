@@ -1,6 +1,6 @@
-"""Cache breakpoints: prompt prefixes to pin in the cache, and how many tokens were written.
+"""Cache breakpoints: prompt prefixes to pin in the cache, and the count of tokens written to it.
 
-A breakpoint stands after a block of text. `BreakpointLocator` finds its token position by rendering
+A breakpoint stands after a content block. `BreakpointLocator` finds its token position by rendering
 the conversation up to that block: the common prefix with the whole prompt is the part that later
 prompts can share.
 """
@@ -16,8 +16,9 @@ from ...runtime.conversation.chat_input import ChatInput
 from ...runtime.conversation.prompt_history import common_len
 from .fields import SECONDS, CacheWriteDetails
 
+# Some templates require a message after the system text. No real message begins with this text, so
+# the common prefix with the prompt ends before the message.
 NEXT_CONTENT = "\x01"
-"""Content of a message after a system text. Templates require one; no other begins like it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +52,17 @@ class Breakpoints:
 
 
 def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int]) -> Breakpoints:
-    """Return the pins of a prompt: one for its longest common prefix with each rendered head.
+    """Return the pins of a prompt: one for its longest common prefix with each of ``heads``.
 
-    ``ttls``: the lifetime of each pin in seconds. ``heads``, ``ids``: token ids.
+    ``ttls``: the lifetime of each pin in seconds. ``ids``: the token ids of the prompt.
+    ``heads``: the token ids of the conversation up to each breakpoint.
     """
-    places: dict[int, float] = {}
+    lifetimes: dict[int, float] = {}
     for ttl, head in zip(ttls, heads, strict=True):
         num_tokens = common_len(head, ids)
         if num_tokens:
-            places[num_tokens] = max(ttl, places.get(num_tokens, 0.0))
-    return Breakpoints(tuple(Pin(*each) for each in sorted(places.items())))
+            lifetimes[num_tokens] = max(ttl, lifetimes.get(num_tokens, 0.0))
+    return Breakpoints(tuple(Pin(*each) for each in sorted(lifetimes.items())))
 
 
 def write_details(usage: Usage, breakpoints: Breakpoints) -> CacheWriteDetails:
