@@ -434,10 +434,10 @@ class PrefixCache:
                 self.pins.expect((namespace, session), label)
 
     def expect(self, session: str, label: str, *, namespace: str | None = None) -> None:
-        """Predict the next turn of a session from what it waits for, and fit its pin to that.
+        """Predict the next turn of a session by the label of its wait, and fit its pin to that.
 
-        ``label`` names a kind of wait, such as a tool. Unknown sessions are ignored. The time is
-        that of `PinnedPrefixes.expect`.
+        ``label`` names a kind of wait, such as a tool. Unknown sessions are ignored. It takes as
+        long as `PinnedPrefixes.expect`.
         """
         self.pins.expect((namespace, session), label)
 

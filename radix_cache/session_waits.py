@@ -24,9 +24,9 @@ Session: TypeAlias = tuple[str | None, str]
 
 LEAST_OBSERVED = 3  # fewest times of a label from which a wait is predicted
 PER_LABEL, PER_SESSION = 48, 8  # latest times of a label that are kept, in all and in one session
-OWN_WEIGHT = 3  # how often a time of the session itself counts
+OWN_WEIGHT = 3  # weight of a time of the session itself
 MAX_LABELS, MAX_SESSIONS = 1024, 4096
-QUANTILE, MARGIN = 0.95, 1.25  # pages are kept for this quantile of the times, times the margin
+QUANTILE, MARGIN = 0.95, 1.25  # pages are kept for this quantile of the times, multiplied by 1.25
 LEAST_TTL = 1.0  # seconds
 SHORTEST = 0.05  # seconds; shorter waits count as long as this
 RANK_SECONDS = 1.0  # time between two sorts by worth
@@ -70,10 +70,10 @@ class _Waiting:
     """A session and its present wait."""
 
     since: float  # seconds
-    label: str | None = None  # None: nothing is known of the wait
-    waits: Waits | None = None  # of the label; None with too few observations
-    next_label: str | None = None  # of the wait after the turn that is running
-    # Latest times by label.
+    label: str | None = None  # None: the cause of the wait is unknown
+    waits: Waits | None = None  # earlier waits with this label; None with too few observations
+    next_label: str | None = None  # label of the wait after the running turn
+    # latest times in this session, by label
     own: dict[str, deque[float]] = field(default_factory=dict)
 
 

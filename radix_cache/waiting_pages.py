@@ -78,9 +78,9 @@ class WaitingPages:
                 self.forget(session)
 
     def evict(self, num_pages: int, now: float) -> array[int]:
-        """Evict pages as `RadixTree.evict` does, but those of sessions by their worth.
+        """Evict pages as `RadixTree.evict` does, but evict pages of sessions by their worth.
 
-        O(log n) for each leaf, and once in `RANK_SECONDS` the time to sort all sessions.
+        O(log n) for each leaf, plus O(n log n) once in `RANK_SECONDS` to sort the sessions.
         """
         freed = array("q")
         while len(freed) < num_pages and (leaf := self._tree.first_leaf()) is not None:

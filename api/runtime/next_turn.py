@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from .conversation.tools import plain_call
 from .preprocess import PromptTokens
 
 logger = logging.getLogger(__name__)
-MARKS = "\x01", "\x02"  # two contents of the next message; what differs is not known yet
+MARKS = "\x01", "\x02"  # two contents of the last message: prompts are equal up to it
 
 
 class Client(Protocol):
@@ -33,7 +34,7 @@ class Client(Protocol):
 
 
 class NextTurns:
-    """Computes the beginning of next turns, each in a task of its own."""
+    """Computes the beginning of next turns. Each runs in its own task."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -51,10 +52,10 @@ class NextTurns:
         return begin
 
     async def _warm(self, chat: ChatInput, choice: Choice) -> None:
-        """Compute the prompt of the next turn up to its new message, which is not known yet.
+        """Compute the prompt of the next turn up to its last message, which is not known yet.
 
-        Most of it is in the cache, unless the template renders an earlier answer otherwise than the
-        model wrote it. A hint must not fail: errors are logged.
+        It is cached already, unless the template changes an answer once another message follows it,
+        for example by removing the reasoning. Errors are logged, because the request has ended.
         """
         context = CONTEXT.get()
         if context is not None:  # the request itself has ended
@@ -62,7 +63,8 @@ class NextTurns:
         try:
             chat = _answered(chat, choice)
             one, other = [await self._rendered(chat, choice, mark) for mark in MARKS]
-            token_ids = one.token_ids[: common_len(one.token_ids, other.token_ids)]
+            ids, others = array("q", one.token_ids), array("q", other.token_ids)
+            token_ids = ids[: common_len(ids, others)]
             await self._client.prewarm(chat, prompt=dataclasses.replace(one, token_ids=token_ids))
         except ForetokenError as error:
             logger.info("the next turn was not computed in advance: %s", error)

@@ -40,16 +40,16 @@ FIRST = 100  # first multiple of `SPAN` for sessions; agents have lower ones
 MAX_RUNNING = 8
 START_GAP = 3.0  # seconds between the first requests
 STEPS = 9  # answers from one message of a person to the next
-SHARES = (1, 2, 4)  # the pool is what the sessions need, divided by each of these
+SHARES = (1, 2, 4)  # pool sizes: the tokens of the live sessions are divided by each number
 
 
 class Wait(NamedTuple):
     """A kind of wait between two turns; its time is log-normal."""
 
     name: str
-    share: float  # of the waits
+    share: float  # share of all waits
     median: float  # seconds
-    spread: float  # standard deviation of the logarithm
+    spread: float  # standard deviation of the natural logarithm
 
 
 class Mix(NamedTuple):
@@ -143,7 +143,7 @@ class Session:
 
 
 class Policy:
-    """What the cache is told at the end of a turn: nothing, so that it evicts by last use."""
+    """A policy without pins: the cache evicts the least recently used pages first."""
 
     session_ttl = 0.0
 

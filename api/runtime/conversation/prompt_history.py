@@ -67,6 +67,7 @@ def _num_bytes(part: Part) -> int:
 
 
 NO_NOTE = PromptNote()
+# options that change only the end of a prompt
 OPENING = ("add_generation_prompt", "continue_final_message")
 
 
@@ -94,7 +95,7 @@ def conversation_parts(
 
 
 def option_texts(options: Mapping[str, object]) -> dict[str, str]:
-    """Return options of a chat template as JSON by name, without those of the prompt's end."""
+    """Return options of a chat template as JSON, by name; options in `OPENING` are left out."""
     return {name: _text(value) for name, value in options.items() if name not in OPENING}
 
 

@@ -1,1 +1,1 @@
-"""What clients ask of the prefix cache: breakpoints, options and hints."""
+"""Fields of requests that control the prefix cache: options, breakpoints and hints."""

@@ -40,7 +40,7 @@ class PromptCacheBreakpoint(Struct, kw_only=True):
     """``prompt_cache_breakpoint`` of a part: the prefix that ends with the part is pinned."""
 
     mode: Literal["explicit"]
-    ttl: CacheClass | None = None  # None: that of ``prompt_cache_options``
+    ttl: CacheClass | None = None  # None: the value in ``prompt_cache_options``
 
 
 class CacheWriteDetails(Struct, kw_only=True):
