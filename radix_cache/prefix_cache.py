@@ -329,7 +329,7 @@ class PrefixCache:
     def _evict(self, num_pages: int) -> array[int]:
         while num_pages > self.num_evictable_pages:
             self.pins.evict_pin()
-        if self.pins.waiting and self.pins.waits.predicts:
+        if self.pins.waits.predicts and self.pins.waiting:
             return self.pins.waiting.evict(num_pages, self.pins.now)
         return self.tree.evict(num_pages)
 

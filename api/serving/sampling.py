@@ -187,7 +187,8 @@ def _extended(given: Mapping[str, object], extension: NvExt) -> dict[str, object
     found: dict[str, object] = {}
     hints, salt = extension.agent_hints, extension.cache_salt or None
     if hints is not None and hints.priority is not None and given["priority"] is None:
-        found["priority"] = -hints.priority  # `SamplingParams` has lower priorities for more urgent requests
+        # Lower numbers are more urgent in `SamplingParams`.
+        found["priority"] = -hints.priority
     if salt is not None:
         if given["cache_salt"] not in (None, salt):
             message = "cache_salt and nvext.cache_salt are different: send only one of them"
