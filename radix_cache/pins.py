@@ -361,6 +361,7 @@ class PinnedPrefixes:
 
     def check(self) -> None:
         """Assert that pins, times and page counts agree. O(pins * depth)."""
+        self.waiting.check()
         found: Counter[str | None] = Counter()
         nodes = {node for pinned in self._pins.values() for node in pinned.lock.node.path()}
         for node in nodes:

@@ -90,6 +90,14 @@ class WaitingPages:
             freed += self._tree.evict(min(num_pages - len(freed), len(leaf.page_ids)))
         return freed
 
+    def check(self) -> None:
+        """Assert that sessions and their last nodes refer to each other. O(sessions)."""
+        assert len(self._nodes) <= MAX_SESSIONS, "too many sessions wait without a pin"
+        for node, session in self._sessions.items():
+            assert self._nodes.get(session) is node, "a node is filed under a session that left it"
+        assert self._ticks == sorted(self._ticks), "the marks of the clock are out of order"
+        assert len(self._ticks) == len(self._times) <= MAX_MARKS, "a mark has no time"
+
     def _retire_least(self, leaf: Node, now: float) -> None:
         """Retire the session that is worth least, if it is worth less than ``leaf``."""
         order = self._ranking.least_first(
