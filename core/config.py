@@ -266,8 +266,8 @@ class EngineConfig:
     )
     session_ttl: float = setting(
         300.0,
-        "pin the last turn of a session (x-session-id, prompt_cache_key) for S seconds, within "
-        "--pin-quota; 0: do not pin it",
+        "pin the last turn of a session (x-session-id, prompt_cache_key) for at most S seconds, "
+        "within --pin-quota; 0: do not pin it",
         "S",
         most=MAX_TTL,
     )

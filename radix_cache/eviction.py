@@ -144,6 +144,13 @@ class EvictionIndex:
                 self._ranks[leaf.namespace] = _Ranks([])
             self._ranks[leaf.namespace].add(leaf.last_used, self._leaves)
 
+    def __contains__(self, node: Node) -> bool:
+        return self._leaves.get(node.last_used) is node
+
+    def first(self) -> Node | None:
+        """Return the leaf with the lowest rank; None if no leaf is unlocked. O(log n)."""
+        return self._leaves.peekitem(0)[1] if self._leaves else None
+
     def remove(self, leaf: Node) -> None:
         """Remove a leaf. Raises KeyError if it is not in the index. O(log n)."""
         del self._leaves[leaf.last_used]

@@ -77,7 +77,8 @@ class Node:
     ref_count: int = 0  # live locks at or below this node
     pins: int = 0  # pins among the live locks
     num_hits: int = 0  # requests that hit this node; shown on the dashboard
-    last_used: int = 0  # tick of the last lock or unlock; nodes with equal ticks lie on one path
+    # Tick of the last lock or unlock; nodes with equal ticks lie on one path. Negative if retired.
+    last_used: int = 0
 
     def common_pages(self, data: bytes, start: int) -> int:
         """Return how many leading pages equal ``data`` (bytes of tokens) from byte ``start`` on.
@@ -135,6 +136,11 @@ class Node:
         if not before and self.parent is not None:
             before = self.parent.key[-page_size:]
         return (before + self.key[first : first + page_size]).tobytes()
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether `RadixTree.retire` made the node one of the first to be evicted."""
+        return self.last_used < 0
 
     @property
     def is_borrowed(self) -> bool:

@@ -4,7 +4,8 @@ Eviction takes pinned pages after all other cached pages, and only if a request 
 otherwise. Pins never exceed their quotas.
 
 A request may ask for a pin. A *session* gets a pin for the last turn of each of its conversations
-automatically; pins of sessions are removed before those that requests asked for.
+automatically; pins of sessions are removed before those that requests asked for. Their time and
+their order depend on what the sessions wait for.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 from sortedcontainers import SortedDict
 
 from .namespaces import FlushedNamespaces
 from .node import LockHandle, Match, Node
+from .session_waits import Ranking, Session, SessionWaits
 from .tree import RadixTree
+from .waiting_pages import WaitingPages
 
 Item = TypeVar("Item")
 MAX_CONVERSATIONS = 8  # maximum number of pinned conversations of a session and its sub-agents
-Session: TypeAlias = tuple[str | None, str]
-"""Namespace and name of a session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,12 +114,18 @@ class PinnedPrefixes:
     The number of sessions is at most the number of pages that may be pinned, because many sessions
     may share one prompt. If there are more, the oldest session of the namespace with the most
     sessions ends.
+
+    ``session_ttl``: seconds for which a session's pin lasts while its wait cannot be predicted, and
+    the most for which it lasts otherwise.
     """
 
-    def __init__(self, tree: RadixTree, *, quota: int, num_pages: int) -> None:
+    def __init__(self, tree: RadixTree, *, quota: int, num_pages: int, session_ttl: float) -> None:
         self.quota = min(quota, num_pages)  # pages
         self.total_quota = min(2 * quota, num_pages)
         self.now = 0.0  # seconds
+        self.waits = SessionWaits(session_ttl)
+        self.waiting = WaitingPages(tree, self.waits)
+        self._ranking: Ranking[PinnedPrefix] = Ranking()  # pins of sessions alone, by worth
         self._tree = tree
         # Pins by their last node, the oldest first.
         self._pins: OrderedDict[Node, PinnedPrefix] = OrderedDict()
@@ -157,6 +164,7 @@ class PinnedPrefixes:
         if session is None:
             self._ask(pinned)
         else:
+            self.waiting.forget((match.namespace, session))
             self._add_to_session((match.namespace, session), pinned)
         self._shrink(pinned)
 
@@ -203,6 +211,43 @@ class PinnedPrefixes:
         while len(self._sessions) > self.total_quota:
             self._end_a_session()
 
+    def expect(self, session: Session, label: str) -> None:
+        """Fit the time of a session's newest pin to what the session waits for.
+
+        If no wait of this kind was as short as `session_ttl`, the pin is removed, and its pages are
+        evicted first. O(depth + log n), plus the time of `SessionWaits.expect`.
+        """
+        ttl = self.waits.expect(session, label)
+        if ttl is None:
+            return
+        pins = self._sessions.get(session)
+        if not pins:
+            if not ttl:
+                self.waiting.retire(session)
+        elif not pins[-1].is_asked:
+            pins[-1].ttl = ttl
+            self._renew(pins[-1])
+            if not ttl:
+                self._let_go(pins[-1])
+
+    def end_session(self, name: str) -> bool:
+        """End a session in all namespaces; return whether any had pages of it.
+
+        Pins that only it uses are removed, and their pages are evicted before all others.
+        O(sessions).
+        """
+        waiting = self.waiting.sessions(name)
+        for session in waiting:
+            self.waiting.retire(session)
+        ended = [session for session in self._sessions if session[1] == name]
+        for session in ended:
+            for pinned in self._forget(session):
+                if self._leave(session, pinned):
+                    self._let_go(pinned)
+        for session in (*waiting, *ended):
+            self.waits.end(session)
+        return bool(waiting or ended)
+
     def _end_a_session(self) -> None:
         """End the oldest session of the namespace with the most sessions. O(namespaces).
 
@@ -236,17 +281,39 @@ class PinnedPrefixes:
         """Remove the expired pins. O(1), and O(depth + log n) for each removed pin."""
         self.now = now
         while self._due and self._due.peekitem(0)[0][0] <= now:
-            self._drop(self._due.peekitem(0)[1])
+            self._end(self._due.peekitem(0)[1])
 
     def evict_pin(self) -> None:
-        """Remove the oldest pin whose removal makes pages evictable.
+        """Remove a pin whose removal makes pages evictable.
 
-        Pins of sessions are removed before those that requests asked for. Raises StopIteration if
-        there is no such pin. Pins whose pages are borrowed, or that are under a longer pin, are
-        passed over in O(1) each.
+        It is the pin of a session that is worth least, or else the oldest pin of a session, or else
+        the oldest pin that a request asked for. Raises StopIteration if there is no such pin. Pins
+        whose pages are borrowed, or that are under a longer pin, are passed over in O(1) each.
         """
-        pins = chain(self._unasked.all, self._asked.all)
-        self._give_way(next(pin for pin in pins if pin.lock.node.ref_count == 1))
+        pins = chain(self._by_worth(), self._unasked.all, self._asked.all)
+        pinned = next(pin for pin in pins if pin.lock.node.ref_count == 1)
+        self.num_session_yields += not pinned.is_asked
+        self._end(pinned)
+
+    def _by_worth(self) -> Iterator[PinnedPrefix]:
+        """Iterate over pins of sessions alone, least worth first; none without a prediction."""
+        if not self.waits.predicts:
+            return iter(())
+        pins = self._unasked.all
+        return self._ranking.least_first(pins, pins, self._worth, self.now)
+
+    def _worth(self, pinned: PinnedPrefix) -> float:
+        return max(self.waits.worth(session, self.now) for session in pinned.sessions)
+
+    def _end(self, pinned: PinnedPrefix) -> None:
+        """Remove a pin; its pages are evicted first if a prediction chose the time for that."""
+        (self._let_go if self.waits.predicts else self._drop)(pinned)
+
+    def _let_go(self, pinned: PinnedPrefix) -> None:
+        """Remove a pin. If only sessions had it, its pages are evicted first."""
+        self._drop(pinned)
+        if not pinned.is_asked:
+            self._tree.retire(pinned.lock.node)
 
     def drop(self, *namespaces: str | None) -> None:
         """Remove all pins of some namespaces, by default of all namespaces. O(pins)."""
@@ -254,6 +321,7 @@ class PinnedPrefixes:
         for pinned in list(self._pins.values()):
             if pinned.namespace in flushed:
                 self._drop(pinned)
+        self.waiting.drop(flushed)
 
     def drop_below(self, node: Node) -> None:
         """Remove the pins whose path contains ``node``. O(pins * depth)."""
@@ -293,6 +361,7 @@ class PinnedPrefixes:
 
     def check(self) -> None:
         """Assert that pins, times and page counts agree. O(pins * depth)."""
+        self.waiting.check()
         found: Counter[str | None] = Counter()
         nodes = {node for pinned in self._pins.values() for node in pinned.lock.node.path()}
         for node in nodes:
@@ -354,6 +423,8 @@ class PinnedPrefixes:
 
     def _give_way(self, pinned: PinnedPrefix) -> None:
         self.num_session_yields += not pinned.is_asked
+        for session in pinned.sessions:
+            self.waiting.add(session, pinned.lock.node)
         self._drop(pinned)
 
     def _shrink(self, newest: PinnedPrefix) -> None:
@@ -365,15 +436,17 @@ class PinnedPrefixes:
             self._give_way(self._first_to_go(self._num_pages, newest))
 
     def _first_to_go(self, namespaces: Iterable[str | None], newest: PinnedPrefix) -> PinnedPrefix:
-        """Return the next pin to remove: the oldest pin of a session, then the oldest other pin.
+        """Return the next pin to remove, in the order of `evict_pin`.
 
         Pins that requests asked for are removed only for another such pin. If no older pin can be
         removed, the newest pin is returned.
         """
         ranks = [self._unasked] if not newest.is_asked else [self._unasked, self._asked]
-        others = (
+        oldest = (
             pin for ages in ranks if ages.of for name in namespaces for pin in ages.of.get(name, ())
         )
+        most = next(iter(namespaces))
+        others = chain((pin for pin in self._by_worth() if pin.namespace == most), oldest)
         # Removing a pin under a longer one would unpin no page.
         found = (pin for pin in others if pin is not newest and pin.lock.node.pins == 1)
         return next(found, newest)

@@ -62,7 +62,12 @@ class PrefixCache:
             idle_after=IDLE_AFTER * num_pages,
             on_dropped=self.eviction_log.dropped,
         )
-        self.pins = PinnedPrefixes(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
+        self.pins = PinnedPrefixes(
+            self.tree,
+            quota=int(num_pages * pin_quota),
+            num_pages=num_pages,
+            session_ttl=session_ttl,
+        )
         self.transfers = TransferLocks(self.tree, max_pages=int(num_pages * POOL_SHARE))
         # the arguments of the last call of `_match`, and its match
         self._last_match: tuple[tuple[object, ...], Match] | None = None
@@ -324,6 +329,8 @@ class PrefixCache:
     def _evict(self, num_pages: int) -> array[int]:
         while num_pages > self.num_evictable_pages:
             self.pins.evict_pin()
+        if self.pins.waits.predicts and self.pins.waiting:
+            return self.pins.waiting.evict(num_pages, self.pins.now)
         return self.tree.evict(num_pages)
 
     def shrink(self, lease: KVLease, upto: int) -> None:
@@ -398,17 +405,48 @@ class PrefixCache:
         return match.num_tokens
 
     def pin_session(
-        self, tokens: array[int], num_tokens: int, *, session: str, namespace: str | None = None
+        self,
+        tokens: array[int],
+        num_tokens: int,
+        *,
+        session: str,
+        namespace: str | None = None,
+        began: float | None = None,
     ) -> None:
         """Pin the first ``num_tokens`` as a session's last turn, for `session_ttl` seconds.
 
         Only whole cached pages within the namespace's quota are pinned. Pins of the session's
         earlier turns that this turn continues are removed. A pin that a request asked for is never
-        removed. O(num_tokens + depth), plus the time of `PinnedPrefixes.keep`.
+        removed. ``began``: time when the turn began to read the cache, by which later waits of the
+        session are predicted. O(num_tokens + depth), plus the time of `PinnedPrefixes.keep`.
         """
         match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens and self.session_ttl:
             self.pins.keep(match, self.session_ttl, session)
+            whole = self.tree.match(tokens, namespace=namespace, limit=num_tokens)
+            if whole.num_tokens > match.num_tokens and whole.node is not None:
+                self.pins.waiting.add((namespace, session), whole.node)  # longer than the quota
+            now = self.pins.now
+            self.pins.waiting.mark(now)
+            began = now if began is None else began
+            label = self.pins.waits.turn((namespace, session), began, now)
+            if label is not None:
+                self.pins.expect((namespace, session), label)
+
+    def expect(self, session: str, label: str, *, namespace: str | None = None) -> None:
+        """Predict the next turn of a session by the label of its wait, and fit its pin to that.
+
+        ``label`` names a kind of wait, such as a tool. Unknown sessions are ignored. It takes as
+        long as `PinnedPrefixes.expect`.
+        """
+        self.pins.expect((namespace, session), label)
+
+    def end_session(self, session: str) -> bool:
+        """Unpin the pages of a session in all namespaces, and let them be evicted first.
+
+        Return whether the session had any pages. O(sessions + depth).
+        """
+        return self.pins.end_session(session)
 
     def _pinnable(self, tokens: array[int], num_tokens: int, namespace: str | None) -> Match:
         limit = min(num_tokens, self.pins.quota * self.page_size)

@@ -69,6 +69,11 @@ class RadixTree:
         self._on_dropped.append(observer.dropped)
 
     @property
+    def clock(self) -> int:
+        """The tick of the last lock, growth, unlock or retirement."""
+        return self._clock
+
+    @property
     def version(self) -> int:
         """A number that changes whenever the tree changes."""
         return self._clock + self.epoch
@@ -185,6 +190,30 @@ class RadixTree:
             self.num_evicted_by_quota += len(gone) if is_beyond else 0
             freed += gone
         return freed
+
+    def retire(self, node: Node) -> None:
+        """Let an unlocked leaf be evicted first, and then the nodes above it that only it needs.
+
+        Other nodes are not changed. A later hit restores the usual order. O(depth + log n).
+        """
+        if node not in self._index:
+            return
+        self._index.remove(node)
+        self._clock += 1
+        above: Node | None = node
+        while above is not None and not above.ref_count and len(above.children) <= 1:
+            above.last_used = -self._clock  # unique, and below all ticks
+            above = above.parent
+        self._index.add(node)
+
+    def first_leaf(self) -> Node | None:
+        """Return the unlocked leaf that is evicted first without quotas, or None. O(log n)."""
+        return self._index.first()
+
+    def owns(self, node: Node) -> bool:
+        """Whether a node that was in the tree is still in it. O(page size)."""
+        first_page = node.key[: self.page_size].tobytes()
+        return node.parent is not None and node.parent.children.get(first_page) is node
 
     def flush(self, *namespaces: str | None) -> array[int]:
         """Drop every unlocked node of some namespaces, by default of all; return the pages.

@@ -69,6 +69,7 @@ LOSSES: Mapping[str, str] = {
 }
 """Causes for which reusable tokens were computed again, in words."""
 CHANGED: tuple[Cause, ...] = ("changed", "volatile_line", "tools_changed")
+EFFORT = frozenset({"reasoning_effort", "enable_thinking"})  # options that set the effort
 NUMBER = re.compile(r"\w*\d[\w.:+-]*")  # a word with a digit: counters, times, ids
 Decode = Callable[[Sequence[int]], str]
 
@@ -121,6 +122,8 @@ class Explanation:
     seconds_ago: float | None = None  # seconds since the eviction or flush, if known
     model_changed: bool = False
     cache_key_changed: bool = False
+    options_changed: frozenset[str] = frozenset()  # names of the chat template's options
+    is_shorter: bool = False  # whether the prompt has fewer parts than the compared one
     # pages_matched: whole pages with cached KV. resumed_at: tokens before the kept recurrent state.
     pages_matched: int | None = None
     resumed_at: int | None = None
@@ -236,6 +239,10 @@ class Explainer:
             first_token=change,
             model_changed=prompt.note.model != other.note.model,
             cache_key_changed=prompt.note.cache_key != other.note.cache_key,
+            options_changed=frozenset(
+                name for name, _ in prompt.note.options.items() ^ other.note.options.items()
+            ),
+            is_shorter=len(prompt.note.parts) < len(other.note.parts),
         ), why
 
     def _cause(
@@ -463,22 +470,35 @@ def _openai_reason(found: Explanation) -> str | None:
     if found.model_changed:
         return "model_changed"
     if found.cause not in CHANGED:
-        return None
-    kind = found.first_difference.kind if found.first_difference is not None else "prompt"
+        # Another key is another session, whose pins do not keep these pages.
+        is_other = found.cache_key_changed and found.cause == "evicted"
+        return "prompt_cache_key_changed" if is_other else None
+    kind = _kind(found)
+    if kind == "prompt" and found.options_changed & EFFORT:
+        return "reasoning_effort_changed"
+    if kind == "messages" and found.is_shorter:
+        return "context_compacted"
     return {"tools": "tools_changed", "format": "text_format_changed"}.get(kind, "input_changed")
+
+
+def _kind(found: Explanation) -> Kind:
+    """Return the kind of the first part that differs; "prompt" if no part does."""
+    return "prompt" if found.first_difference is None else found.first_difference.kind
 
 
 def anthropic_diagnostics(found: Explanation | None) -> Body | None:
     """Return the ``diagnostics`` of an Anthropic message; None if the prompts do not diverge.
 
     ``found``: the explanation; None if the message to compare with is unknown. Causes that
-    Anthropic's API lacks are reported as "unavailable".
+    Anthropic's API lacks are reported as "unavailable", as are changes of other fields, such as
+    ``thinking``.
     """
     if found is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     if found.cause == "hit":
         return None
-    if found.cause not in CHANGED and not found.model_changed:
+    is_option = _kind(found) == "prompt" and bool(found.options_changed)
+    if not found.model_changed and (found.cause not in CHANGED or is_option):
         return {"cache_miss_reason": {"type": "unavailable"}}
     missed = max(0, min(found.compared_tokens, found.prompt_tokens) - found.cached_tokens)
     reason = {"type": _anthropic_type(found), "cache_missed_input_tokens": missed}
@@ -488,5 +508,5 @@ def anthropic_diagnostics(found: Explanation | None) -> Body | None:
 def _anthropic_type(found: Explanation) -> str:
     if found.model_changed:
         return "model_changed"
-    kind = found.first_difference.kind if found.first_difference is not None else "messages"
-    return {"tools": "tools_changed", "system": "system_changed"}.get(kind, "messages_changed")
+    known = {"tools": "tools_changed", "system": "system_changed"}
+    return known.get(_kind(found), "messages_changed")

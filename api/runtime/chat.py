@@ -39,7 +39,9 @@ from .conversation.template_writer import TemplateWriter
 from .conversation.token_history import PrefixDigest, TokenHistory, message_digest
 from .engine_client import EngineClient
 from .generation import Answer, Generation, each_of
+from .next_turn import NextTurns
 from .preprocess import PromptTokens, needs_closing, warm_params
+from .sessions import tell_wait
 
 MESSAGE_BYTES = 256  # recording a message takes about as long as reading this many bytes
 
@@ -165,12 +167,14 @@ class ChatAnswer:
         *,
         hands_out: Callable[[Choice], bool] = lambda _: False,
         history: TokenHistory | None = None,
+        on_choice: Sequence[Callable[[Choice], None]] = (),
     ) -> None:
         self._answer = answer
         self._llm = llm
         self._chat = chat
         self._hands_out = hands_out  # whether to return the message's token ids
         self._history = history
+        self._on_choice = on_choice  # called at the end of each choice
         self._readers = [
             ChoiceReader(make_parser(), chat.tool_choice, index=index)
             for index in range(answer.params.n)
@@ -223,6 +227,8 @@ class ChatAnswer:
         parts = reader.read(delta)
         if parts and parts[-1].finish_reason is not None:
             self._remember(reader.choice)
+            for on_choice in self._on_choice:
+                on_choice(reader.choice)
             if not self._hands_out(reader.choice):
                 parts[-1].message_ids = reader.choice.message_ids = None
         return parts
@@ -288,6 +294,7 @@ class ChatClient:
         self.history = history
         self._normalizer = normalizer
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
+        self._next_turns = NextTurns(self)
 
     @cached_property
     def syntax(self) -> Syntax:
@@ -366,7 +373,17 @@ class ChatClient:
                 and not self._llm.tokenizer.has_silent(choice.message_ids or (), shown)
             ),
             history=self.history,
+            on_choice=self._listeners(chat, answer.request) if chat.params.n == 1 else (),
         )
+
+    def _listeners(self, chat: ChatInput, request: Request) -> list[Callable[[Choice], None]]:
+        """Return the functions that get the answer to a request with a single choice."""
+        found: list[Callable[[Choice], None]] = []
+        if request.cache.session is not None:
+            found.append(partial(tell_wait, self._llm.engine, request))
+        if chat.warms_next:
+            found.append(self._next_turns.after(chat))
+        return found
 
     async def check(self, chat: ChatInput, *, is_prewarm: bool = False) -> Sequence[int]:
         """Render and check a conversation without submitting it; return the prompt's token ids.

@@ -63,6 +63,7 @@ from .preprocess import (
     warm_params,
 )
 from .serving_engine import ServingEngine
+from .sessions import in_session
 
 # maximum number of comparisons that wait for the thread; further misses are not counted by cause
 MAX_COMPARISONS = 8
@@ -368,8 +369,9 @@ class EngineClient:
         handover = NO_TRANSFER if transfers is None else transfers.read(transfer)
         if pooling is None:  # a pooling call may have thousands of requests
             note_answer(answer)
-        session = session_key(note.cache_key) if pooling is None else None
         try:
+            if pooling is None and (session := session_key(note.cache_key)) is not None:
+                cache = in_session(cache, session)
             prepared = await self._prepare(
                 prompt,
                 answer.params,
@@ -377,7 +379,6 @@ class EngineClient:
                 needs_closing=needs_closing,
                 pooling=pooling,
             )
-            cache = replace(cache, session=session)
             prepared = dataclasses.replace(
                 prepared, cache=cache, shown_ids=shown_ids, handover=handover
             )

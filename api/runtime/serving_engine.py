@@ -114,6 +114,12 @@ class ServingEngine(Protocol):
     def abort(self, request_id: str) -> None:
         """Abort a request between two steps. Unknown and finished requests are ignored."""
 
+    def expect_turn(self, session: str, label: str, namespace: str | None = None) -> None:
+        """Tell what a session waits for after its last turn, by a label such as a tool's name.
+
+        The time for which its pages stay pinned is fitted to earlier waits with the same label.
+        """
+
     # -- start and end
 
     async def start(self) -> None:
@@ -137,6 +143,12 @@ class ServingEngine(Protocol):
         """Drop cached prefixes that begin with these tokens and are not in use, even if pinned.
 
         Return the number of pages freed. Raises `InvalidRequest` if the tokens do not fill a page.
+        """
+
+    async def end_session(self, session: str) -> bool:
+        """Unpin a session's pages and let them be evicted first; return whether it had any.
+
+        Its running turns give up their pages when they end.
         """
 
     async def cache_info(self, namespace: str | None = None) -> Body:

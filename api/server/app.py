@@ -35,11 +35,12 @@ from .routes.models import ModelRoutes
 from .routes.openapi import OpenApi
 from .routes.operators import OperatorRoutes
 from .routes.pages import Pages
+from .routes.sessions import SessionRoutes
 from .routes.tokens import TokenRoutes
 
 ENDPOINTS: Sequence[type[Endpoints]] = (
-    ModelRoutes, TokenRoutes, OperatorRoutes, CacheRoutes, AdapterRoutes, Dashboard, Pages,
-    OpenApi,
+    ModelRoutes, TokenRoutes, OperatorRoutes, CacheRoutes, SessionRoutes, AdapterRoutes, Dashboard,
+    Pages, OpenApi,
 )  # fmt: skip
 """Routes that belong to no API."""
 

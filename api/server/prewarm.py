@@ -19,8 +19,9 @@ from ...core.interface.request import MAX_TTL, CacheOptions, Pin
 from ..dialects.openai.bodies import Message
 from ..dialects.openai.reading import plain_chat
 from ..runtime.chat import ChatClient
-from ..runtime.conversation.tools import WHOLE, Tools, read_tools
+from ..runtime.conversation.tools import Tools, read_tools
 from ..runtime.engine_client import EngineClient
+from ..serving.caching.fields import WHOLE
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import CacheOptions
 from ...core.interface.sampling import MAX_ALLOWED, MAX_BIASED_TOKENS, MAX_LISTED, MAX_LOGPROBS
 from ...core.options.checks import MAX_INT
 from ..runtime.conversation.tools import (
-    CacheSpec,
     GrammarText,
-    PromptCacheOptions,
     StructuredOutputs,
     Texts,
-    read_cache,
     structured_outputs,
 )
 from ..types.fields import SameAs
@@ -29,6 +28,8 @@ from ..types.sampling_params import (
     STRUCTURED_FIELDS,
     SamplingParams,
 )
+from .caching.fields import CacheSpec, Marked, PromptCacheOptions, read_cache
+from .caching.hints import KvHints, NvExt, hinted_pins
 from .peers import RefusedFields
 
 Label = Annotated[str, Meta(max_length=1024)]  # stays in memory after the request
@@ -107,6 +108,8 @@ class Sampling(RefusedFields, kw_only=True):
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    nvext: NvExt | None = None
+    kv_hints: KvHints | None = None
     explain_cache: bool | None = None
     return_token_ids: bool | None = None
     # other servers' names of fields above
@@ -163,6 +166,8 @@ def sampling_params(
     They take precedence; None means that the field was left out.
     """
     given = {name: getattr(body, name) for name in SAME_NAME}
+    if body.nvext is not None:
+        given |= _extended(given, body.nvext)
     for more in (structured_outputs(body.structured_outputs), own):
         for name, value in more.items():
             if value is None:
@@ -177,9 +182,41 @@ def sampling_params(
     )
 
 
-def cache_options(body: Sampling) -> CacheOptions:
-    """Return how the body asks to use the prefix cache."""
-    return read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
+def _extended(given: Mapping[str, object], extension: NvExt) -> dict[str, object]:
+    """Return the parameters that only ``nvext`` gives. Raises `InvalidRequest` for two salts."""
+    found: dict[str, object] = {}
+    hints, salt = extension.agent_hints, extension.cache_salt or None
+    if hints is not None and hints.priority is not None and given["priority"] is None:
+        # Lower numbers are more urgent in `SamplingParams`.
+        found["priority"] = -hints.priority
+    if salt is not None:
+        if given["cache_salt"] not in (None, salt):
+            message = "cache_salt and nvext.cache_salt are different: send only one of them"
+            raise InvalidRequest(message, param="nvext.cache_salt")
+        found["cache_salt"] = salt
+    return found
+
+
+def warms_next_turn(body: Sampling) -> bool:
+    """Whether the body asks to compute the beginning of the next turn in advance."""
+    hints = None if body.nvext is None else body.nvext.agent_hints
+    return hints is not None and bool(hints.speculative_prefill)
+
+
+def cache_options(body: Sampling, messages: Sequence[Marked] = ()) -> CacheOptions:
+    """Return how the body asks to use the prefix cache. Raises `InvalidRequest`.
+
+    ``messages``: its messages, which may have breakpoints.
+    """
+    found = read_cache(
+        body.cache,
+        body.prompt_cache_retention,
+        body.prompt_cache_options,
+        messages,
+    )
+    if body.kv_hints is None:
+        return found
+    return replace(found, pins=(*found.pins, *hinted_pins(body.kv_hints)))
 
 
 def is_prewarm(body: Sampling) -> bool:

@@ -157,9 +157,12 @@ def session_key(name: str | None) -> str | None:
     separate sessions.
     """
     named = session_id() or name
-    if not named:
-        return None
-    return hashlib.sha256(caller() + named.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return key_of_session(named) if named else None
+
+
+def key_of_session(name: str) -> str:
+    """Return the key of the caller's session with this name."""
+    return hashlib.sha256(caller() + name.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def note_arrival(num_bytes: int) -> None:

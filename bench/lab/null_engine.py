@@ -159,6 +159,13 @@ class NullEngine:
     def abort(self, request_id: str) -> None:
         """Do nothing: the answer is already sent."""
 
+    def expect_turn(self, session: str, label: str, namespace: str | None = None) -> None:
+        """Do nothing: there is no cache."""
+
+    async def end_session(self, session: str) -> bool:  # noqa: ARG002 - a protocol's
+        """Return False: there is no cache."""
+        return False
+
     async def flush_cache(self, *namespaces: str | None) -> int:  # noqa: ARG002 - a protocol's
         """Free nothing."""
         return 0

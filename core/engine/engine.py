@@ -210,6 +210,12 @@ class Engine:
         """End a request before the next step; an unknown or finished request is ignored."""
         self._inbox.abort(request_id)
 
+    def expect_turn(self, session: str, label: str, namespace: str | None = None) -> None:
+        """Fit the pin of a session's last turn to what the session waits for; see `PrefixCache`."""
+        cache = self.scheduler.cache
+        cache.tick(self._clock())
+        cache.expect(session, label, namespace=namespace)
+
     # Only `audit` waits. The other methods below are coroutines, too, because an engine in another
     # process has the same interface.
 
@@ -234,6 +240,10 @@ class Engine:
         if self._tier_io is not None:
             self._tier_io.flush(namespace)
         return num_pages
+
+    async def end_session(self, session: str) -> bool:
+        """Unpin a session's pages and let them be evicted first; return whether it had any."""
+        return self.scheduler.end_session(session)
 
     async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         """Return occupancy and hits of the prefix cache and its tiers, in pages and tokens.

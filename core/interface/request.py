@@ -56,14 +56,16 @@ class CacheOptions(
     Without ``read`` the request uses no cached pages, and its drafts come from its own tokens
     alone. Without ``write`` its pages are not published, its tokens are not kept for later drafts,
     and pins have no effect. ``session`` names the conversation, or the group of an agent's
-    conversations, to which the request belongs: the last turn of each conversation stays pinned for
-    the engine's session TTL. Sessions in different namespaces are separate, even with equal names.
+    conversations, to which the request belongs: the last turn of each conversation stays pinned, at
+    most for the engine's session TTL. Sessions in different namespaces are separate, even with
+    equal names. With ``ends_session`` the session ends with the request.
     """
 
     read: bool = True
     write: bool = True
     pins: tuple[Pin, ...] = ()
     session: str | None = None
+    ends_session: bool = False
 
     @property
     def is_private(self) -> bool:

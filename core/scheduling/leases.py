@@ -150,14 +150,20 @@ def pin_prompt(cache: PrefixCache, request: Request) -> None:
 
 
 def pin_session(cache: PrefixCache, request: Request, num_computed: int) -> None:
-    """Pin the prompt and answer of an ended request as the last turn of its session."""
-    if request.cache.write and request.cache.session is not None:
+    """Pin the prompt and answer of an ended request as its session's last turn, or end that."""
+    session = request.cache.session
+    if session is None:
+        return
+    if request.cache.write:
         cache.pin_session(
             request.tokens,
             num_computed,
-            session=request.cache.session,
+            session=session,
             namespace=request.namespace,
+            began=request.arrival_time + request.usage.queue_time,
         )
+    if request.cache.ends_session:
+        cache.end_session(session)
 
 
 def hold_prompt(cache: PrefixCache, request: Request) -> None:

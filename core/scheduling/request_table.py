@@ -174,6 +174,10 @@ class RequestTable:
         """Ids of all requests, in the order of arrival."""
         return self._by_id.keys()
 
+    def of_session(self, session: str) -> list[Request]:
+        """Return the requests of a session. O(requests)."""
+        return [each for each in self._by_id.values() if each.cache.session == session]
+
     def get(self, request_id: str) -> Request | None:
         """Return the request with this id, or None."""
         return self._by_id.get(request_id)

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice, repeat
 
+from msgspec.structs import replace
+
 from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps, run
 from ..errors import ForetokenError, InvalidRequest
@@ -533,6 +535,15 @@ class Scheduler:
         finally:
             num_pages = self.cache.flush_prefix(tokens, namespace=namespace)
         return num_pages
+
+    def end_session(self, session: str) -> bool:
+        """End a session, and let its pages be evicted first; return whether it had pages.
+
+        Turns of the session that have not ended give up their pages when they end.
+        """
+        for request in self.request_table.of_session(session):
+            request.cache = replace(request.cache, ends_session=True)
+        return self.cache.end_session(session)
 
     # -- commit ---------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import anthropic
@@ -331,6 +332,74 @@ def altered_compaction() -> None:
     wrong: Any = {"type": "clear_everything"}
     error = refused(anthropic.BadRequestError, lambda: managed(wrong, user("Hi")))
     expect("context_management.edits[0].type" in str(error), True, str(error))
+
+
+@features.feature("cache lifetimes")
+def cache_lifetimes() -> None:
+    def system(*ttls: str) -> list[Any]:
+        return [
+            {"type": "text", "text": f"{PREFIX} {ttl}", "cache_control": control(ttl)}
+            for ttl in ttls
+        ]
+
+    def control(ttl: str) -> Any:
+        return {"type": "ephemeral", "ttl": ttl}
+
+    salt = {"cache_salt": "lifetimes"}
+    with client.messages.stream(
+        model=MODEL,
+        max_tokens=50,
+        system=system("1h", "5m"),
+        messages=user(say("Noted.")),
+        extra_body=salt,
+    ) as events:
+        first = events.get_final_message()
+    written = first.usage.cache_creation
+    assert min(written.ephemeral_1h_input_tokens, written.ephemeral_5m_input_tokens) > 200, written
+    total = written.ephemeral_1h_input_tokens + written.ephemeral_5m_input_tokens
+    expect(first.usage.cache_creation_input_tokens, total)
+    asked = {"diagnostics": {"previous_message_id": first.id}, **salt}
+    again: Any = ask(say("Noted."), system=system("1h", "5m"), extra_body=asked)
+    expect((again.diagnostics, again.usage.cache_creation_input_tokens), (None, 0))
+    other: Any = ask(say("Noted."), system=system("5m", "1h"), extra_body=asked)
+    reason = dict(other.diagnostics)["cache_miss_reason"]
+    expect(dict(reason)["type"], "system_changed")
+    error = refused(
+        anthropic.BadRequestError, lambda: ask("Hi", system=system("2h"), extra_body=salt)
+    )
+    expect("system[0].cache_control.ttl" in str(error), True, str(error))
+
+
+@features.feature("sessions")
+def sessions() -> None:
+    def end(name: str) -> Any:
+        return client.delete(f"/v1/sessions/{name}", cast_to=dict[str, object])["deleted"]
+
+    def num_sessions() -> Any:
+        return client.get("/cache", cast_to=dict[str, object])["num_sessions"]
+
+    def turn(name: str, **headers: str) -> Any:
+        return client.messages.create(
+            model=MODEL,
+            max_tokens=50,
+            messages=user(PREFIX + say("One two three.")),
+            stream=True,
+            extra_headers={"x-session-id": name, **headers},
+        )
+
+    list(turn("anthropic run"))
+    expect([end("anthropic run"), end("anthropic run")], [True, False], "ended")
+    list(turn("anthropic last", **{"x-session-close": "true"}))
+    expect(end("anthropic last"), False, "ended by its last request")
+    before = num_sessions()
+    stream = turn("anthropic left")
+    next(iter(stream))
+    stream.close()  # the client leaves
+    while num_sessions() == before:  # until the turn has ended
+        time.sleep(0.05)
+    expect(end("anthropic left"), True, "the turn that was left")
+    error = refused(anthropic.BadRequestError, lambda: turn("x", **{"x-session-close": "so"}))
+    expect("x-session-close" in str(error), True, str(error))
 
 
 @features.feature("images")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import time
 from typing import Any
 
 import openai
@@ -103,6 +105,84 @@ def cached_usage() -> None:
     expect(second.prompt_tokens, first.prompt_tokens)
     expect(second.total_tokens, second.prompt_tokens + second.completion_tokens)
     assert 0 < second.prompt_tokens - second.prompt_tokens_details.cached_tokens <= 16
+
+
+@features.feature("cache breakpoints")
+def cache_breakpoints() -> None:
+    mark = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
+
+    def ask(mark: dict[str, Any]) -> Any:
+        system = {"role": "system", "content": [{"type": "text", "text": PREFIX, **mark}]}
+        stream = client.chat.completions.create(
+            model=MODEL,
+            messages=[system, *user(say("Noted."))],
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={
+                "prompt_cache_options": {"mode": "explicit"},
+                "cache_salt": f"{sys.prefix} chat",
+            },
+        )
+        return list(stream)[-1].usage.prompt_tokens_details
+
+    none = [ask({}) for _ in range(2)]
+    expect([each.cached_tokens for each in none], [0, 0], "without a breakpoint")
+    first, again = ask(mark), ask(mark)
+    written: Any = first.cache_write_tokens_details
+    assert written["ttl_12h_tokens"] > 200, written
+    expect(sum(written.values()), first.cache_write_tokens)
+    assert again.cached_tokens > 200, again
+    expect(again.cache_write_tokens_details, {"ttl_30m_tokens": 0, "ttl_12h_tokens": 0})
+    bad = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "1h"}}
+    error = refused(openai.BadRequestError, lambda: ask(bad))
+    expect(error.param, "messages[0].content[0].prompt_cache_breakpoint.ttl")
+
+
+@features.feature("sessions and hints")
+def sessions() -> None:
+    def end(name: str) -> Any:
+        return client.delete(f"/sessions/{name}", cast_to=dict[str, object])["deleted"]
+
+    def num_sessions() -> Any:
+        root = client.with_options(base_url=URL)
+        return root.get("/cache", cast_to=dict[str, object])["num_sessions"]
+
+    def turn(name: str, **options: Any) -> Any:
+        headers = {"x-session-id": name, **options.pop("headers", {})}
+        return chat(PREFIX + say("One two three."), extra_headers=headers, **options)
+
+    hints = {"agent_hints": {"priority": 1, "osl": 8, "speculative_prefill": True}}
+    text = "".join(
+        chunk.choices[0].delta.content or ""
+        for chunk in turn("hinted", stream=True, extra_body={"nvext": hints})
+    )
+    expect(text, "One two three.")
+    list(turn("run", stream=True))
+    expect([end("run"), end("run")], [True, False], "ended")
+    turn("last", headers={"x-session-close": "true"})
+    expect(end("last"), False, "ended by its last request")
+    before = num_sessions()
+    stream = turn("left", stream=True)
+    next(iter(stream))
+    stream.close()  # the client leaves
+    while num_sessions() == before:  # until the turn has ended
+        time.sleep(0.05)
+    expect(end("left"), True, "the turn that was left")
+    error = refused(openai.BadRequestError, lambda: turn("x", headers={"x-session-close": "so"}))
+    expect(error.param, "x-session-close")
+    bad = {"nvext": {"agent_hints": {"priority": "high"}}}
+    error = refused(openai.BadRequestError, lambda: turn("x", extra_body=bad))
+    expect(error.param, "nvext.agent_hints.priority")
+    action = {"action_id": "1", "action_type": "kv.retain", "action_version": "1.0"}
+    envelope = {"protocol_version": "0.1", "message_id": "1"}
+    for directive, field in (({"priority": 50, "duration": 9}, ""), ({"priority": -1}, "priority")):
+        payload = {**action, "payload": {"directives": [directive]}}
+        body = {"kv_hints": {**envelope, "actions": [payload]}}
+        if not field:
+            turn("x", extra_body=body)
+            continue
+        error = refused(openai.BadRequestError, lambda body=body: turn("x", extra_body=body))
+        expect(error.param, f"kv_hints.actions[0].payload.directives[0].{field}")
 
 
 @features.feature("tool loop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import openai
@@ -253,6 +254,56 @@ def cached_tokens() -> None:
     ask(PREFIX + say("Noted."))
     usage = ask(PREFIX + say("Noted.")).usage
     assert usage.input_tokens_details.cached_tokens > 200, usage
+
+
+@features.feature("cache breakpoints")
+def cache_breakpoints() -> None:
+    def marked(**mark: Any) -> list[Any]:
+        part = {"type": "input_text", "text": PREFIX, **mark}
+        rest = {"type": "input_text", "text": say("Noted.")}
+        return [{"role": "user", "content": [part, rest]}]
+
+    def body(**options: Any) -> Any:
+        return {
+            "prompt_cache_options": {"mode": "explicit", **options},
+            "cache_salt": f"{sys.prefix} responses",
+        }
+
+    mark: Any = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
+    none = client.responses.create(model=MODEL, input=marked(), extra_body=body())
+    expect(none.usage.input_tokens_details.cache_write_tokens, 0, "without a breakpoint")
+    stream = client.responses.create(
+        model=MODEL, input=marked(**mark), extra_body=body(), stream=True
+    )
+    first = list(stream)[-1].response
+    expect(dict(first.prompt_cache_options)["mode"], "explicit")
+    written = dict(first.usage.input_tokens_details.cache_write_tokens_details)
+    assert written["ttl_12h_tokens"] > 200, written
+    compared = body(comparison_response_id=first.id)
+    again = client.responses.create(model=MODEL, input=marked(**mark), extra_body=compared)
+    assert again.usage.input_tokens_details.cached_tokens > 200, again.usage
+    expect(dict(again.prompt_cache_diagnostics)["type"], "cache_hit")
+    other = client.responses.create(
+        model=MODEL, instructions="Be brief.", input=marked(**mark), extra_body=compared
+    )
+    found = dict(other.prompt_cache_diagnostics)
+    expect((found["type"], found["reason"]), ("cache_miss", "input_changed"))
+    left = client.responses.create(
+        model=MODEL, input=marked(**mark), extra_body=body(), stream=True
+    )
+    next(iter(left))
+    left.close()  # the client leaves
+    bad: Any = {"prompt_cache_breakpoint": {"mode": "implicit"}}
+    error = refused(
+        openai.BadRequestError,
+        lambda: client.responses.create(model=MODEL, input=marked(**bad), extra_body=body()),
+    )
+    expect(error.param, "input[0].content[0]")
+    error = refused(
+        openai.BadRequestError,
+        lambda: client.responses.create(model=MODEL, input="Hi", extra_body=body(ttl="1h")),
+    )
+    expect(error.param, "prompt_cache_options.ttl")
 
 
 @features.feature("forced tool")

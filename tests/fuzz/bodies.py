@@ -43,6 +43,19 @@ SAMPLED = {
     "stream_options": {"include_usage": True},
     "prompt_cache_key": "k",
     "prompt_cache_options": {"mode": "implicit", "ttl": "30m", "prewarm": False},
+    "nvext": {"agent_hints": {"priority": 1, "osl": 8, "speculative_prefill": True}},
+    "kv_hints": {
+        "protocol_version": "0.1",
+        "message_id": "m",
+        "actions": [
+            {
+                "action_id": "a",
+                "action_type": "kv.retain",
+                "action_version": "1.0",
+                "payload": {"directives": [{"end": 4, "priority": 50, "duration": 9.0}]},
+            }
+        ],
+    },
 }
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [

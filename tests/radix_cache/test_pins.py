@@ -355,7 +355,10 @@ class Tenants:
         self.random = random.Random(seed)
         self.page_size = self.random.choice([1, 2, 4])
         quota = self.random.choice([0.1, 0.25, 0.6, 1.0])
-        self.cache = PrefixCache(self.random.randrange(8, 40), self.page_size, pin_quota=quota)
+        ttl = self.random.choice([0.5, 300.0])
+        self.cache = PrefixCache(
+            self.random.randrange(8, 40), self.page_size, pin_quota=quota, session_ttl=ttl
+        )
         self.leases: list[tuple[KVLease, array[int]]] = []
         self.now = 0.0
         self.most = 0
@@ -384,7 +387,14 @@ class Tenants:
             self.cache.pin(tokens, self.random.randrange(1, 40), ttl=ttl, namespace=namespace)
         if self.random.random() < 0.7:
             session = self.random.choice("xyz")
-            self.cache.pin_session(tokens, num_computed, session=session, namespace=namespace)
+            began = self.now - self.random.random()
+            self.cache.pin_session(
+                tokens, num_computed, session=session, namespace=namespace, began=began
+            )
+            if self.random.random() < 0.8:
+                self.cache.expect(session, self.random.choice("12"), namespace=namespace)
+        if self.random.random() < 0.1:
+            self.cache.end_session(self.random.choice("xyz"))
 
     def borrow(self) -> None:
         tokens, namespace = self.draw()

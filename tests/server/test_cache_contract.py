@@ -154,6 +154,25 @@ def test_a_session_pins_its_last_turn_alone(client: OpenAI, url: str) -> None:
     assert "foretoken:kv_cache_sessions 2.0" in metrics(url)
 
 
+def test_a_session_s_pin_is_fitted_to_its_waits_until_it_is_ended(client: OpenAI, url: str) -> None:
+    def pins() -> list[dict[str, Any]]:
+        found = httpx.get(f"{url}/cache", params={"cache_salt": "fitted"}).json()["pins"]
+        return list(found)
+
+    messages, ttls = [user(RULES)], []
+    for _ in range(6):
+        completion = chat(client, messages, "fitted", prompt_cache_key="fitted")
+        messages += [completion.choices[0].message.model_dump(exclude_none=True), user("And?")]
+        ttls.append(max((pin["ttl_seconds"] for pin in pins()), default=0.0))
+    assert ttls[-1] < 300, "the next turn always came within seconds"
+    key = {"authorization": "Bearer me"}
+    chat(client, messages, "fitted", prompt_cache_key="ended")
+    ended = httpx.delete(f"{url}/v1/sessions/ended", headers=key)
+    assert ended.json() == {"id": "ended", "object": "session.deleted", "deleted": True}
+    again = httpx.delete(f"{url}/v1/sessions/ended", headers=key)
+    assert not again.json()["deleted"]
+
+
 def test_retention_pins_a_prompt(client: OpenAI, url: str) -> None:
     chat(
         client,

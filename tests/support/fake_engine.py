@@ -80,6 +80,8 @@ class FakeEngine:
         self.was_aborted = threading.Semaphore(0)
         self.dumped: list[dict[str, object]] = []
         self.flushed: list[tuple[str | None, ...]] = []
+        self.ended_sessions: list[str] = []
+        self.expected: list[tuple[str, str, str | None]] = []
         self.failure: BaseException | None = None
         self.draining = False
         self.alive = False
@@ -184,6 +186,13 @@ class FakeEngine:
     async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
         self.flushed.append((namespace,))
         return 2
+
+    async def end_session(self, session: str) -> bool:
+        self.ended_sessions.append(session)
+        return len(self.ended_sessions) == 1
+
+    def expect_turn(self, session: str, label: str, namespace: str | None = None) -> None:
+        self.expected.append((session, label, namespace))
 
     async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         return {"total_pages": 10}

@@ -14,6 +14,8 @@ from foretoken.api.cluster.wire.messages import (
     CacheInfo,
     Call,
     Drop,
+    EndSession,
+    ExpectTurn,
     Fetch,
     FlushCache,
     FlushPrefix,
@@ -168,9 +170,11 @@ def of_front() -> list[FromFront]:
     """Each message that a front sends."""
     questions = (
         FlushCache(namespaces=[None, "mine"]), FlushPrefix(tokens=ids_form([1]), namespace="mine"),
+        EndSession(session="a"),
         CacheInfo(namespace="mine"), Overview(), Audit(), Metrics(), Report(reason="asked"),
         LoadAdapter(name="sql", number=3, path="/adapters/sql"), UnloadAdapter(number=3),
     )  # fmt: skip
     calls = [Call(call_id=index, question=each) for index, each in enumerate(questions)]
+    told = ExpectTurn(session="a", label="tests", namespace="mine")
     return [submit(), Abort(request_id="r-1"), *calls, Beat(), Drop(name="t"),
-            Fetch(submit=submit()), Leaving(reason="another model")]  # fmt: skip
+            Fetch(submit=submit()), Leaving(reason="another model"), told]  # fmt: skip

@@ -35,6 +35,8 @@ from ..wire.messages import (
     Audit,
     Beat,
     CacheInfo,
+    EndSession,
+    ExpectTurn,
     FlushCache,
     FlushPrefix,
     FromReplica,
@@ -189,6 +191,12 @@ class Replicas:
         """Abort a request between two steps; unknown and finished ones are ignored."""
         self._dispatcher.abort(request_id)
 
+    def expect_turn(self, session: str, label: str, namespace: str | None = None) -> None:
+        """Tell all replicas what a session waits for; only those that have its pages use it."""
+        message = ExpectTurn(session=session, label=label, namespace=namespace)
+        for link in list(self._roster.links.values()):
+            self._roster.send(link, message)
+
     # -- messages of replicas -------------------------------------------------------------------
 
     async def _read(self) -> None:
@@ -320,6 +328,11 @@ class Replicas:
         """
         question = FlushPrefix(tokens=ids_form(tokens), namespace=namespace)
         return sum((await ask_all(self._roster, question, number_of)).values())
+
+    async def end_session(self, session: str) -> bool:
+        """Unpin a session's pages on all replicas; return whether any had pages of it."""
+        question = EndSession(session=session)
+        return any((await ask_all(self._roster, question, number_of)).values())
 
     async def cache_info(self, namespace: str | None = None) -> Body:
         """Return occupancy and hit counters of each replica, and their sums."""

@@ -21,6 +21,7 @@ from ..wire.messages import (
     Beat,
     Call,
     Drop,
+    ExpectTurn,
     Fetch,
     FromFront,
     FromReplica,
@@ -145,12 +146,15 @@ class FrontSession:
         self._send(Leaving(reason=f"the front sent {error}"))
         return Ended(Ending.LOST if self.is_joined.is_set() else Ending.REFUSED, reason)
 
-    def _take(self, message: Submit | Abort | Drop | Fetch | Call | Beat) -> None:
+    def _take(self, message: Submit | Abort | ExpectTurn | Drop | Fetch | Call | Beat) -> None:
         match message:
             case Submit():
                 self._submit(message)
             case Abort():
                 self._abort(message.request_id)
+            case ExpectTurn():
+                engine = self._hosted.engine
+                engine.expect_turn(message.session, message.label, message.namespace)
             case Drop():
                 self._hosted.drop(message.name)
             case Fetch():

@@ -30,6 +30,7 @@ from ..wire.greeting import hello_of
 from ..wire.messages import (
     Audit,
     CacheInfo,
+    EndSession,
     FlushCache,
     FlushPrefix,
     Hello,
@@ -259,6 +260,8 @@ class HostedEngine:
                 return await engine.flush_cache(*question.namespaces)
             case FlushPrefix():
                 return await engine.flush_prefix(ids_of(question.tokens), question.namespace)
+            case EndSession(session=session):
+                return int(await engine.end_session(session))
             case CacheInfo():
                 return body_form(await engine.cache_info(question.namespace))
             case Overview():

@@ -44,7 +44,7 @@ from .forms import (
     wire_errors,
 )
 
-VERSION = 4  # version of all messages and their contents; others are refused at `Hello`
+VERSION = 5  # version of all messages and their contents; others are refused at `Hello`
 KEY_BYTES = 8  # length of the part of a page's 32-byte key that is sent
 M = TypeVar("M")
 Seed = Annotated[int, Meta(ge=0)]  # msgpack's integers end at 64 bits
@@ -168,6 +168,14 @@ class Abort(_Message, tag="abort", frozen=True, kw_only=True):
     request_id: str
 
 
+class ExpectTurn(_Message, tag="expect_turn", frozen=True, kw_only=True):
+    """Calls `ServingEngine.expect_turn`; replicas without the session ignore it."""
+
+    session: str
+    label: str
+    namespace: str | None = None
+
+
 class Drop(_Message, tag="drop", frozen=True, kw_only=True):
     """Free the pages of a prompt that no replica will read; unknown ones are ignored."""
 
@@ -195,6 +203,12 @@ class FlushPrefix(_Question, tag="flush_prefix", frozen=True, kw_only=True):
 
     tokens: bytes  # encoded by `ids_form`
     namespace: str | None = None
+
+
+class EndSession(_Question, tag="end_session", frozen=True, kw_only=True):
+    """Calls `ServingEngine.end_session`; the answer is 1 if the replica had pages of it, else 0."""
+
+    session: str
 
 
 class CacheInfo(_Question, tag="cache_info", frozen=True, kw_only=True):
@@ -242,6 +256,7 @@ class UnloadAdapter(_Question, tag="unload_adapter", frozen=True, kw_only=True):
 Question = (
     FlushCache
     | FlushPrefix
+    | EndSession
     | CacheInfo
     | Overview
     | Audit
@@ -260,7 +275,7 @@ class Call(_Message, tag="call", frozen=True, kw_only=True):
 
 
 FromReplica = Hello | Step | Answer | Beat | Leaving
-FromFront = Submit | Abort | Drop | Fetch | Call | Beat | Leaving
+FromFront = Submit | Abort | ExpectTurn | Drop | Fetch | Call | Beat | Leaving
 
 
 # -- bytes -----------------------------------------------------------------------------------------

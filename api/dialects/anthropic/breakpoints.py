@@ -1,23 +1,16 @@
-"""Cache breakpoints: prompt prefixes to pin in the cache, and the count of tokens written to it.
-
-A breakpoint stands after a content block. `BreakpointLocator` finds its token position by rendering
-the conversation up to that block: the common prefix with the whole prompt is the part that later
-prompts can share.
-"""
+"""cache_control: the places of breakpoints in a body, and the conversation up to each."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from ....core.errors import InvalidRequest
-from ....core.interface.request import Pin
-from ...runtime.conversation.prompt_history import common_len
+from ...runtime.conversation.chat_input import ChatInput
+from ...serving.caching.breakpoints import NEXT_CONTENT, Mark
 from .bodies import (
     Block,
     CacheControl,
@@ -27,42 +20,11 @@ from .bodies import (
     TextBlock,
     ToolResultBlock,
 )
+from .reading import read_conversation
 
 MAX_BREAKPOINTS = 4
 TTL = {"5m": 300.0, "1h": 3600.0}  # seconds
-# Some templates require a message after the system text. No real message begins with this text,
-# so the common prefix with the prompt ends before the message.
-NEXT = Message(role="user", content="\x01")
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A breakpoint. ``head``: the body with only the content before the breakpoint."""
-
-    head: CountRequest
-    ttl: float
-
-
-@dataclass(frozen=True, slots=True)
-class Breakpoints:
-    """The pins of a prompt, shortest prefix first."""
-
-    pins: tuple[Pin, ...] = ()
-    page_size: int = 1  # number of tokens; only whole pages are cached
-
-    def written(self, num_cached: int, ttl: float | None = None) -> int:
-        """Return the number of tokens before the last breakpoint that were written to the cache.
-
-        ``ttl``: count only breakpoints with this lifetime. Tokens after the last full page are not
-        cached and not counted.
-        """
-        total, done = 0, num_cached
-        for pin in self.pins:
-            kept = pin.num_tokens // self.page_size * self.page_size
-            fresh = max(0, kept - done)
-            done += fresh
-            total += fresh if ttl in (None, pin.ttl) else 0
-        return total
+NEXT = Message(role="user", content=NEXT_CONTENT)
 
 
 def read_marks(body: CountRequest) -> list[Mark]:
@@ -74,21 +36,11 @@ def read_marks(body: CountRequest) -> list[Mark]:
     if len(marked) > MAX_BREAKPOINTS:
         message = f"at most {MAX_BREAKPOINTS} blocks may carry cache_control, not {len(marked)}"
         raise InvalidRequest(message, param="cache_control")
-    return [Mark(head(), TTL[control.ttl or "5m"]) for control, head in marked]
+    return [Mark(partial(_read, head), TTL[control.ttl or "5m"]) for control, head in marked]
 
 
-def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int]) -> Breakpoints:
-    """Return the pins of a prompt: one for its longest common prefix with each of ``heads``.
-
-    ``ttls``: the lifetime of each pin in seconds. ``ids``: the token ids of the prompt.
-    ``heads``: the token ids of the conversation up to each breakpoint.
-    """
-    lifetimes: dict[int, float] = {}
-    for ttl, head in zip(ttls, heads, strict=True):
-        num_tokens = common_len(head, ids)
-        if num_tokens:
-            lifetimes[num_tokens] = max(ttl, lifetimes.get(num_tokens, 0.0))
-    return Breakpoints(tuple(Pin(*each) for each in sorted(lifetimes.items())))
+def _read(head: Callable[[], CountRequest]) -> ChatInput:
+    return read_conversation(head())
 
 
 class BlockEnd(NamedTuple):

@@ -7,21 +7,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-import msgspec
-
 from ....core.errors import InvalidRequest, PromptTooLong
 from ...runtime.conversation.chat_input import ChatInput
 from ...serving.answers import AnswerReply, prewarm
+from ...serving.caching.breakpoints import Breakpoints, Mark
+from ...serving.caching.locator import BreakpointLocator
 from ...serving.dialect import READS, Dialect
 from ...serving.render import Rendered, render_chat
-from ...serving.sampling import cache_options, is_prewarm, sampling_params
+from ...serving.sampling import (
+    cache_options,
+    is_prewarm,
+    sampling_params,
+    warms_next_turn,
+)
 from ...serving.serving_context import ANTHROPIC_TEMPERATURE, Service
 from ...serving.sse import ReadyReply, Reply
 from ...types.sampling_params import SamplingParams
 from .answers import ERRORS, CountReport, MessageAnswer, StreamEvent, TokenCount
 from .bodies import CountRequest, MessagesRequest
-from .breakpoint_locator import BreakpointLocator
-from .breakpoints import Breakpoints, Mark, read_marks
+from .breakpoints import read_marks
 from .context.manager import ContextManager, Make, Route
 from .reading import read_conversation
 from .writing import PING, MessageWriter, new_id
@@ -103,7 +107,9 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         client = self.service.chat
         marks, chat = await self.read(body)
         prompt = await client.render(chat)
-        chat, breakpoints = await self._with_pins(marks, chat, prompt.token_ids)
+        chat, breakpoints = await self._locator.with_pins(
+            marks, chat, prompt.token_ids, self.service.llm.page_size
+        )
         writer = self._writer(body, breakpoints, make)
         if body.max_tokens == 0:
             usage = await prewarm(self.service, chat, request_id=writer.id, prompt=prompt)
@@ -128,17 +134,6 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
             explains=bool(body.explain_cache),
             returns_ids=bool(body.return_token_ids),
         )
-
-    async def _with_pins(
-        self, marks: Sequence[Mark], chat: ChatInput, prompt_ids: Sequence[int]
-    ) -> tuple[ChatInput, Breakpoints]:
-        """Return the chat request, with its breakpoints as pins unless cache writes are off."""
-        if not marks or not chat.cache.write:
-            return chat, Breakpoints()
-        breakpoints = await self._locator.locate(marks, chat, prompt_ids)
-        breakpoints = replace(breakpoints, page_size=self.service.llm.page_size)
-        pins = (*chat.cache.pins, *breakpoints.pins)
-        return replace(chat, cache=msgspec.structs.replace(chat.cache, pins=pins)), breakpoints
 
 
 class MessagesRender(MessagesRoute):
@@ -172,6 +167,7 @@ def read_chat(body: MessagesRequest) -> ChatInput:
         read_conversation(body),
         params=read_params(body),
         cache=cache_options(body),
+        warms_next=warms_next_turn(body),
         cache_key=body.prompt_cache_key,
     )
 

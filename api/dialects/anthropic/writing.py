@@ -12,6 +12,7 @@ from ....core.interface.request import Usage
 from ...runtime.cache_diagnostics import anthropic_diagnostics
 from ...runtime.chat import ChatAnswer
 from ...serving.answers import AnswerWriter, Free, speculation_body
+from ...serving.caching.breakpoints import Breakpoints
 from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply, named_event
 from ...types.request_context import random_id
@@ -28,7 +29,7 @@ from .answers import (
     StreamEvent,
 )
 from .blocks import Blocks
-from .breakpoints import TTL, Breakpoints
+from .breakpoints import TTL
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "max_tokens"}
 WARMED = Ending(stop_reason="max_tokens")

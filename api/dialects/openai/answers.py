@@ -10,6 +10,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from ...serving.answers import Free, SpeculationUsage
+from ...serving.caching.fields import CacheWriteDetails
 
 Channel = Literal["reasoning", "content", "tool"]
 TokenPiece = tuple[str, str | None, Channel]
@@ -22,6 +23,8 @@ class PromptDetails(Struct, kw_only=True):
     cached_tokens: int
     loaded_tokens: int  # cached tokens that were loaded from a tier outside the KV pool
     cache_write_tokens: int
+    # only for requests with options of the prompt cache or breakpoints
+    cache_write_tokens_details: CacheWriteDetails | UnsetType = UNSET
     image_tokens: int | UnsetType = UNSET  # only for prompts with images
     spliced_tokens: int  # tokens that are original ids of earlier answers, not encoded text
     normalized: list[str] | UnsetType = UNSET  # --normalize rules that changed the prompt

@@ -15,6 +15,7 @@ from ...runtime.conversation.tools import (
     ResponseFormat,
     Tools,
 )
+from ...serving.caching.fields import PromptCacheBreakpoint
 from ...serving.peers import Absent, Empty, Off
 from ...serving.sampling import (
     Count,
@@ -90,6 +91,7 @@ class ContentPart(Struct):
     refusal: str | None = None
     image_url: ImageUrl | None = None
     file: FileFields | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
 class Message(Struct, kw_only=True):

@@ -28,6 +28,7 @@ from ...serving.sampling import (
     cache_options,
     is_prewarm,
     sampling_params,
+    warms_next_turn,
 )
 from ...types.results import Tool
 from ...types.sampling_params import SamplingParams
@@ -61,7 +62,8 @@ def read_chat(body: ChatRequest) -> ChatInput:
         tools=tools,
         tool_choice=read_choice(body.tool_choice, tools, parallel=parallel),
         template=template_options(body),
-        cache=cache_options(body),
+        cache=cache_options(body, body.messages),
+        warms_next=warms_next_turn(body),
         cache_key=body.prompt_cache_key,
     )
 

@@ -10,7 +10,7 @@ from ....core.errors import InvalidRequest
 from ...runtime.conversation.chat_input import ChatInput
 from ...runtime.conversation.prompt_history import PromptNote, text_parts
 from ...runtime.generation import Answer, Answers
-from ...runtime.preprocess import Prompt, warm_params
+from ...runtime.preprocess import Prompt, PromptTokens, warm_params
 from ...serving.answers import prewarm, warm_usage
 from ...serving.dialect import READS, Dialect
 from ...serving.render import Rendered, render_chat, rendered
@@ -27,6 +27,7 @@ from .bodies import (
     ChatRequest,
     CompletionRequest,
 )
+from .breakpoints import with_breakpoints
 from .chat_writing import ChatReply, ChatWriter
 from .prefill import handing_over, transfer_of
 from .reading import completion_params, read_chat, read_prompts, refuse
@@ -44,21 +45,31 @@ class ChatRoute(Dialect[ChatRequest]):
     in_batches = True
 
     async def open(self, body: ChatRequest) -> Reply:
-        """Render the conversation and submit it."""
+        """Render the conversation, locate its breakpoints and submit it."""
         chat = await self.read(body)
         head = Head(prefix="chatcmpl", model=self.service.model)
         writer = ChatWriter(self.service, head, body)
+        options = body.prompt_cache_options
+        pinned = await with_breakpoints(self.service, body.messages, options, chat)
+        chat, writer.breakpoints = pinned.chat, pinned.breakpoints
         if is_prewarm(body):
-            return writer.warmed([await prewarm(self.service, chat, request_id=head.id)])
-        open_reply = partial(self._reply, writer, head, chat, body)
+            usage = await prewarm(self.service, chat, request_id=head.id, prompt=pinned.prompt)
+            return writer.warmed([usage])
+        open_reply = partial(self._reply, writer, head, chat, body, pinned.prompt)
         return await handing_over(self.service, transfer_of(body), open_reply)
 
     async def _reply(
-        self, writer: ChatWriter, head: Head, chat: ChatInput, body: ChatRequest
+        self,
+        writer: ChatWriter,
+        head: Head,
+        chat: ChatInput,
+        body: ChatRequest,
+        prompt: PromptTokens | None,
     ) -> ChatReply:
         answer = await self.service.chat.open(
             chat,
             request_id=head.id,
+            prompt=prompt,
             hands_out=bool(body.return_token_ids),
             transfer=transfer_of(body),
         )

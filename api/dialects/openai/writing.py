@@ -15,6 +15,7 @@ from ...._version import __version__
 from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Usage
 from ...serving.answers import AnswerWriter, RunningAnswer, refuse_aborted, speculation_body
+from ...serving.caching.breakpoints import Breakpoints, write_details
 from ...serving.serving_context import Service
 from ...serving.sse import DONE, ReadyReply, Reply, event
 from ...text.tokenizer import Tokenizer
@@ -60,8 +61,11 @@ class Head:
         }
 
 
-def usage_body(usage: Usage) -> UsageBody:
-    """Return ``usage``, with details of the cache, the prediction and speculation."""
+def usage_body(usage: Usage, breakpoints: Breakpoints | None = None) -> UsageBody:
+    """Return ``usage``, with details of the cache, the prediction and speculation.
+
+    ``breakpoints``: the prompt's pins, for the lifetimes of what was written to the cache.
+    """
     return UsageBody(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -70,6 +74,9 @@ def usage_body(usage: Usage) -> UsageBody:
             cached_tokens=usage.cached_tokens,
             loaded_tokens=usage.loaded_tokens,
             cache_write_tokens=usage.cache_write_tokens,
+            cache_write_tokens_details=(
+                UNSET if breakpoints is None else write_details(usage, breakpoints)
+            ),
             image_tokens=usage.image_tokens or UNSET,
             spliced_tokens=usage.spliced_tokens,
             normalized=[*usage.normalized] or UNSET,
@@ -192,6 +199,8 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         self._depth = service.llm.built.settings.get("speculation") if given is None else given
         self._explains = bool(body.explain_cache)
         self.prompt_ids: Sequence[str] = [head.id]  # request ids of the prompts
+        # Pins of the prompt, if the body has options of the prompt cache.
+        self.breakpoints: Breakpoints | None = None
 
     def refuse_aborted(self, reason: str, num_tokens: int) -> None:
         """Raise `ApiError` if the answer was aborted by a shutdown or before its first token."""
@@ -251,7 +260,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
 
     def usage(self, usage: Usage) -> UsageBody:
         """Return ``usage``, with an explanation of cache misses for each prompt if requested."""
-        spent = usage_body(usage)
+        spent = usage_body(usage, self.breakpoints)
         if not self._explains:
             return spent
         found = [self._service.llm.explain(each) for each in self.prompt_ids]

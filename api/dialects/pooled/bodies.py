@@ -6,9 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ...runtime.conversation.tools import (
-    CacheSpec,
-)
+from ...serving.caching.fields import CacheSpec
 from ...serving.peers import Absent, Empty, Off, On
 from ...serving.sampling import (
     Milliseconds,

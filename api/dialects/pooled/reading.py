@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from ....core.errors import InvalidRequest
 from ....core.interface.request import CacheOptions
-from ...runtime.conversation.tools import read_cache
 from ...runtime.pooled.pooled_prompts import pool_params
 from ...runtime.preprocess import Prompt
+from ...serving.caching.fields import read_cache
 from ...types.sampling_params import SamplingParams
 from ..openai.reading import read_prompts
 from .bodies import MAX_INPUTS, EmbeddingsRequest, PooledRequest, ScoreRequest

@@ -10,6 +10,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType, field
 
 from ...serving.answers import Free, SpeculationUsage
+from ...serving.caching.fields import CacheClass
 from ..openai.answers import CompletionDetails, PromptDetails, TokenInfo
 from .bodies import FlatChoice, FlatTool, Item, Metadata, ReasoningOptions, TextOptions
 
@@ -164,6 +165,14 @@ class ReasoningSettings(ReasoningOptions, kw_only=True):
     summary: str | None = None
 
 
+class AppliedCacheOptions(Struct, kw_only=True):
+    """``prompt_cache_options`` of a response."""
+
+    mode: Literal["implicit", "explicit"]
+    ttl: CacheClass
+    comparison_response_id: str | None = None
+
+
 class ResponseBody(Struct, kw_only=True):
     """Answer of /v1/responses. It repeats fields of the request."""
 
@@ -188,6 +197,7 @@ class ResponseBody(Struct, kw_only=True):
     metadata: Metadata = {}
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: AppliedCacheOptions | UnsetType = UNSET  # only if the request has them
     prompt_cache_retention: str | None = None
     reasoning: ReasoningSettings = field(default_factory=ReasoningSettings)
     safety_identifier: str | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ...media.sources import Detail
+from ...serving.caching.fields import PromptCacheBreakpoint
 from ...serving.peers import Absent, Empty, Off
 from ...serving.sampling import Guess, NumTop, One, Positive, Prediction
 from ...types.fields import SameAs
@@ -62,6 +63,7 @@ class ItemPart(Struct, kw_only=True, omit_defaults=True):
     refusal: str | None = None
     file_data: str | None = None  # a data URL
     filename: str | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
     annotations: Any = None  # ignored, like ``logprobs``
     logprobs: Any = None
 

@@ -230,15 +230,15 @@ def _text_of(value: object) -> str:
 
 
 def _content(content: object, path: str, *, is_result: bool = False) -> str | list[ContentPart]:
-    """Return content as one text, or as parts if it has images."""
+    """Return content as one text, or as parts if it has images or breakpoints."""
     if isinstance(content, str):
         return content
-    parts = [
-        read
-        for index, part in enumerate(_parts(content, path))
-        if (read := _part(part, f"{path}[{index}]", is_result=is_result)) is not None
-    ]
-    if any(part.type == "image_url" for part in parts):
+    parts: list[ContentPart] = []
+    for index, part in enumerate(_parts(content, path)):
+        if (read := _part(part, f"{path}[{index}]", is_result=is_result)) is not None:
+            read.prompt_cache_breakpoint = part.prompt_cache_breakpoint
+            parts.append(read)
+    if any(part.type == "image_url" or part.prompt_cache_breakpoint for part in parts):
         return parts
     return "\n".join(part.text or "" for part in parts)
 
@@ -248,7 +248,9 @@ def _text(content: object, path: str) -> str:
     found = _content(content, path)
     if isinstance(found, str):
         return found
-    index = next(i for i, part in enumerate(_parts(content, path)) if part.type == "input_image")
+    images = (i for i, part in enumerate(_parts(content, path)) if part.type == "input_image")
+    if (index := next(images, None)) is None:
+        return "\n".join(part.text or "" for part in found)
     message = f"{path}[{index}]: images are not supported here"
     raise InvalidRequest(message, param=f"{path}[{index}]")
 

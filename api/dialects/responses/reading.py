@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ....core.errors import InvalidRequest
 from ...runtime.conversation.chat_input import ChatInput
 from ...runtime.conversation.tools import ANY_OBJECT, as_strict_as
-from ...serving.sampling import cache_options, sampling_params
+from ...serving.sampling import cache_options, sampling_params, warms_next_turn
 from ...types.sampling_params import SamplingParams
 from ..openai.bodies import Message, NamedMessage
 from ..openai.reading import plain_messages, read_handles, read_images, read_paths, thinking_options
@@ -19,8 +19,10 @@ FORMAT_NAMES = ("json_schema", "grammar")  # parameters that ``text.format`` is 
 NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
 
 
-def make_chat_input(body: ResponsesRequest, thread: Thread) -> tuple[ChatInput, list[ServedTool]]:
-    """Return the chat request of a conversation, and its tools."""
+def make_chat_input(
+    body: ResponsesRequest, thread: Thread
+) -> tuple[ChatInput, list[ServedTool], list[Message]]:
+    """Return the chat request of a conversation, its tools and its messages."""
     messages, served = _messages(body, thread), read_tools(body, thread.items)
     chat = ChatInput(
         messages=plain_messages(messages),
@@ -31,10 +33,11 @@ def make_chat_input(body: ResponsesRequest, thread: Thread) -> tuple[ChatInput, 
         tools=[each.tool for each in served],
         tool_choice=tool_choice(body, served),
         template=_template_options(body),
-        cache=cache_options(body),
+        cache=cache_options(body, messages),
+        warms_next=warms_next_turn(body),
         cache_key=body.prompt_cache_key,
     )
-    return chat, served
+    return chat, served, messages
 
 
 def rename(error: InvalidRequest, body: ResponsesRequest) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from time import time
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +22,8 @@ from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply
 from ...types.request_context import owner_of
 from ...types.shares import Owner
+from ..openai.bodies import Message
+from ..openai.breakpoints import with_breakpoints
 from .answers import CompactedResponse, Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
 from .bodies import Item, ResponsesRequest
 from .compaction.compactor import Compactor
@@ -43,6 +45,16 @@ def response_store(service: Service) -> ResponseStore:
     return found
 
 
+class ReadResponse(NamedTuple):
+    """A request as the server reads it."""
+
+    chat: ChatInput
+    served: list[ServedTool]
+    messages: list[Message]  # the whole conversation
+    items: list[Item]  # new items of the request
+    thread: Thread  # the conversation that the request continues, with its new items
+
+
 class ResponsesDialect(Dialect[ResponsesRequest]):
     """The base of the generating routes: decoding, checks and field names."""
 
@@ -62,12 +74,8 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         """Replace the parameter name in an error by the name of the field in the body."""
         rename(error, body)
 
-    async def read_chat(
-        self, body: ResponsesRequest
-    ) -> tuple[ChatInput, list[ServedTool], list[Item], Thread]:
-        """Return the chat request including the stored history, its tools, the new items, and the
-        conversation that the request continues.
-        """
+    async def read_chat(self, body: ResponsesRequest) -> ReadResponse:
+        """Read a request and the stored history that it continues."""
         owner = owner_of(body.cache_salt)
         history: list[Item] = []
         if body.previous_response_id is not None:
@@ -76,8 +84,8 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         limits = self.service.settings.limits
         limits.check("input", len(history) + len(items), "max_messages")
         thread = self.compactor.read(body, thread_of(history, items))
-        chat, served = await self.service.apart(partial(make_chat_input, body, thread))
-        return chat, served, items, thread
+        read = await self.service.apart(partial(make_chat_input, body, thread))
+        return ReadResponse(*read, items, thread)
 
 
 class ResponsesCount(ResponsesDialect):
@@ -121,7 +129,7 @@ class ResponsesRoute(ResponsesDialect):
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Render the input and submit it."""
-        chat, served, items, thread = await self.read_chat(body)
+        chat, served, messages, items, thread = await self.read_chat(body)
         params = self.service.llm.built.sampling_defaults.fill(chat.params)
         owner = owner_of(body.cache_salt)
         is_stored = body.store is not False
@@ -137,11 +145,18 @@ class ResponsesRoute(ResponsesDialect):
             compact = partial(self.compactor.compact, body, thread, chat, keeps_last=not is_asked)
             proceed = partial(self.service.chat.open, request_id=compacting.id, hands_out=is_stored)
             return CompactingReply(self.service, compacting, compact, None if is_asked else proceed)
-        writer = ResponseWriter(self.service, body, params, served, keep)
-        if is_prewarm(body):
-            return writer.prewarmed(await prewarm(self.service, chat, request_id=writer.id))
         try:
-            answer = await self.service.chat.open(chat, request_id=writer.id, hands_out=is_stored)
+            options = body.prompt_cache_options
+            pinned = await with_breakpoints(self.service, messages, options, chat)
+            writer = ResponseWriter(self.service, body, params, served, keep, pinned.breakpoints)
+            if is_prewarm(body):
+                usage = await prewarm(
+                    self.service, pinned.chat, request_id=writer.id, prompt=pinned.prompt
+                )
+                return writer.prewarmed(usage)
+            answer = await self.service.chat.open(
+                pinned.chat, request_id=writer.id, prompt=pinned.prompt, hands_out=is_stored
+            )
         except PromptTooLong as error:
             await self.compactor.explain(error, body, thread)
             raise
@@ -156,7 +171,8 @@ class CompactRoute(ResponsesDialect):
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Return the user's messages and a compaction item that stands for all other items."""
-        chat, _, _, thread = await self.read_chat(body)
+        read = await self.read_chat(body)
+        chat, thread = read.chat, read.thread
         done = await self.compactor.compact(body, thread, chat, keeps_last=False)
         users = kept_items(user_messages(thread).items)
         item = Item(

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from contextlib import aclosing
 from time import time
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
 from ....core.interface.output import TokenLogprob
@@ -14,6 +15,8 @@ from ....core.interface.request import Usage
 from ...runtime.cache_diagnostics import openai_diagnostics
 from ...runtime.chat import ChatAnswer
 from ...serving.answers import AnswerReply, AnswerWriter
+from ...serving.caching.breakpoints import Breakpoints
+from ...serving.caching.fields import PromptCacheOptions
 from ...serving.errors import ApiError, to_api_error
 from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply, named_event
@@ -24,6 +27,7 @@ from ..openai.answers import TokenInfo
 from ..openai.writing import FINGERPRINT, token_infos, usage_body
 from .answers import (
     ENDINGS,
+    AppliedCacheOptions,
     Event,
     IncompleteDetails,
     OutputDetails,
@@ -59,6 +63,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         params: SamplingParams,
         served: Sequence[ServedTool],
         keep: Callable[[ResponseBody, Sequence[int]], None],
+        breakpoints: Breakpoints | None = None,
     ) -> None:
         options = body.prompt_cache_options
         self._service = service
@@ -67,6 +72,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         self._explains = bool(body.explain_cache)
         self._output = Output(self._spell, {each.tool.name: each for each in served})
         self._keep = keep
+        self._breakpoints = breakpoints
         self._last = TextDelta()
         self._num_events = 0
 
@@ -133,7 +139,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
             completed_at=int(time()) if status == "completed" else None,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
             output=self._output.items,
-            usage=response_usage(usage, self._output.num_reasoning_tokens),
+            usage=response_usage(usage, self._output.num_reasoning_tokens, self._breakpoints),
         )
 
     def _explain(self, response: ResponseBody) -> None:
@@ -193,6 +199,7 @@ def new_response(body: ResponsesRequest, params: SamplingParams, model: str) -> 
         metadata=body.metadata or {},
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
+        prompt_cache_options=_applied(body.prompt_cache_options),
         prompt_cache_retention=body.prompt_cache_retention,
         reasoning=ReasoningSettings(effort=body.reasoning.effort if body.reasoning else None),
         safety_identifier=body.safety_identifier,
@@ -208,9 +215,21 @@ def new_response(body: ResponsesRequest, params: SamplingParams, model: str) -> 
     )
 
 
-def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
+def _applied(options: PromptCacheOptions | None) -> AppliedCacheOptions | UnsetType:
+    if options is None:
+        return UNSET
+    return AppliedCacheOptions(
+        mode=options.mode or "implicit",
+        ttl=options.ttl or "30m",
+        comparison_response_id=options.comparison_response_id,
+    )
+
+
+def response_usage(
+    usage: Usage, num_reasoning_tokens: int, breakpoints: Breakpoints | None = None
+) -> ResponseUsage:
     """Return ``usage`` in this API's form, with the extra fields of chat completions."""
-    spent = usage_body(usage)
+    spent = usage_body(usage, breakpoints)
     details = asdict(spent.completion_tokens_details)
     return ResponseUsage(
         input_tokens=spent.prompt_tokens,

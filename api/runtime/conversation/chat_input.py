@@ -12,7 +12,7 @@ from ...media.sources import ImageSource
 from ...parsing.reasoning import Thinking
 from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import SamplingParams
-from .prompt_history import PromptNote, conversation_parts
+from .prompt_history import PromptNote, conversation_parts, option_texts
 
 _SPLICE_MARK = re.compile("\ue000[0-9a-f]+[.][0-9]+\ue001")
 
@@ -47,6 +47,7 @@ class ChatInput:
 
     - ``messages``: the conversation in the shape that chat templates read, as in OpenAI's API.
     - ``images``: the images whose placeholders are in the messages, in order.
+    - ``warms_next``: compute the beginning of the next turn when the answer has ended.
     - ``handles``: token ids of messages, which are rendered in place of the messages' text.
     - ``params``: sampling parameters, including those for structured output (json_schema, regex,
       grammar, choice).
@@ -61,6 +62,7 @@ class ChatInput:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     template: Mapping[str, object] = field(default_factory=dict)  # options of the chat template
     cache: CacheOptions = DEFAULT_CACHE
+    warms_next: bool = False
     cache_key: str | None = None  # ``prompt_cache_key``, reported in explanations of cache misses
 
     def path(self, index: int) -> str:
@@ -78,7 +80,12 @@ class ChatInput:
         ``thinking``: the delimiters of the model's reasoning.
         """
         parts = conversation_parts(self.messages, [tool.body for tool in self.shown_tools])
-        return PromptNote(parts=parts, cache_key=self.cache_key, thinking=thinking)
+        return PromptNote(
+            parts=parts,
+            cache_key=self.cache_key,
+            thinking=thinking,
+            options=option_texts(self.template),
+        )
 
     @property
     def callable_tools(self) -> Sequence[Tool]:

@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -43,19 +43,22 @@ class PromptNote:
 
     ``parts`` are in prompt order; if there are none, differences are shown in decoded tokens.
     ``cache_key``: the request's ``prompt_cache_key``, which is compared but does not isolate
-    prompts. ``thinking``: the delimiters of the model's reasoning.
+    prompts. ``thinking``: the delimiters of the model's reasoning. ``options``: options of the chat
+    template, as JSON by name.
     """
 
     parts: Sequence[Part] = ()
     model: str = ""
     cache_key: str | None = None
     thinking: Thinking | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
     num_bytes: int = field(init=False, repr=False, compare=False)  # approximate size
 
     def __post_init__(self) -> None:
         """Compute the size now, since notes of long conversations are made in a worker thread."""
         texts = sum(_num_bytes(part) for part in self.parts)
         names = sys.getsizeof(self.model) + sys.getsizeof(self.cache_key)
+        names += sum(map(sys.getsizeof, chain.from_iterable(self.options.items())))
         object.__setattr__(self, "num_bytes", texts + names)
 
 
@@ -64,6 +67,8 @@ def _num_bytes(part: Part) -> int:
 
 
 NO_NOTE = PromptNote()
+# options that change only the end of a prompt
+OPENING = ("add_generation_prompt", "continue_final_message")
 
 
 def conversation_parts(
@@ -87,6 +92,11 @@ def conversation_parts(
             if value not in (None, "", []):
                 parts.append(Part(f"{path}.{name}", _text(value), kind))
     return parts
+
+
+def option_texts(options: Mapping[str, object]) -> dict[str, str]:
+    """Return options of a chat template as JSON, by name; options in `OPENING` are left out."""
+    return {name: _text(value) for name, value in options.items() if name not in OPENING}
 
 
 def text_parts(prompt: str | Sequence[int]) -> list[Part]:

@@ -1,4 +1,4 @@
-"""Tools, response formats and cache options in OpenAI's request bodies."""
+"""Tools and response formats in OpenAI's request bodies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ....core.errors import InvalidRequest
-from ....core.interface.request import DEFAULT_CACHE, CacheOptions, Pin
 from ...structured.schemas.preparing import with_options
 from ...types.fields import Refused
 from ...types.results import Tool, ToolChoice
@@ -18,30 +17,12 @@ from ...types.sampling_params import MAX_CHOICES, MAX_GRAMMAR_CHARS
 from .custom_tools import custom_tool
 from .left_out import tell_left_out
 
-SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}  # retention in seconds
-WHOLE = 2**31 - 1  # more tokens than any prompt has
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 
 
 GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 Texts = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_CHOICES)]
-
-
-class CacheSpec(Struct, kw_only=True):
-    """The field ``cache``: whether a request reads from and writes to the prefix cache."""
-
-    read: bool = True
-    write: bool = True
-
-
-class PromptCacheOptions(Struct, kw_only=True):
-    """OpenAI's field ``prompt_cache_options``: pin, prewarm and explain a prompt."""
-
-    mode: str | None = None
-    ttl: Literal["30m", "12h"] | None = None
-    prewarm: bool | None = None
-    comparison_response_id: str | None = None
 
 
 class FunctionSpec(Struct, kw_only=True):
@@ -231,23 +212,6 @@ def named_choice(name: str, tools: Sequence[Tool], *, parallel: bool) -> ToolCho
         message = f"tool_choice names {name}, which is not among the tools"
         raise InvalidRequest(message, param="tool_choice")
     return ToolChoice(mode="required", name=name, parallel=parallel)
-
-
-def read_cache(
-    spec: CacheSpec | None, retention: str | None, options: PromptCacheOptions | None
-) -> CacheOptions:
-    """Return the cache options of a body; the longest requested retention applies.
-
-    ``retention``: ``prompt_cache_retention``; ``options``: ``prompt_cache_options``.
-    """
-    if spec is None and retention is None and options is None:
-        return DEFAULT_CACHE
-    seconds = max(
-        SECONDS.get(retention or "", 0.0), SECONDS.get((options and options.ttl) or "", 0.0)
-    )
-    spec = spec or CacheSpec()
-    pins = (Pin(WHOLE, seconds),) if seconds else ()
-    return CacheOptions(read=spec.read, write=spec.write, pins=pins)
 
 
 def structured_outputs(given: StructuredOutputs | None) -> dict[str, object]:

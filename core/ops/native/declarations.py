@@ -76,7 +76,7 @@ def address_of(numbers: NDArray[Any]) -> int:
 
     A step needs some thirty addresses, and numpy's ``ctypes.data`` takes four times as long.
     """
-    return addressof(c_char.from_buffer(numbers)) if numbers.size else 0
+    return addressof(c_char.from_buffer(numbers)) if numbers.size else 0  # type: ignore[arg-type]
 
 
 def signatures() -> Iterator[tuple[str, Any, list[Any]]]:

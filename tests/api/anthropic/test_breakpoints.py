@@ -7,8 +7,8 @@ from array import array
 import httpx
 import pytest
 
-from foretoken.api.dialects.anthropic.breakpoints import Breakpoints
 from foretoken.api.runtime.conversation.prompt_history import common_len
+from foretoken.api.serving.caching.breakpoints import Breakpoints
 from foretoken.core.interface.request import Pin
 
 HERE = {"cache_control": {"type": "ephemeral"}}

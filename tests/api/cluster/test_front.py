@@ -21,6 +21,8 @@ from foretoken.api.cluster.wire.messages import (
     Beat,
     CacheInfo,
     Call,
+    EndSession,
+    ExpectTurn,
     FlushCache,
     FlushPrefix,
     Leaving,
@@ -503,6 +505,22 @@ def test_flushes_reach_all_replicas_and_their_pages_are_summed() -> None:
             freed, calls = await asked(replicas, [1, 0], front.flush_prefix(tokens, "mine"))
             assert freed == 1
             assert isinstance(calls[1].question, FlushPrefix)
+
+    run(body())
+
+
+def test_all_replicas_are_told_what_a_session_waits_for_and_that_it_ends() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 2) as replicas:
+            front.expect_turn("a", "tests", "mine")
+            for each in replicas:
+                told = await each.next(ExpectTurn)
+                assert told == ExpectTurn(session="a", label="tests", namespace="mine")
+            had, calls = await asked(replicas, [0, 1], front.end_session("a"))
+            assert had
+            assert calls[1].question == EndSession(session="a")
+            had, _ = await asked(replicas, [0, 0], front.end_session("a"))
+            assert not had
 
     run(body())
 

@@ -23,6 +23,8 @@ from foretoken.api.cluster.wire.messages import (
     Beat,
     CacheInfo,
     Drop,
+    EndSession,
+    ExpectTurn,
     Fetch,
     FlushCache,
     FlushPrefix,
@@ -401,6 +403,10 @@ def test_each_question_has_its_answer(within) -> None:
         await front.serve(submit("a", [5, 6, 7], PARAMS))
         assert (await front.ask(FlushCache(namespaces=[None, "mine"]))).result == 3
         assert (await front.ask(FlushPrefix(tokens=ids_form([1])))).result == 2
+        front.say(ExpectTurn(session="a", label="tests", namespace="mine"))
+        assert (await front.ask(EndSession(session="a"))).result == 1
+        assert replica.engine.expected == [("a", "tests", "mine")]
+        assert replica.engine.ended_sessions == ["a"]
         assert replica.engine.flushed == [(None, "mine"), (None,)]
         assert (await front.ask(Metrics())).result == b"foretoken:x 1\n"
         for question, key, value in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -614,6 +615,33 @@ def test_the_finer_causes_are_changes_in_the_words_of_both_apis() -> None:
         found = changed(kind, cause)
         assert openai_diagnostics(found)["reason"] == openai_diagnostics(changed(kind))["reason"]
         assert anthropic_diagnostics(found) == anthropic_diagnostics(changed(kind))
+
+
+def test_an_option_of_the_template_that_changed_is_told_where_no_part_differs() -> None:
+    options = {"options_changed": frozenset({"reasoning_effort"})}
+    found = explanation("changed", compared_tokens=80, reusable_tokens=20, **options)
+    assert openai_diagnostics(found)["reason"] == "reasoning_effort_changed"
+    assert anthropic_diagnostics(found) == {"cache_miss_reason": {"type": "unavailable"}}
+    both = replace(changed("messages"), **options)
+    assert openai_diagnostics(both)["reason"] == "input_changed"
+    assert anthropic_diagnostics(both)["cache_miss_reason"]["type"] == "messages_changed"
+
+
+def test_messages_that_are_gone_are_a_compaction() -> None:
+    shorter = replace(changed("messages"), is_shorter=True)
+    assert openai_diagnostics(shorter)["reason"] == "context_compacted"
+    assert openai_diagnostics(replace(changed("tools"), is_shorter=True))["reason"] == (
+        "tools_changed"
+    )
+
+
+def test_another_key_explains_pages_that_no_session_kept() -> None:
+    assert openai_diagnostics(explanation("evicted", cache_key_changed=True))["reason"] == (
+        "prompt_cache_key_changed"
+    )
+    assert openai_diagnostics(explanation("flushed", cache_key_changed=True))["type"] == (
+        "unavailable"
+    )
 
 
 def test_hits_and_the_unknown_in_the_words_of_both_apis() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 
@@ -184,6 +185,45 @@ def test_a_session_pins_its_last_turn_with_the_answer() -> None:
     serve(driver, again := ask("b", turn, session))
     assert again.usage.cached_tokens == 20
     assert [p.lock.num_pages for p in cache.pins.of(None)] == [8]
+
+
+def test_a_session_ends_with_a_request_that_says_so() -> None:
+    driver = drive(page_size=4, num_pages=64)
+    cache = driver.scheduler.cache
+    serve(driver, ask("a", prompt_of(16), CacheOptions(session="s"), max_tokens=5))
+    turn = [*prompt_of(16), *driver.served["a"], *prompt_of(8, 1)]
+    last = CacheOptions(session="s", ends_session=True)
+    serve(driver, again := ask("b", turn, last))
+    assert again.usage.cached_tokens == 20
+    assert (cache.num_pinned_pages, cache.pins.num_sessions) == (0, 0)
+    serve(driver, ask("other", prompt_of(240, 2), CacheOptions(session="t")))
+    assert cache.match_len(array("q", prompt_of(17))) < 16
+    driver.scheduler.audit()
+
+
+def test_a_running_turn_gives_its_pages_up_if_its_session_was_ended() -> None:
+    driver = drive(page_size=4, num_pages=64)
+    driver.add(running := ask("a", prompt_of(16), CacheOptions(session="s"), max_tokens=5))
+    driver.scheduler.schedule(0.0)
+    assert not driver.scheduler.end_session("s"), "it has no pages yet"
+    assert running.cache.ends_session
+    driver.scheduler.abort("a", 1.0)
+    assert driver.scheduler.cache.pins.num_sessions == 0
+
+
+def test_the_time_of_a_wait_ends_with_the_first_step_of_the_next_turn() -> None:
+    driver = drive(page_size=4, num_pages=64)
+    scheduler = driver.scheduler
+    for number in range(4):
+        driver.now = 100.0 * number
+        request = ask(f"{number}", prompt_of(16, number), CacheOptions(session="s"), max_tokens=1)
+        driver.add(request)
+        driver.now += 7.0
+        driver.run()
+        scheduler.cache.expect("s", "tests")
+    (waits,) = scheduler.cache.pins.waits._times.values()
+    assert all(seconds == pytest.approx(100.0, abs=5.0) for seconds in waits)
+    assert len(waits) == 3
 
 
 def test_a_session_of_a_request_that_fails_or_does_not_write_pins_nothing() -> None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from .....core.errors import InvalidRequest, PromptTooLong
 from ....runtime.compaction.summarizer import INSTRUCTIONS
 from ....runtime.conversation.chat_input import ChatInput
+from ....serving.caching.breakpoints import Breakpoints
 from ....serving.compaction import seal_of, summarizer_of, tell_compaction
 from ....serving.errors import ApiError
 from ....serving.serving_context import Service
@@ -29,7 +30,6 @@ from ..bodies import (
     ToolUseBlock,
     Trigger,
 )
-from ..breakpoints import Breakpoints
 from ..reading import read_conversation
 from ..writing import MessageWriter
 from .clearing import Cleared, clear_thinking, clear_tool_uses, tool_uses

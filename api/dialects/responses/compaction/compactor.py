@@ -111,7 +111,7 @@ class Compactor:
         tell_compaction(error, num_left, summarizer, how=HOW)
 
     async def _chat(self, body: ResponsesRequest, thread: Thread) -> ChatInput:
-        chat, _ = await self._service.apart(partial(make_chat_input, body, thread))
+        chat, *_ = await self._service.apart(partial(make_chat_input, body, thread))
         return chat
 
 

@@ -14,8 +14,7 @@ import msgspec
 from ....core.errors import InvalidRequest
 from ...runtime.chat import ChatClient
 from ...runtime.conversation.chat_input import ChatInput
-from .breakpoints import NEXT, Breakpoints, Mark, pins_at
-from .reading import read_conversation
+from .breakpoints import NEXT_CONTENT, Breakpoints, Mark, pins_at
 
 NUM_HEADS = 64
 Ids: TypeAlias = "array[int]"
@@ -32,6 +31,17 @@ class BreakpointLocator:
         self._client = client
         self._heads: OrderedDict[bytes, Ids] = OrderedDict()  # most recently used last
 
+    async def with_pins(
+        self, marks: Sequence[Mark], chat: ChatInput, prompt_ids: Sequence[int], page_size: int
+    ) -> tuple[ChatInput, Breakpoints]:
+        """Return the chat request, with its breakpoints as pins unless cache writes are off."""
+        if not marks or not chat.cache.write:
+            return chat, Breakpoints()
+        breakpoints = await self.locate(marks, chat, prompt_ids)
+        pins = (*chat.cache.pins, *breakpoints.pins)
+        chat = replace(chat, cache=msgspec.structs.replace(chat.cache, pins=pins))
+        return chat, replace(breakpoints, page_size=page_size)
+
     async def locate(
         self, marks: Sequence[Mark], chat: ChatInput, prompt_ids: Sequence[int]
     ) -> Breakpoints:
@@ -41,7 +51,7 @@ class BreakpointLocator:
         return pins_at([mark.ttl for mark in marks], heads, ids)
 
     async def _head(self, mark: Mark, whole: ChatInput, prompt_ids: Ids) -> Ids:
-        chat = _unanswered(read_conversation(mark.head))
+        chat = _unanswered(mark.head())
         key = self._key(chat)
         if key not in self._heads:
             is_whole = key == self._key(_unanswered(whole))
@@ -59,7 +69,7 @@ class BreakpointLocator:
         """Return the number of tokens of the generation prompt, which ends a rendered prompt."""
         if "continue_final_message" in whole.template:
             return 0
-        messages = [{"role": "user", "content": NEXT.content}]
+        messages = [{"role": "user", "content": NEXT_CONTENT}]
         short = replace(whole, messages=messages, handles=(), tools=())
         opened, plain = await self._render(short), await self._render(_unanswered(short))
         return len(opened) - len(plain)

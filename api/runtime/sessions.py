@@ -1,0 +1,46 @@
+"""Sessions: what one waits for after a turn, and the request that ends it."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ...core.errors import InvalidRequest
+from ...core.interface.request import CacheOptions, Request
+from ..types.request_context import CONTEXT, header
+from ..types.results import Choice
+from .serving_engine import ServingEngine
+
+ENDS = ("x-session-close", "x-dynamo-session-final")
+"""Headers of a session's last request, with "true"; the second one is Dynamo's."""
+SWITCH = {"true": True, "1": True, "false": False, "0": False}
+MAX_LABEL = 256  # characters
+
+
+def in_session(cache: CacheOptions, session: str) -> CacheOptions:
+    """Return the cache options of a request of a session.
+
+    Raises `InvalidRequest`, which names the header, for a header of `ENDS` that is no switch.
+    """
+    return replace(cache, session=session, ends_session=any(map(_is_on, ENDS)))
+
+
+def _is_on(name: str) -> bool:
+    context = CONTEXT.get()
+    given = "" if context is None else header(context.scope, name.encode())
+    if not given:
+        return False
+    if (found := SWITCH.get(given.lower())) is None:
+        raise InvalidRequest(f"the header {name} must be true or false", param=name)
+    return found
+
+
+def label_of(choice: Choice) -> str:
+    """Return the label of the wait that follows an answer: its tools, or "" for a person."""
+    return "+".join(sorted({call.name for call in choice.tool_calls}))[:MAX_LABEL]
+
+
+def tell_wait(engine: ServingEngine, request: Request, choice: Choice) -> None:
+    """Tell the engine what the session of a request waits for after this answer."""
+    session = request.cache.session
+    if session is not None and choice.finish_reason != "abort":
+        engine.expect_turn(session, label_of(choice), request.namespace)

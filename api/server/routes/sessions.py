@@ -1,0 +1,35 @@
+"""DELETE /v1/sessions/{session_id}: end a session of the prefix cache."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...serving.dialect import Endpoints, delete
+from ...serving.errors import JsonResponse
+from ...types.request_context import key_of_session
+
+
+class EndedSession(Struct, kw_only=True):
+    """Answer of DELETE /v1/sessions/{session_id}."""
+
+    id: str
+    object: Literal["session.deleted"] = "session.deleted"
+    deleted: bool  # whether the cache had pages of the session
+
+
+class SessionRoutes(Endpoints):
+    """The route that ends sessions."""
+
+    @delete("/v1/sessions/{session_id}", EndedSession, errors=(503,))
+    async def end(self, request: Request) -> Response:
+        """End a session of this API key: its pages lose their pins and are evicted first.
+
+        Unknown sessions are not an error, because the cache may have forgotten them.
+        """
+        name = request.path_params["session_id"]
+        deleted = await self.service.llm.engine.end_session(key_of_session(name))
+        return JsonResponse(EndedSession(id=name, deleted=deleted))

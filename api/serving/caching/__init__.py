@@ -1,0 +1,1 @@
+"""Fields of requests that control the prefix cache: options, breakpoints and hints."""

@@ -1,0 +1,96 @@
+"""Sessions end by a route or a header, and tell the engine what they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from foretoken.api.runtime.sessions import MAX_LABEL, label_of
+from foretoken.api.types.results import Choice, ToolCall
+
+TALK = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": TALK, "max_tokens": 9},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 1},
+    "/v1/messages": {"messages": TALK, "max_tokens": 9},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 9},
+}
+CHATS = [path for path in BODIES if path != "/v1/completions"]
+Send = Callable[..., httpx.Response]
+
+
+@pytest.fixture
+def send(serve, say) -> Send:
+    """Send a body of a route, with headers."""
+    say("ok")
+    url = serve(api_keys=("one", "two")).url
+
+    def post(
+        path: str = "/v1/chat/completions", key: str = "one", method: str = "POST", **fields: Any
+    ) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}", **fields.pop("headers", {})}
+        body = {**BODIES[path], **fields} if path in BODIES else None
+        return httpx.request(method, url + path, json=body, headers=headers)
+
+    return post
+
+
+def test_a_session_of_the_key_is_ended(send, engine) -> None:
+    send(headers={"x-session-id": "a b"}).raise_for_status()
+    answer = send("/v1/sessions/a%20b", method="DELETE")
+    assert answer.json() == {"id": "a b", "object": "session.deleted", "deleted": True}
+    assert engine.ended_sessions == [engine.requests[-1].cache.session]
+    answer = send("/v1/sessions/a%20b", method="DELETE")
+    assert (answer.status_code, answer.json()["deleted"]) == (200, False)
+    send("/v1/sessions/a%20b", key="two", method="DELETE").raise_for_status()
+    assert engine.ended_sessions[1] == engine.ended_sessions[0] != engine.ended_sessions[2]
+
+
+def test_ending_a_session_needs_the_key(send, engine) -> None:
+    assert send("/v1/sessions/a", key="wrong", method="DELETE").status_code == 401
+    assert engine.ended_sessions == []
+
+
+@pytest.mark.parametrize("header", ["x-session-close", "x-dynamo-session-final"])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_header_ends_the_session_with_the_request(send, engine, path: str, header: str) -> None:
+    for value, ends in [("true", True), ("1", True), ("false", False)]:
+        send(path, headers={"x-session-id": "a", header: value}).raise_for_status()
+        assert engine.requests[-1].cache.ends_session is ends
+    send(path, headers={header: "true"}).raise_for_status()
+    assert not engine.requests[-1].cache.ends_session, "it has no session"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_header_that_is_no_switch_is_refused(send, path: str) -> None:
+    answer = send(path, headers={"x-session-id": "a", "x-session-close": "maybe"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert "x-session-close" in error["message"]
+    assert error.get("param", "x-session-close") == "x-session-close"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", CHATS)
+def test_an_answer_without_calls_waits_for_a_person(send, engine, path: str, stream: bool) -> None:
+    send(path, stream=stream, prompt_cache_key="a", cache_salt="s").raise_for_status()
+    request = engine.requests[-1]
+    assert engine.expected == [(request.cache.session, "", request.namespace)]
+    send(path, stream=stream).raise_for_status()
+    assert len(engine.expected) == 1, "a request without a session tells nothing"
+
+
+def test_several_choices_tell_nothing(send, engine) -> None:
+    send(prompt_cache_key="a", n=2).raise_for_status()
+    assert engine.expected == []
+
+
+def test_a_wait_is_labelled_by_the_tools_that_were_called() -> None:
+    calls = [ToolCall(id=f"{at}", name=name, arguments="{}") for at, name in enumerate("bab")]
+    assert label_of(Choice(index=0, tool_calls=calls)) == "a+b"
+    assert label_of(Choice(index=0)) == ""
+    long = [ToolCall(id="1", name="x" * 999, arguments="{}")]
+    assert len(label_of(Choice(index=0, tool_calls=long))) == MAX_LABEL
