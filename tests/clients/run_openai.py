@@ -105,6 +105,19 @@ def cached_usage() -> None:
     assert 0 < second.prompt_tokens - second.prompt_tokens_details.cached_tokens <= 16
 
 
+@features.feature("cost")
+def cost() -> None:
+    def priced(usage: Any) -> float:
+        cached = usage.prompt_tokens_details.cached_tokens
+        plain = usage.prompt_tokens - cached
+        return round((plain * 2 + cached * 0.5 + usage.completion_tokens * 8) / 1e6, 12)
+
+    options = {"include_usage": True}
+    whole = chat(say("How much?")).usage
+    *_, last = chat(say("How much?"), stream=True, stream_options=options)
+    expect((whole.cost, last.usage.cost), (priced(whole), priced(last.usage)))
+
+
 @features.feature("tool loop")
 def tool_loop() -> None:
     messages = user(say(PARIS))

@@ -184,6 +184,17 @@ def cached_tokens() -> None:
     assert usage.input_tokens_details.cached_tokens > 200, usage
 
 
+@features.feature("cost")
+def cost() -> None:
+    with client.responses.stream(model=MODEL, input=say("How much?")) as stream:
+        stream.until_done()
+        usage: Any = stream.get_final_response().usage
+    cached = usage.input_tokens_details.cached_tokens
+    plain = usage.input_tokens - cached
+    wanted = (plain * 2 + cached * 0.5 + usage.output_tokens * 8) / 1e6
+    expect(usage.cost, round(wanted, 12))
+
+
 @features.feature("forced tool")
 def forced_tool() -> None:
     for choice in (FORCED, "required"):

@@ -47,6 +47,7 @@ class UsageBody(Struct, kw_only=True):
     # tokens of the answer whose KV was evicted (--kv-evict)
     evicted_tokens: int | UnsetType = UNSET
     speculation: SpeculationUsage
+    cost: float | UnsetType = UNSET  # only with --prices
     cache_explanation: Free | UnsetType = UNSET  # if requested and known
     cache_explanations: list[Free | None] | UnsetType = UNSET  # for several prompts
 

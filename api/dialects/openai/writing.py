@@ -60,7 +60,7 @@ class Head:
         }
 
 
-def usage_body(usage: Usage) -> UsageBody:
+def usage_body(usage: Usage, cost: float | UnsetType = UNSET) -> UsageBody:
     """Return ``usage``, with details of the cache, the prediction and speculation."""
     return UsageBody(
         prompt_tokens=usage.prompt_tokens,
@@ -82,6 +82,7 @@ def usage_body(usage: Usage) -> UsageBody:
         moves=usage.moves,
         evicted_tokens=usage.evicted_tokens or UNSET,
         speculation=speculation_body(usage),
+        cost=cost,
     )
 
 
@@ -227,7 +228,8 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         """Return a chunk with these choices. ``more``: other fields of the chunk."""
         usage = None
         if self._tells_usage:  # counts the tokens sent; the engine may have computed more
-            usage = usage_body(replace(self._usage_so_far(), completion_tokens=self._num_told))
+            so_far = replace(self._usage_so_far(), completion_tokens=self._num_told)
+            usage = usage_body(so_far, self._service.cost(so_far))
         return self._event(choices, usage, **more)
 
     def end(self, answer: A) -> Iterator[bytes]:
@@ -248,7 +250,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
 
     def usage(self, usage: Usage) -> UsageBody:
         """Return ``usage``, with an explanation of cache misses for each prompt if requested."""
-        spent = usage_body(usage)
+        spent = usage_body(usage, self._service.cost(usage))
         if not self._explains:
             return spent
         found = [self._service.llm.explain(each) for each in self.prompt_ids]

@@ -111,6 +111,7 @@ class ResponseUsage(Struct, kw_only=True):
     moves: int  # times the request moved to another replica because its own was lost
     evicted_tokens: int | UnsetType = UNSET  # answer tokens whose KV was evicted (--kv-evict)
     speculation: SpeculationUsage
+    cost: float | UnsetType = UNSET  # only with --prices
     cache_explanation: Free | UnsetType = UNSET  # if requested and known
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from contextlib import aclosing
 from time import time
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
 from ....core.interface.output import TokenLogprob
@@ -133,7 +134,9 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
             completed_at=int(time()) if status == "completed" else None,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
             output=self._output.items,
-            usage=response_usage(usage, self._output.num_reasoning_tokens),
+            usage=response_usage(
+                usage, self._output.num_reasoning_tokens, self._service.cost(usage)
+            ),
         )
 
     def _explain(self, response: ResponseBody) -> None:
@@ -208,7 +211,9 @@ def new_response(body: ResponsesRequest, params: SamplingParams, model: str) -> 
     )
 
 
-def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
+def response_usage(
+    usage: Usage, num_reasoning_tokens: int, cost: float | UnsetType = UNSET
+) -> ResponseUsage:
     """Return ``usage`` in this API's form, with the extra fields of chat completions."""
     spent = usage_body(usage)
     details = asdict(spent.completion_tokens_details)
@@ -222,6 +227,7 @@ def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
         moves=spent.moves,
         evicted_tokens=spent.evicted_tokens,
         speculation=spent.speculation,
+        cost=cost,
     )
 
 
