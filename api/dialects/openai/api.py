@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...serving.dialect import Api
 from ..batches.routes import BatchRoutes, FileRoutes
+from ..decisions.routes import DecisionsRoute
 from ..pooled.routes import EmbeddingsRoute, RerankRoute, ScoreRoute
 from ..responses.routes import KeptResponses, ResponsesCount, ResponsesRender, ResponsesRoute
 from .routes import ChatRender, ChatRoute, CompletionsRender, CompletionsRoute
@@ -16,6 +17,7 @@ OPENAI = Api(
         EmbeddingsRoute,
         RerankRoute,
         ScoreRoute,
+        DecisionsRoute,
         ResponsesRoute,
         ChatRender,
         CompletionsRender,
