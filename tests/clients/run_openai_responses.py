@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import openai
@@ -193,6 +194,34 @@ def cost() -> None:
     plain = usage.input_tokens - cached
     wanted = (plain * 2 + cached * 0.5 + usage.output_tokens * 8) / 1e6
     expect(usage.cost, round(wanted, 12))
+
+
+if find_spec("websockets"):  # not where openai 2 is
+
+    @features.feature("websocket")
+    def websocket() -> None:
+        with client.responses.connect() as connection:
+
+            def turn(**fields: Any) -> Any:
+                connection.response.create(model=MODEL, **fields)
+                events = []
+                for event in connection:
+                    events.append(event)
+                    if event.type in ("response.completed", "error"):
+                        return events
+                raise AssertionError("the connection ended")
+
+            *events, last = turn(input=say("Over the wire."), stream_id="a")
+            deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+            expect("".join(deltas), "Over the wire.")
+            expect({e.stream_id for e in [*events, last]}, {"a"})
+            warm = turn(input=PREFIX, generate=False, store=False)[-1].response
+            expect((warm.output, warm.usage.output_tokens), ([], 0))
+            then = turn(input=say("Warm."), previous_response_id=warm.id)[-1].response
+            expect(then.output_text, "Warm.")
+            assert then.usage.input_tokens_details.cached_tokens > 200, then.usage
+            [error] = turn(input="Hi", temperature=-1)
+            expect((error.type, error.status, error.error.param), ("error", 400, "temperature"))
 
 
 @features.feature("forced tool")

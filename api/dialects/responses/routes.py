@@ -18,8 +18,8 @@ from ...serving.paging import page_limit
 from ...serving.render import Rendered, render_chat
 from ...serving.sampling import is_prewarm
 from ...serving.serving_context import Service
-from ...serving.sse import ReadyReply, Reply
-from ...types.request_context import owner_of
+from ...serving.sse import EventStream, ReadyReply, Reply
+from ...types.request_context import at_close, owner_of
 from ...types.shares import Owner
 from .answers import Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
 from .bodies import Item, ResponsesRequest
@@ -119,14 +119,19 @@ class ResponsesRoute(ResponsesDialect):
         is_stored = body.store is not False
 
         def keep(response: ResponseBody, answer_ids: Sequence[int]) -> None:
-            if is_stored:
-                self.store.put(owner, response, kept_items(items), answer_ids)
+            # A later response on the same connection may continue one that is not stored.
+            if is_stored or at_close(lambda: self._forget(owner, response.id)):
+                kept = kept_items(items)
+                self.store.put(owner, response, kept, answer_ids, is_shown=is_stored)
 
         writer = ResponseWriter(self.service, body, params, served, keep)
         if is_prewarm(body):
             return writer.prewarmed(await prewarm(self.service, chat, request_id=writer.id))
         answer = await self.service.chat.open(chat, request_id=writer.id, hands_out=is_stored)
         return ResponseReply(self.service, writer, answer)
+
+    def _forget(self, owner: Owner, response_id: str) -> None:
+        self.store.delete(owner, response_id)
 
 
 class KeptResponses(Endpoints):
@@ -136,16 +141,34 @@ class KeptResponses(Endpoints):
         super().__init__(service)
         self.store = response_store(service)
 
-    @get("/v1/responses/{id}", ResponseBody, query=STORED, errors=(404,))
+    @get(
+        "/v1/responses/{id}",
+        ResponseBody,
+        query=("stream", "starting_after", *STORED),
+        errors=(404,),
+        events=StreamEvent,
+        events_media="text/event-stream",
+    )
     async def retrieve(self, request: Request) -> Response:
-        """Return a stored response."""
+        """Return a stored response; with ``stream`` the events of a stream that can be resumed."""
         if request.query_params.get("stream") == "true":
-            raise InvalidRequest("stream is not supported by this route", param="stream")
+            return self._resumed(request)
         owner, response_id = _named(request)
         found = self.store.get(owner, response_id)
         if found is None:
             raise _unknown(response_id)
         return JsonResponse(found)
+
+    def _resumed(self, request: Request) -> Response:
+        """Return the events after ``starting_after``, or all. Raises `InvalidRequest`, 404."""
+        streams, after = self.service.streams, request.query_params.get("starting_after", "-1")
+        if streams is None:
+            raise InvalidRequest("stream needs a server with --resume-seconds", param="stream")
+        if not after.removeprefix("-").isdecimal() or len(after) > 15:
+            raise InvalidRequest("starting_after must be an integer", param="starting_after")
+        reader = streams.attach(request.path_params["id"], int(after) + 1)
+        seconds = self.service.settings.limits.ping_seconds
+        return EventStream(reader.events(), close=reader.close, ping_seconds=seconds)
 
     @delete("/v1/responses/{id}", Deleted, query=STORED, errors=(404,))
     async def delete(self, request: Request) -> Response:

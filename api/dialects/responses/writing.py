@@ -162,6 +162,11 @@ class ResponseReply(AnswerReply[ChatAnswer]):
 
     _writer: ResponseWriter
 
+    @property
+    def name(self) -> str:
+        """The id of the response: its events have sequence numbers."""
+        return self._writer.id
+
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the answer as events.
 

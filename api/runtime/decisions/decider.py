@@ -20,7 +20,7 @@ from ..pooled.pooled_prompts import Pooled, PooledPrompts
 from .labels import Ids, LabelTree, Read
 from .questions import Question
 
-MAX_READS = 4096  # rows of one call
+MAX_READS = 2**14  # rows of one call
 TEMPLATE_OPTIONS = {"add_generation_prompt": True, "enable_thinking": False}
 
 

@@ -132,6 +132,10 @@ class Connection(H11Protocol):
         scope["state"][IS_SPARE] = True
         await self.config.loaded_app(scope, receive, send)
 
+    def _should_upgrade(self) -> bool:
+        """Whether to become a WebSocket. Connections beyond the limit get their 503 as a GET."""
+        return not self._is_spare and super()._should_upgrade()
+
     # -- receiving --------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:

@@ -151,7 +151,7 @@ def test_messages_calls_and_json_are_an_input(server: Any) -> None:
     assert found["usage"]["input_tokens"] > other["usage"]["input_tokens"]
 
 
-LONG = [{"value": letter * 64} for letter in "qwx"]
+LONG = [{"value": letter * 99} for letter in "qwx"]
 
 
 def many(count: int) -> list[dict[str, str]]:
